@@ -1,0 +1,1 @@
+"""The SDK: clients for training, sampling and the service's lists."""

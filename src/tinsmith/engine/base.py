@@ -1,0 +1,215 @@
+"""The engine interface: what a caller may ask of the thing that does the mathematics.
+
+An engine holds base models, adapters that train on them, and samplers (frozen adapters, or
+the bare base model). It knows nothing of users, sessions, rows or HTTP; ids are opaque
+strings that the caller chooses. Everything that crosses the interface is a plain value.
+
+Order is the caller's affair: operations on one adapter are carried out in the order in which
+they are handed over, and the engine never reorders them. Work on different adapters may
+run in one batch, which changes speed and never results.
+
+A mistake in one item must not disturb the items beside it, so batch calls report failure as
+a value (`Failure`) in the item's place. Exceptions mean that the engine itself is in trouble.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from tinsmith.types import (
+    AdamParams,
+    CustomLossGraph,
+    CustomLossInput,
+    Datum,
+    ForwardBackwardOutput,
+    LoraConfig,
+    ModelInput,
+    SampleResponse,
+    SamplingParams,
+    TensorData,
+)
+
+FailureCategory = Literal["user", "server"]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why one item of a call could not be done. Nothing of the item took effect."""
+
+    message: str
+    category: FailureCategory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModelInfo:
+    """A base model the engine can serve, whether or not it is in memory now."""
+
+    name: str
+    max_context_length: int
+    vocab_size: int
+    architecture: str
+    is_trainable: bool = True
+    is_sampleable: bool = True
+    tokenizer_folder: Path | None = None
+    """Where the tokenizer's files are, for callers that render text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    models: tuple[BaseModelInfo, ...]
+    max_lora_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """A moment's view; `alive` is false once the engine can no longer serve."""
+
+    alive: bool
+    detail: str = ""
+    num_adapters: int = 0
+    num_samplers: int = 0
+    running_samples: int = 0
+    waiting_samples: int = 0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomLoss:
+    """An uploaded loss: which inputs it reads, in the order of its placeholders, and its graph."""
+
+    inputs: tuple[CustomLossInput, ...]
+    graph: CustomLossGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One forward pass of one adapter, with or without accumulating gradients."""
+
+    adapter_id: str
+    data: Sequence[Datum]
+    loss_fn: str
+    loss_fn_config: dict[str, float | str] = field(default_factory=dict)
+    forward_only: bool = False
+    custom_loss: CustomLoss | None = None
+    """The graph behind `loss_fn="custom"`; the caller has looked it up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One optimizer step of one adapter; consumes the gradients accumulated so far."""
+
+    adapter_id: str
+    params: AdamParams
+
+
+SnapshotKind = Literal["sampler", "training", "exact"]
+"""What a snapshot holds: the weights; with optimizer state and step count; with pending gradients too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotInfo:
+    size_bytes: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleJob:
+    """One sampling request: `num_samples` continuations of one prompt."""
+
+    job_id: str
+    base_model: str
+    sampler_id: str | None
+    """A frozen adapter made by `freeze` or `load_sampler`; None samples the bare base model."""
+
+    prompt: ModelInput
+    params: SamplingParams
+    num_samples: int = 1
+    prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    stream: bool = False
+    """Whether to report tokens as they are decoded (`TokensSampled`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokensSampled:
+    """Tokens just decoded for sample `index` of a streaming job, with their log-probabilities."""
+
+    index: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+
+SampleEvent = TokensSampled | SampleResponse | Failure
+
+
+class Engine(Protocol):
+    """Batch-shaped and asynchronous; see the module's notes on order and failure."""
+
+    async def capabilities(self) -> Capabilities: ...
+
+    async def health(self) -> Health: ...
+
+    async def create_adapter(
+        self, adapter_id: str, base_model: str, lora: LoraConfig
+    ) -> Failure | None:
+        """Make a fresh adapter. A base model not in memory is loaded first."""
+        ...
+
+    async def unload_adapter(self, adapter_id: str) -> None:
+        """Forget an adapter and free its memory. Unknown ids are ignored."""
+        ...
+
+    def run_passes(
+        self, passes: Sequence[Pass]
+    ) -> AsyncIterator[tuple[int, ForwardBackwardOutput | Failure]]:
+        """Run passes, of any adapters, together; yield (index, result) as each is finished."""
+        ...
+
+    async def step(self, steps: Sequence[Step]) -> list[dict[str, float] | Failure]:
+        """Take optimizer steps; each result is the step's metrics."""
+        ...
+
+    async def snapshot(
+        self, adapter_id: str, folder: Path, kind: SnapshotKind
+    ) -> SnapshotInfo | Failure:
+        """Write the adapter to `folder`, which must not exist; it appears whole or not at all."""
+        ...
+
+    async def restore(
+        self, adapter_id: str, folder: Path, kind: SnapshotKind
+    ) -> SnapshotInfo | Failure:
+        """Overwrite an existing adapter from a snapshot.
+
+        With kind "sampler" only the weights are taken, and optimizer state and pending gradients start
+        afresh; "training" also restores the optimizer; "exact" the pending gradients too.
+        """
+        ...
+
+    async def freeze(self, adapter_id: str, sampler_id: str) -> Failure | None:
+        """Copy the adapter's present weights, in memory, into a new sampler."""
+        ...
+
+    async def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> Failure | None:
+        """Make a sampler from a snapshot's weights."""
+        ...
+
+    async def unload_sampler(self, sampler_id: str) -> None: ...
+
+    def sample(self, job: SampleJob) -> AsyncIterator[SampleEvent]:
+        """Run one job. The last event is a `SampleResponse` or a `Failure`; none follows it."""
+        ...
+
+    async def cancel(self, job_id: str) -> None:
+        """Give up a sampling job and free its place. Unknown or finished ids are ignored."""
+        ...
+
+    async def close(self) -> None: ...

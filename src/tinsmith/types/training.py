@@ -1,0 +1,217 @@
+"""Creating a model and training it: the messages of the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from tinsmith.errors import ValidationError
+from tinsmith.types.convert import converter, kind_of
+from tinsmith.types.datum import Datum, LossFnOutput
+from tinsmith.types.model import Request, Response
+from tinsmith.types.optimizer import (
+    AdamOptimizerConfig,
+    OptimizerConfig,
+    ReportedOptimizerConfig,
+)
+from tinsmith.types.tensors import TensorData
+
+ModelID = str
+
+LossFnType = Literal[
+    "cross_entropy",
+    "importance_sampling",
+    "ppo",
+    "cispo",
+    "dro",
+    "gspo",
+    "stable_reinforce",
+    "custom",
+]
+
+
+class LoraConfig(Request):
+    """The shape of a model's adapter: its rank, and which matrices it changes."""
+
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModelRequest(Request):
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = AdamOptimizerConfig()
+    type: Literal["create_model"] = "create_model"
+
+
+class CreateModelResponse(Response):
+    model_id: ModelID
+    type: Literal["create_model"] = "create_model"
+
+
+class UnloadModelRequest(Request):
+    model_id: ModelID
+    type: Literal["unload_model"] = "unload_model"
+
+
+class UnloadModelResponse(Response):
+    model_id: ModelID
+    type: Literal["unload_model"] | None = None
+
+
+class GetInfoRequest(Request):
+    model_id: ModelID
+    type: Literal["get_info"] = "get_info"
+
+
+class ModelData(Response):
+    arch: str | None = None
+    model_name: str | None = None
+    tokenizer_id: str | None = None
+
+
+class GetInfoResponse(Response):
+    type: Literal["get_info"] | None = None
+    model_data: ModelData
+    model_id: ModelID
+    optimizer_config: ReportedOptimizerConfig = AdamOptimizerConfig()
+    is_lora: bool | None = None
+    lora_rank: int | None = None
+    model_name: str | None = None
+
+
+class OptimStepResponse(Response):
+    metrics: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class ForwardBackwardInput:
+    """The examples of one pass, and the loss to apply to them."""
+
+    data: list[Datum]
+    loss_fn: LossFnType
+    loss_fn_config: Mapping[str, float | str] | None = None
+
+    def __post_init__(self) -> None:
+        for name, check in (("loss_fn", _check_loss_fn), ("loss_fn_config", _check_config)):
+            try:
+                object.__setattr__(self, name, check(getattr(self, name)))
+            except ValidationError as error:
+                raise error.under(name) from None
+
+    @classmethod
+    def model_validate(cls, obj: Any) -> Self:
+        """From the JSON form that releases before 0.25.0 sent, or an instance as it is."""
+        if isinstance(obj, cls):
+            return obj
+        fields = _object(obj, "ForwardBackwardInput", ("data", "loss_fn", "loss_fn_config"))
+        for name in ("data", "loss_fn"):
+            if fields.get(name) is None:
+                raise ValidationError("ForwardBackwardInput needs this field", name)
+        if not isinstance(fields["data"], Sequence):
+            raise ValidationError(f"expected a list, got {kind_of(fields['data'])}", "data")
+        data = []
+        for index, item in enumerate(fields["data"]):
+            try:
+                data.append(Datum.model_validate(item))
+            except ValidationError as error:
+                raise error.under(f"data[{index}]") from None
+        return cls(data, fields["loss_fn"], fields.get("loss_fn_config"))
+
+    def to_wire(self) -> dict[str, Any]:
+        wire: dict[str, Any] = {
+            "data": [datum.to_wire() for datum in self.data],
+            "loss_fn": self.loss_fn,
+        }
+        if self.loss_fn_config is not None:
+            wire["loss_fn_config"] = dict(self.loss_fn_config)
+        return wire
+
+
+@dataclass(frozen=True)
+class ForwardBackwardRequest:
+    """One pass over some examples that adds to the model's gradients."""
+
+    forward_backward_input: ForwardBackwardInput
+    model_id: ModelID
+    seq_id: int | None = None
+
+
+@dataclass(frozen=True)
+class ForwardRequest:
+    """One pass over some examples that leaves no trace."""
+
+    forward_input: ForwardBackwardInput
+    model_id: ModelID
+    seq_id: int | None = None
+
+
+@dataclass(frozen=True)
+class ForwardBackwardOutput:
+    """What a pass gives back: per example its tensors, and metrics over all of them.
+
+    A metric's name ends in how values of several requests combine: `loss:sum`, `entropy:mean`.
+    """
+
+    loss_fn_output_type: str
+    loss_fn_outputs: list[LossFnOutput]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def model_validate(cls, obj: Any) -> Self:
+        """From the JSON form, or an instance as it is."""
+        if isinstance(obj, cls):
+            return obj
+        if not isinstance(obj, Mapping):
+            raise ValidationError(f"expected an object, got {kind_of(obj)}")
+        outputs = []
+        for index, output in enumerate(obj.get("loss_fn_outputs") or ()):
+            try:
+                outputs.append({k: TensorData.model_validate(t) for k, t in output.items()})
+            except ValidationError as error:
+                raise error.under(f"loss_fn_outputs[{index}]") from None
+        try:
+            metrics = converter(dict[str, float])(obj.get("metrics") or {})
+        except ValidationError as error:
+            raise error.under("metrics") from None
+        return cls(str(obj.get("loss_fn_output_type") or "ArrayRecord"), outputs, metrics)
+
+    def model_dump(self, *, mode: str = "python", **_: Any) -> dict[str, Any]:
+        return {
+            "loss_fn_output_type": self.loss_fn_output_type,
+            "loss_fn_outputs": [
+                {key: t.model_dump(mode=mode) for key, t in output.items()}
+                for output in self.loss_fn_outputs
+            ],
+            "metrics": dict(self.metrics),
+        }
+
+    def to_wire(self) -> dict[str, Any]:
+        """The JSON form that releases before 0.25.0 read."""
+        return {
+            "loss_fn_output_type": self.loss_fn_output_type,
+            "loss_fn_outputs": [
+                {key: t.to_wire() for key, t in output.items()} for output in self.loss_fn_outputs
+            ],
+            "metrics": dict(self.metrics),
+        }
+
+
+def _object(obj: Any, what: str, known: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(obj, Mapping):
+        raise ValidationError(f"expected an object for {what}, got {kind_of(obj)}")
+    for name in obj:
+        if name not in known:
+            raise ValidationError(f"{what} has no such field", str(name)[:80])
+    return dict(obj)
+
+
+_check_loss_fn = converter(LossFnType)
+_check_config = converter(Mapping[str, float | str] | None)

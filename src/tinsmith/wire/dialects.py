@@ -1,0 +1,97 @@
+"""Serving every client release at once: which form a body has, and which form a client reads.
+
+The official releases from 0.3.0 on differ in three ways that matter on the wire. Passes were JSON
+until 0.24.1 and are protobuf since 0.25.0. Results of passes and samples were JSON until protobuf
+came in with 0.18.1 and 0.19.0, and are protobuf only since 0.25.0; the client says which it reads
+in `Accept`. And some fields did not exist yet: absent means what it meant then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from tinsmith.errors import ValidationError
+from tinsmith.types import (
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    ForwardRequest,
+    LoadWeightsRequest,
+    SampleResponse,
+    TelemetrySendRequest,
+)
+from tinsmith.types.convert import converter
+from tinsmith.types.model import Model
+from tinsmith.wire import json, proto
+from tinsmith.wire.limits import DEFAULT_LIMITS, Limits
+
+M = TypeVar("M", bound=Model)
+
+JSON_TYPE = "application/json"
+PROTO_TYPE = "application/x-protobuf"
+
+# What a field's absence meant in the releases that did not have it.
+_BEFORE_THE_FIELD: dict[type[Model], dict[str, Any]] = {
+    # 0.3 to 0.5 had one way to load; its counterpart saved weights and optimizer together.
+    LoadWeightsRequest: {"optimizer": True},
+    TelemetrySendRequest: {"process_uuid": ""},
+}
+
+
+def decode(kind: type[M], body: bytes, limits: Limits = DEFAULT_LIMITS) -> M:
+    """A control message from any release."""
+    older = _BEFORE_THE_FIELD.get(kind)
+    if older is None:
+        return json.decode(kind, body, limits)
+    sent = {name: value for name, value in json.parse(body, limits).items() if value is not None}
+    return kind.model_validate({**older, **sent})
+
+
+def decode_pass(
+    body: bytes, content_type: str, *, forward_only: bool = False, limits: Limits = DEFAULT_LIMITS
+) -> ForwardBackwardRequest | ForwardRequest:
+    """The body of `/forward_backward`, or of `/forward` (`forward_only`), from any release."""
+    if media_type(content_type) == PROTO_TYPE:
+        return proto.decode_pass(body, limits)
+    if media_type(content_type) != JSON_TYPE:
+        raise ValidationError(f"expected {PROTO_TYPE} or {JSON_TYPE}, got {content_type[:80]!r}")
+    fields = json.parse(body, limits)
+    name = "forward_input" if forward_only else "forward_backward_input"
+    for unknown in fields.keys() - {name, "model_id", "seq_id", "type"}:
+        raise ValidationError("the request has no such field", unknown[:80])
+    inputs = fields.get(name)
+    if not isinstance(inputs, Mapping):
+        raise ValidationError("the request needs this object", name)
+    data = inputs.get("data")
+    if isinstance(data, list) and len(data) > limits.max_datums:
+        raise ValidationError(f"more than {limits.max_datums} datums", f"{name}.data")
+    try:
+        parsed = ForwardBackwardInput.model_validate(inputs)
+    except ValidationError as error:
+        raise error.under(name) from None
+    model_id = _field("model_id", str, fields.get("model_id"))
+    seq_id = _field("seq_id", int | None, fields.get("seq_id"))
+    cls = ForwardRequest if forward_only else ForwardBackwardRequest
+    return cls(parsed, model_id, seq_id)
+
+
+def encode_result(result: Any, accept: str) -> tuple[str, bytes]:
+    """A finished result in the form the client reads: (content type, body)."""
+    if isinstance(result, ForwardBackwardOutput | SampleResponse) and PROTO_TYPE in accept:
+        if isinstance(result, SampleResponse):
+            return PROTO_TYPE, proto.encode_sample(result)
+        return PROTO_TYPE, proto.encode_output(result)
+    return JSON_TYPE, json.encode(result)
+
+
+def media_type(content_type: str) -> str:
+    """`application/json` of `application/json; charset=utf-8`."""
+    return content_type.partition(";")[0].strip().lower()
+
+
+def _field(name: str, annotation: Any, value: Any) -> Any:
+    try:
+        return converter(annotation)(value)
+    except ValidationError as error:
+        raise error.under(name) from None

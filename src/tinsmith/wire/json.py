@@ -1,0 +1,54 @@
+"""Control messages as JSON.
+
+`decode` takes what any release sends: a field that is null where the message has a default reads
+as absent, so that old clients, which send null for what their caller left out, are served alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import orjson
+
+from tinsmith.errors import TooLargeError, ValidationError
+from tinsmith.types.model import Model
+from tinsmith.wire.limits import DEFAULT_LIMITS, Limits
+
+M = TypeVar("M", bound=Model)
+
+
+def encode(message: Any) -> bytes:
+    """The body of a message: anything with `to_wire`, or plain data."""
+    return orjson.dumps(
+        message.to_wire() if hasattr(message, "to_wire") else message,
+        option=orjson.OPT_SERIALIZE_NUMPY,
+    )
+
+
+def decode(kind: type[M], body: bytes, limits: Limits = DEFAULT_LIMITS) -> M:
+    """The message in a body, checked field by field."""
+    return kind.model_validate(_without_nulls(kind, parse(body, limits)))
+
+
+def parse(body: bytes, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
+    """The JSON object in a body, as plain data."""
+    if len(body) > limits.max_body_bytes:
+        raise TooLargeError(f"the body has {len(body)} bytes; the limit is {limits.max_body_bytes}")
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ValidationError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValidationError("the body must be a JSON object")
+    return value
+
+
+def _without_nulls(kind: type[Model], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` less those that are null although the message has a default for them."""
+    declared = kind.model_fields
+    return {
+        name: value
+        for name, value in fields.items()
+        if value is not None or name not in declared or declared[name].is_required()
+    }

@@ -1,0 +1,36 @@
+"""How much a message may hold before it is refused.
+
+A small body can name a great many objects: these limits bound the memory that decoding may take,
+as a multiple of the body. They are far above what the official clients send.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    max_body_bytes: int = 256 * 1024 * 1024
+    """Largest body after decompression."""
+
+    max_datums: int = 16_384
+    """Most datums in one request; the official clients send at most 1,024."""
+
+    max_chunks: int = 65_536
+    """Most chunks in one request, over all its datums."""
+
+    max_loss_inputs: int = 64
+    """Most named tensors of one datum."""
+
+    max_spans: int = 65_536
+    """Most provenance runs in one request, over all its datums."""
+
+    max_config_entries: int = 256
+    """Most entries of a loss configuration, and most metrics of a result."""
+
+    max_tensor_rank: int = 8
+    """Most dimensions of a tensor."""
+
+
+DEFAULT_LIMITS = Limits()
