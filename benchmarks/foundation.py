@@ -1,6 +1,6 @@
 """Types and codecs against the official package, in one run, interleaved (`make bench`).
 
-Prints a table and one JSON object. Every figure is a ratio: the official package's cost divided by ours
+Prints a table and one JSON object. Every figure is a ratio: the official cost divided by ours
 for speed, ours divided by the official's for import cost, so noise of the machine cancels.
 """
 

@@ -29,6 +29,7 @@ Converter = Callable[[Any], Any]
 T = TypeVar("T")
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+MAX_NESTING = 100
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,13 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _anything(value: Any) -> Any:
+def _anything(value: Any, room: int = MAX_NESTING) -> Any:
+    """Free-form content, as long as it is not nested too deep to be written again."""
+    if isinstance(value, (dict, list, tuple)):
+        if not room:
+            raise ValidationError(f"nested deeper than {MAX_NESTING} levels")
+        for item in value.values() if isinstance(value, dict) else value:
+            _anything(item, room - 1)
     return value
 
 

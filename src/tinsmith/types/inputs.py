@@ -30,19 +30,25 @@ class _Plain(Frozen):
         values = {name: getattr(self, name) for name in self._names}
         return type(self)(**{**values, **(update or {})})
 
-    def model_dump_json(self, **_: Any) -> str:
+    def model_dump_json(self, *, exclude_none: bool = False, **_: Any) -> str:
         import orjson
 
-        return orjson.dumps(self.to_wire(), option=orjson.OPT_SERIALIZE_NUMPY).decode()
+        return orjson.dumps(self.model_dump(mode="json", exclude_none=exclude_none)).decode()
 
     @classmethod
     def model_validate_json(cls, text: str | bytes) -> Self:
         import orjson
 
-        return cls.model_validate(orjson.loads(text))
+        try:
+            return cls.model_validate(orjson.loads(text))
+        except orjson.JSONDecodeError as error:
+            raise ValidationError(f"not valid JSON: {error}") from None
 
     @classmethod
     def model_validate(cls, obj: Any) -> Self:
+        raise NotImplementedError
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
         raise NotImplementedError
 
     def to_wire(self) -> dict[str, Any]:
@@ -103,8 +109,8 @@ class EncodedTextChunk(_Plain):
             raise ValidationError("EncodedTextChunk needs this field", "tokens")
         return cls(**fields)
 
-    def model_dump(self, **_: Any) -> dict[str, Any]:
-        return {"tokens": self.tokens, "type": "encoded_text"}
+    def model_dump(self, *, exclude_defaults: bool = False, **_: Any) -> dict[str, Any]:
+        return {"tokens": self.tokens, **({} if exclude_defaults else {"type": "encoded_text"})}
 
     def to_wire(self) -> dict[str, Any]:
         return {"tokens": np.ascontiguousarray(self.tokens_np), "type": "encoded_text"}
@@ -251,8 +257,8 @@ class ModelInput(_Plain):
             raise ValidationError("ModelInput needs this field", "chunks")
         return cls(**fields)
 
-    def model_dump(self, *, mode: str = "python", **_: Any) -> dict[str, Any]:
-        return {"chunks": [chunk.model_dump(mode=mode) for chunk in self.chunks]}
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        return {"chunks": [chunk.model_dump(**options) for chunk in self.chunks]}
 
     def to_wire(self) -> dict[str, Any]:
         return {"chunks": [chunk.to_wire() for chunk in self.chunks]}

@@ -111,7 +111,7 @@ class Model(Frozen):
     def _meet_unknown(self, extra: dict[str, Any]) -> None:
         if self.__unknown__ == "refuse":
             name = next(iter(extra))
-            near = difflib.get_close_matches(str(name), self.model_fields, n=1)
+            near = difflib.get_close_matches(str(name)[:80], self.model_fields, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValidationError(f"{type(self).__name__} has no such field{hint}", str(name)[:80])
         if self.__unknown__ == "keep":
@@ -152,7 +152,9 @@ class Model(Frozen):
                 continue
             if exclude_defaults and name in fields and value == fields[name].default:
                 continue
-            result[name] = dump(value, mode=mode, exclude_none=exclude_none)
+            result[name] = dump(
+                value, mode=mode, exclude_none=exclude_none, exclude_defaults=exclude_defaults
+            )
         return result
 
     def model_dump_json(self, *, indent: int | None = None, exclude_none: bool = False) -> str:
@@ -204,7 +206,14 @@ class Open(Model):
     __unknown__ = "keep"
 
 
-def dump(value: Any, *, mode: str, exclude_none: bool, path: str = "") -> Any:
+def dump(
+    value: Any,
+    *,
+    mode: str,
+    exclude_none: bool,
+    exclude_defaults: bool = False,
+    path: str = "",
+) -> Any:
     """A field's value as plain data.
 
     Modes: "python" keeps bytes, dates and numbers as they are; "json" makes them JSON-ready;
@@ -218,32 +227,29 @@ def dump(value: Any, *, mode: str, exclude_none: bool, path: str = "") -> Any:
         if mode == "wire" and not math.isfinite(value):
             raise ValidationError(f"{value} cannot be sent as JSON", path)
         return value
-    if isinstance(value, Model):
-        if mode != "wire":
-            return value.model_dump(mode=mode, exclude_none=exclude_none)
+    if mode == "wire" and hasattr(value, "to_wire"):
         try:
             return value.to_wire()
         except ValidationError as error:
             raise error.under(path) from None
+    options: dict[str, Any] = {
+        "mode": mode,
+        "exclude_none": exclude_none,
+        "exclude_defaults": exclude_defaults,
+    }
+    if hasattr(value, "model_dump"):
+        return value.model_dump(**options)
     if isinstance(value, (list, tuple)):
-        return [
-            dump(v, mode=mode, exclude_none=exclude_none, path=f"{path}[{i}]")
-            for i, v in enumerate(value)
-        ]
+        return [dump(v, path=f"{path}[{i}]", **options) for i, v in enumerate(value)]
     if isinstance(value, dict):
         # Free-form content (metadata, graph arguments): None inside it is the user's own.
-        return {
-            k: dump(v, mode=mode, exclude_none=exclude_none, path=f"{path}[{k!r}]")
-            for k, v in value.items()
-        }
-    if mode == "python" and not hasattr(value, "model_dump"):
+        return {k: dump(v, path=f"{path}[{k!r}]", **options) for k, v in value.items()}
+    if mode == "python":
         return value
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, datetime):
         return rfc3339(value)
-    if hasattr(value, "to_wire"):
-        return value.to_wire() if mode == "wire" else value.model_dump(mode=mode)
     raise ValidationError(f"{type(value).__name__} cannot be written as JSON", path)
 
 

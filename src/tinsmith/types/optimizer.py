@@ -115,5 +115,6 @@ class OptimStepRequest(Request):
 
     def _with_wire_name(self, fields: dict[str, Any]) -> dict[str, Any]:
         is_adam = isinstance(self.optim_params, AdamParams)
-        fields["adam_params" if is_adam else "optimizer_params"] = fields.pop("optim_params")
+        if "optim_params" in fields:
+            fields["adam_params" if is_adam else "optimizer_params"] = fields.pop("optim_params")
         return fields

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tinsmith.errors import ValidationError
 from tinsmith.types.convert import converter, kind_of
 from tinsmith.types.inputs import ModelInput
-from tinsmith.types.model import Request, Response
+from tinsmith.types.model import Request, Response, dump
 from tinsmith.types.tensors import TensorData, int_array, short_array
 
 StopReason = Literal["length", "stop"]
@@ -202,8 +202,7 @@ class SampledSequence:
             self.stop_reason == other.stop_reason
             and self.sequence_id == other.sequence_id
             and self.tokens == other.tokens
-            and _same(self.logprobs_np, other.logprobs_np)
-            and self._logprobs_list == other._logprobs_list
+            and _same(_float_array(self.logprobs), _float_array(other.logprobs))
             and self.topk_logprobs == other.topk_logprobs
         )
 
@@ -261,37 +260,42 @@ class SampleResponse:
         if not isinstance(sequences, Sequence):
             raise ValidationError("a sample response needs this list", "sequences")
         try:
-            prompt_logprobs = converter(list[float | None] | None)(obj.get("prompt_logprobs"))
-            topk = obj.get("topk_prompt_logprobs")
-            parsed = [_sequence_from_wire(s, index) for index, s in enumerate(sequences)]
-            return cls(
-                sequences=parsed,
-                prompt_logprobs_np=(
-                    None
-                    if prompt_logprobs is None
-                    else np.array(
-                        [np.nan if v is None else v for v in prompt_logprobs], dtype=np.float32
-                    )
-                ),
-                topk_prompt_logprobs_np=None if topk is None else TopkLogprobs.from_lists(topk),
-            )
-        except TypeError as error:
+            with np.errstate(over="raise"):
+                return cls._from_wire(obj, sequences)
+        except ValidationError:
+            raise
+        except (TypeError, ValueError, ArithmeticError) as error:
             raise ValidationError(f"not a sample response: {error}") from None
+
+    @classmethod
+    def _from_wire(cls, obj: Mapping[str, Any], sequences: Sequence[Any]) -> Self:
+        prompt = converter(list[float | None] | None)(obj.get("prompt_logprobs"))
+        topk = obj.get("topk_prompt_logprobs")
+        if prompt is not None:
+            prompt = np.array([np.nan if v is None else v for v in prompt], dtype=np.float32)
+        return cls(
+            sequences=[_sequence_from_wire(s, index) for index, s in enumerate(sequences)],
+            prompt_logprobs_np=prompt,
+            topk_prompt_logprobs_np=None if topk is None else TopkLogprobs.from_lists(topk),
+        )
 
     def to_wire(self) -> dict[str, Any]:
         """The JSON form that releases up to 0.24.1 read; it has no place for the newer parts."""
-        topk = self.topk_prompt_logprobs
+
+        def plain(value: Any, path: str) -> Any:
+            return dump(value, mode="wire", exclude_none=True, path=path)
+
         return {
             "sequences": [
                 {
                     "stop_reason": sequence.stop_reason,
                     "tokens": np.asarray(sequence.tokens, dtype=np.int32),
-                    "logprobs": sequence.logprobs,
+                    "logprobs": plain(sequence.logprobs, f"sequences[{index}].logprobs"),
                 }
-                for sequence in self.sequences
+                for index, sequence in enumerate(self.sequences)
             ],
-            "prompt_logprobs": self.prompt_logprobs,
-            "topk_prompt_logprobs": topk,
+            "prompt_logprobs": plain(self.prompt_logprobs, "prompt_logprobs"),
+            "topk_prompt_logprobs": plain(self.topk_prompt_logprobs, "topk_prompt_logprobs"),
             "type": "sample",
         }
 
@@ -332,6 +336,10 @@ def _sequence_from_wire(obj: Any, index: int) -> SampledSequence:
         )
     except ValidationError as error:
         raise error.under(f"sequences[{index}]") from None
+
+
+def _float_array(values: list[float] | None) -> npt.NDArray[np.float32] | None:
+    return None if values is None else np.array(values, dtype=np.float32)
 
 
 def _same(left: npt.NDArray[Any] | None, right: npt.NDArray[Any] | None) -> bool:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 TensorDtype = Literal["int64", "float32"]
 
+MAX_RANK = 32
+"""Most dimensions of a tensor; numpy would go to 64."""
+
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {"int64": np.dtype("<i8"), "float32": np.dtype("<f4")}
 _STRUCT_CODES = {"int64": "q", "float32": "f", "int32": "i"}
 
@@ -58,10 +61,11 @@ class TensorData(Frozen):
     ) -> None:
         if dtype is None:
             raise TypeError("TensorData needs `dtype`: 'int64' or 'float32'")
-        if dtype not in NUMPY_DTYPES:
+        if not isinstance(dtype, str) or dtype not in NUMPY_DTYPES:
             raise ValidationError(f"dtype must be 'int64' or 'float32', got {dtype!r}", "dtype")
         values = _as_array(data, dtype)
-        shape_list = None if shape is None else [int(size) for size in shape]
+        extents = _indices(shape, "shape")
+        shape_list = None if extents is None else extents.tolist()
         if sparse_crow_indices is not None or sparse_col_indices is not None:
             rows = _indices(sparse_crow_indices, "sparse_crow_indices")
             columns = _indices(sparse_col_indices, "sparse_col_indices")
@@ -110,7 +114,7 @@ class TensorData(Frozen):
     def from_list(cls, values: Sequence[Any], dtype: TensorDtype) -> Self:
         """A list, nested for a matrix; its shape is taken from the nesting."""
         array = _as_array(values, dtype)
-        return cls(data=array, dtype=dtype, shape=array.shape)
+        return cls.dense(array, list(array.shape))
 
     @classmethod
     def from_numpy(cls, array: npt.NDArray[Any]) -> Self:
@@ -119,7 +123,7 @@ class TensorData(Frozen):
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> Self:
-        """Takes any tensor: on a GPU, requiring grad, non-contiguous, bfloat16."""
+        """Takes any tensor: on a GPU, requiring grad, non-contiguous, a lazy view, bfloat16."""
         torch = _torch()
         tensor = tensor.detach()
         dtype: TensorDtype = "float32" if tensor.is_floating_point() else "int64"
@@ -128,7 +132,7 @@ class TensorData(Frozen):
                 f"a {tensor.dtype} tensor is neither integers nor floats", "dtype"
             )
         wanted = torch.float32 if dtype == "float32" else torch.int64
-        values = tensor.to(device="cpu", dtype=wanted).contiguous().numpy()
+        values = tensor.to(device="cpu", dtype=wanted).resolve_neg().contiguous().numpy()
         return cls(data=values, dtype=dtype, shape=list(tensor.shape))
 
     @classmethod
@@ -187,9 +191,12 @@ class TensorData(Frozen):
                 raise ValidationError("a tensor needs this field", name)
         return cls(**{name: obj.get(name) for name in _JSON_FIELDS})
 
-    def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
+    def model_dump(
+        self, *, exclude_none: bool = False, exclude_defaults: bool = False, **_: Any
+    ) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in _JSON_FIELDS}
-        return {k: v for k, v in fields.items() if v is not None or not exclude_none}
+        drop_none = exclude_none or exclude_defaults  # None is the only default there is
+        return {k: v for k, v in fields.items() if v is not None or not drop_none}
 
     def to_wire(self) -> dict[str, Any]:
         """The JSON form. The numbers stay a numpy array, which the JSON encoder writes directly."""
@@ -350,12 +357,15 @@ def _coerced_array(data: Sequence[Any], dtype: TensorDtype) -> npt.NDArray[Any]:
             problem = f"expected a number, got {kind_of(value)}"
             raise ValidationError(problem, f"data[{index}]")
     try:
-        return np.asarray([float(value) for value in data], dtype=target)
-    except OverflowError:
+        with np.errstate(over="raise"):
+            return np.asarray([float(value) for value in data], dtype=target)
+    except (OverflowError, FloatingPointError):
         raise ValidationError("a number is too large for float32", "data") from None
 
 
 def _reshape(values: npt.NDArray[Any], shape: list[int]) -> npt.NDArray[Any]:
+    if len(shape) > MAX_RANK:
+        raise ValidationError(f"{len(shape)} dimensions; the limit is {MAX_RANK}", "shape")
     size = 1
     for extent in shape:
         size *= extent

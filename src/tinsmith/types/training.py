@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from tinsmith.errors import ValidationError
 from tinsmith.types.convert import converter, kind_of
 from tinsmith.types.datum import Datum, LossFnOutput
-from tinsmith.types.model import Request, Response
+from tinsmith.types.model import Request, Response, dump
 from tinsmith.types.optimizer import (
     AdamOptimizerConfig,
     OptimizerConfig,
@@ -171,17 +171,17 @@ class ForwardBackwardOutput:
             return obj
         if not isinstance(obj, Mapping):
             raise ValidationError(f"expected an object, got {kind_of(obj)}")
-        outputs = []
-        for index, output in enumerate(obj.get("loss_fn_outputs") or ()):
+        parts = {}
+        for name, annotation, absent in (
+            ("loss_fn_output_type", str, "ArrayRecord"),
+            ("loss_fn_outputs", list[dict[str, TensorData]], []),
+            ("metrics", dict[str, float], {}),
+        ):
             try:
-                outputs.append({k: TensorData.model_validate(t) for k, t in output.items()})
+                parts[name] = converter(annotation)(obj.get(name) or absent)
             except ValidationError as error:
-                raise error.under(f"loss_fn_outputs[{index}]") from None
-        try:
-            metrics = converter(dict[str, float])(obj.get("metrics") or {})
-        except ValidationError as error:
-            raise error.under("metrics") from None
-        return cls(str(obj.get("loss_fn_output_type") or "ArrayRecord"), outputs, metrics)
+                raise error.under(name) from None
+        return cls(**parts)
 
     def model_dump(self, *, mode: str = "python", **_: Any) -> dict[str, Any]:
         return {
@@ -196,11 +196,8 @@ class ForwardBackwardOutput:
     def to_wire(self) -> dict[str, Any]:
         """The JSON form that releases before 0.25.0 read."""
         return {
-            "loss_fn_output_type": self.loss_fn_output_type,
-            "loss_fn_outputs": [
-                {key: t.to_wire() for key, t in output.items()} for output in self.loss_fn_outputs
-            ],
-            "metrics": dict(self.metrics),
+            name: dump(getattr(self, name), mode="wire", exclude_none=True, path=name)
+            for name in ("loss_fn_output_type", "loss_fn_outputs", "metrics")
         }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from tinsmith.errors import ValidationError
+from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.types import (
     ForwardBackwardInput,
     ForwardBackwardOutput,
@@ -65,7 +65,7 @@ def decode_pass(
         raise ValidationError("the request needs this object", name)
     data = inputs.get("data")
     if isinstance(data, list) and len(data) > limits.max_datums:
-        raise ValidationError(f"more than {limits.max_datums} datums", f"{name}.data")
+        raise TooLargeError(f"more than {limits.max_datums} datums", f"{name}.data")
     try:
         parsed = ForwardBackwardInput.model_validate(inputs)
     except ValidationError as error:
@@ -78,7 +78,7 @@ def decode_pass(
 
 def encode_result(result: Any, accept: str) -> tuple[str, bytes]:
     """A finished result in the form the client reads: (content type, body)."""
-    if isinstance(result, ForwardBackwardOutput | SampleResponse) and PROTO_TYPE in accept:
+    if isinstance(result, ForwardBackwardOutput | SampleResponse) and PROTO_TYPE in accept.lower():
         if isinstance(result, SampleResponse):
             return PROTO_TYPE, proto.encode_sample(result)
         return PROTO_TYPE, proto.encode_output(result)

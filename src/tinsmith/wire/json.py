@@ -35,6 +35,10 @@ def parse(body: bytes, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
     """The JSON object in a body, as plain data."""
     if len(body) > limits.max_body_bytes:
         raise TooLargeError(f"the body has {len(body)} bytes; the limit is {limits.max_body_bytes}")
+    # A tiny object takes fifty times its bytes, so they are counted before any is made. Braces
+    # in strings count too, which the limit leaves room for.
+    if body.count(b"{") + body.count(b"[") > limits.max_json_parts:
+        raise TooLargeError(f"the body has more than {limits.max_json_parts} objects and lists")
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:

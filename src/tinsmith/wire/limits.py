@@ -14,6 +14,9 @@ class Limits:
     max_body_bytes: int = 256 * 1024 * 1024
     """Largest body after decompression."""
 
+    max_json_parts: int = 131_072
+    """Most objects and lists in a JSON body; a pass of 1,024 datums has some 20,000."""
+
     max_datums: int = 16_384
     """Most datums in one request; the official clients send at most 1,024."""
 

@@ -36,6 +36,7 @@ from tinsmith.types import (
     TopkLogprobs,
 )
 from tinsmith.types.inputs import ModelInputChunk
+from tinsmith.types.tensors import int_array
 from tinsmith.wire.limits import DEFAULT_LIMITS, Limits
 from tinsmith.wire.protobuf import (
     NUMBER,
@@ -208,7 +209,7 @@ def _write_chunk(chunk: ModelInputChunk) -> Writer:
             inner.data(1, chunk.data)
         inner.text(2, chunk.format)
         if chunk.expected_tokens is not None:
-            inner.varint(3, chunk.expected_tokens)
+            inner.varint(3, _at("expected_tokens", as_int32, chunk.expected_tokens, NUMBER))
         writer.message(2, inner)
     elif isinstance(chunk, DmelChunk):
         if chunk.dmel:
@@ -258,7 +259,7 @@ def _read_image(body: bytes, parts: list[Field]) -> ImageChunk:
 def _write_tensor(tensor: TensorData, *, narrow: bool = False) -> Writer:
     """`narrow` sends integers as int32, where the protocol says so."""
     writer = Writer()
-    values = tensor.numpy.astype(_I4) if narrow and tensor.dtype == "int64" else tensor.numpy
+    values = int_array(tensor.numpy) if narrow and tensor.dtype == "int64" else tensor.numpy
     if tensor.csr_rows is not None and tensor.csr_columns is not None:
         csr = Writer()
         for number, part in ((1, values), (2, tensor.csr_rows), (3, tensor.csr_columns)):
@@ -369,6 +370,8 @@ def decode_output(body: bytes, limits: Limits = DEFAULT_LIMITS) -> ForwardBackwa
             kind = _at("loss_fn_output_type", as_text, body, start, stop)
         elif number == 2:
             outputs += _at(f"loss_fn_outputs[{len(outputs)}]", _read_record, body, start, stop)
+            if len(outputs) > limits.max_datums:
+                raise TooLargeError(f"more than {limits.max_datums} datums", "loss_fn_outputs")
         elif number == 3:
             name, start, stop = _at("metrics", _read_entry, body, start, stop)
             metrics[name] = _at(f"metrics[{name!r}]", as_double, body, start, stop)
@@ -396,6 +399,8 @@ def _uniform_runs(outputs: Outputs) -> list[Outputs]:
 def _write_record(run: Outputs) -> Writer:
     writer = Writer()
     for name, first in run[0].items():
+        if any(output[name].is_sparse for output in run):
+            raise ValidationError("an output is a dense tensor", f"loss_fn_outputs[{name!r}]")
         arrays = [output[name].numpy for output in run]
         sizes = [array.nbytes for array in arrays]
         batched = Writer()
@@ -447,6 +452,9 @@ def _read_batched(body: bytes, start: int, stop: int) -> list[TensorData]:
     wire_dtype = _DTYPES[code][1]
     flat = _widen(body, *parts.get(1, _ABSENT), code)
     offsets = as_array(body, *parts.get(2, _ABSENT), _I8)
+    if len(trailing) >= DEFAULT_LIMITS.max_tensor_rank:
+        limit = DEFAULT_LIMITS.max_tensor_rank
+        raise TooLargeError(f"more than {limit} dimensions", "trailing_shape")
     width = math.prod(trailing)
     bounds = offsets // wire_dtype.itemsize
     if offsets.size and (
@@ -454,7 +462,7 @@ def _read_batched(body: bytes, start: int, stop: int) -> list[TensorData]:
         or (offsets % wire_dtype.itemsize).any()
         or (np.diff(offsets) < 0).any()
         or bounds[-1] != flat.size
-        or width <= 0
+        or not 0 < width < 1 << 62
         or (np.diff(bounds) % width).any()
     ):
         raise ValidationError(f"do not divide {flat.nbytes} bytes of data", "offsets")
@@ -472,10 +480,16 @@ def encode_sample(response: SampleResponse) -> bytes:
     writer = Writer()
     for sequence in response.sequences:
         writer.message(1, _write_sequence(sequence))
-    if response.prompt_logprobs_np is not None:
-        writer.array(2, response.prompt_logprobs_np.astype(_F4, copy=False))
-    if response.topk_prompt_logprobs_np is not None:
-        writer.message(3, _write_topk(response.topk_prompt_logprobs_np))
+    prompt = response.prompt_logprobs_np
+    if prompt is None and response.prompt_logprobs is not None:
+        prompt = np.array([np.nan if v is None else v for v in response.prompt_logprobs])
+    if prompt is not None:
+        writer.array(2, prompt.astype(_F4, copy=False))
+    topk = response.topk_prompt_logprobs_np
+    if topk is None and response.topk_prompt_logprobs is not None:
+        topk = TopkLogprobs.from_lists(response.topk_prompt_logprobs)
+    if topk is not None:
+        writer.message(3, _write_topk(topk))
     if response.prompt_cache_hit_tokens:
         writer.varint(4, response.prompt_cache_hit_tokens)
     if response.target_prompt_logprobs is not None:
@@ -520,8 +534,8 @@ def decode_sample(body: bytes, sequence_ids: Sequence[str] | None = None) -> Sam
 def _read_alternatives(body: bytes, start: int, stop: int) -> PromptAltTokens:
     parts = _by_number(as_message(body, start, stop))
     return PromptAltTokens(
-        tokens=_read_tensor(body, *parts.get(1, _ABSENT)),
-        logprobs=_read_tensor(body, *parts.get(2, _ABSENT)),
+        tokens=_at("tokens", _read_tensor, body, *parts.get(1, _ABSENT)),
+        logprobs=_at("logprobs", _read_tensor, body, *parts.get(2, _ABSENT)),
     )
 
 
@@ -540,8 +554,11 @@ def _write_sequence(sequence: SampledSequence) -> Writer:
         logprobs = np.asarray(sequence.logprobs, dtype=_F4)
     if logprobs is not None:
         writer.array(3, logprobs.astype(_F4, copy=False))
-    if sequence.topk_logprobs_np is not None:
-        writer.message(4, _write_topk(sequence.topk_logprobs_np))
+    topk = sequence.topk_logprobs_np
+    if topk is None and sequence.topk_logprobs is not None:
+        topk = TopkLogprobs.from_lists(sequence.topk_logprobs)
+    if topk is not None:
+        writer.message(4, _write_topk(topk))
     return writer
 
 
@@ -580,7 +597,7 @@ def _read_topk(body: bytes, start: int, stop: int) -> TopkLogprobs | None:
         return None
     token_ids = as_array(body, *parts.get(1, _ABSENT), _I4)
     logprobs = as_array(body, *parts.get(2, _ABSENT), _F4)
-    if token_ids.size != k * length or logprobs.size != k * length:
+    if k < 0 or token_ids.size != k * length or logprobs.size != k * length:
         raise ValidationError(f"{token_ids.size} and {logprobs.size} cells for {length} x {k}")
     return TopkLogprobs(token_ids.reshape(length, k), logprobs.reshape(length, k))
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinsmith.errors import ValidationError
+from tinsmith.errors import TooLargeError, ValidationError
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
@@ -96,6 +96,9 @@ def array_bytes(value: npt.NDArray[Any]) -> Buffer:
 Field = tuple[int, int, int]
 NUMBER = -1
 
+MAX_FIELDS = 1 << 18
+"""Most fields of one message; the list of them takes up to seventy times their bytes."""
+
 
 def fields(body: bytes, start: int, stop: int) -> list[Field]:
     """The fields of the message at body[start:stop], in order.
@@ -108,6 +111,8 @@ def fields(body: bytes, start: int, stop: int) -> list[Field]:
     position = start
     try:
         while position < stop:
+            if len(found) == MAX_FIELDS:
+                raise TooLargeError(f"a message has more than {MAX_FIELDS} fields")
             tag = body[position]
             position += 1
             if tag >= 128:
@@ -204,7 +209,8 @@ def as_packed(body: bytes, start: int, stop: int) -> list[int]:
     """Repeated integers: one entry of the unpacked form, or a packed run."""
     if stop == NUMBER:
         return [as_int(start, stop)]
-    numbers, position = [], start
+    numbers: list[int] = []
+    position = start
     while position < stop:
         try:
             number, position = _varint(body, position)
@@ -212,6 +218,8 @@ def as_packed(body: bytes, start: int, stop: int) -> list[int]:
             position = stop + 1
         if position > stop:
             raise ValidationError("a packed list of numbers ends too early")
+        if len(numbers) == MAX_FIELDS:
+            raise TooLargeError(f"a packed list has more than {MAX_FIELDS} numbers")
         numbers.append(as_int(number, NUMBER))
     return numbers
 
