@@ -108,7 +108,7 @@ class Step:
 
 
 SnapshotKind = Literal["sampler", "training", "exact"]
-"""What a snapshot holds: the weights; with optimizer state and step count; with pending gradients too."""
+"""What a snapshot holds: the weights; also optimizer state and steps; also pending gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,11 @@ class Engine(Protocol):
     def run_passes(
         self, passes: Sequence[Pass]
     ) -> AsyncIterator[tuple[int, ForwardBackwardOutput | Failure]]:
-        """Run passes, of any adapters, together; yield (index, result) as each is finished."""
+        """Run passes, of any adapters, together; yield (index, result) as each is finished.
+
+        Closing the iterator gives up passes that are not finished yet: whether one of them still
+        takes effect is then unknown, so a caller that goes on must restore their adapters.
+        """
         ...
 
     async def step(self, steps: Sequence[Step]) -> list[dict[str, float] | Failure]:
@@ -189,8 +193,8 @@ class Engine(Protocol):
     ) -> SnapshotInfo | Failure:
         """Overwrite an existing adapter from a snapshot.
 
-        With kind "sampler" only the weights are taken, and optimizer state and pending gradients start
-        afresh; "training" also restores the optimizer; "exact" the pending gradients too.
+        With kind "sampler" only the weights are taken, and optimizer state and pending gradients
+        start afresh; "training" also restores the optimizer; "exact" the pending gradients too.
         """
         ...
 

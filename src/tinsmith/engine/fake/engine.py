@@ -1,0 +1,408 @@
+"""`FakeEngine`: the engine interface without torch.
+
+It keeps every promise of the interface (order, failure as a value, exact snapshots, frozen
+samplers, seeds, streams, cancelling) over the toy model of `bigram`, in microseconds a call.
+It trains: a datum it has seen becomes more likely. What it leaves out, it refuses by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tinsmith.engine.base import (
+    BaseModelInfo,
+    Capabilities,
+    Failure,
+    Health,
+    Pass,
+    SampleEvent,
+    SampleJob,
+    SnapshotInfo,
+    SnapshotKind,
+    Step,
+    TokensSampled,
+)
+from tinsmith.engine.fake import snapshots
+from tinsmith.engine.fake.bigram import Array, Bigram, BigramAdapter
+from tinsmith.engine.fake.losses import LOSSES
+from tinsmith.engine.fake.sampling import Continuation, PromptScores, TokenSource
+from tinsmith.engine.local import checks
+from tinsmith.engine.local.loss_table import loss_named
+from tinsmith.engine.local.stopping import StopRule, StopWatch
+from tinsmith.errors import EngineDiedError, ValidationError
+from tinsmith.types import (
+    ForwardBackwardOutput,
+    LoraConfig,
+    LossFnOutput,
+    SampleResponse,
+    TensorData,
+)
+
+_TOKENS_PER_PAUSE = 64
+"""Tokens a job decodes before others on the event loop get their turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeModel:
+    name: str = "tinsmith/fake"
+    vocab_size: int = 256
+    max_context_length: int = 4096
+    eos_token_ids: tuple[int, ...] = (0,)
+    tokenizer_folder: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeEngineConfig:
+    models: tuple[FakeModel, ...] = (FakeModel(),)
+    """The base models that are served."""
+
+    pass_seconds: float = 0.0
+    """How long each pass, step, snapshot, restore or creation keeps the pretended device busy."""
+
+    token_seconds: float = 0.0
+    """How long a sampling job takes for each token."""
+
+    max_lora_rank: int = 128
+
+    detokenize: Callable[[list[int]], str] = lambda tokens: bytes(t % 256 for t in tokens).decode(
+        "latin-1"
+    )
+    """Text of tokens, for stop strings; by default token t is the character of code t."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampler:
+    base_model: str
+    logprobs: Array
+
+
+class FakeEngine:
+    """See the module's notes. State changes when a call is made; answers come when it is due."""
+
+    def __init__(self, config: FakeEngineConfig | None = None) -> None:
+        self.config = config or FakeEngineConfig()
+        self._models = {model.name: model for model in self.config.models}
+        self._tables = {m.name: Bigram(m.name, m.vocab_size) for m in self.config.models}
+        self._adapters: dict[str, BigramAdapter] = {}
+        self._samplers: dict[str, _Sampler] = {}
+        self._jobs: dict[str, asyncio.Event] = {}
+        self._busy_until = 0.0
+        self._death: str | None = None
+
+    async def capabilities(self) -> Capabilities:
+        self._check_alive()
+        return Capabilities(
+            models=tuple(
+                BaseModelInfo(
+                    name=model.name,
+                    max_context_length=model.max_context_length,
+                    vocab_size=model.vocab_size,
+                    architecture="bigram",
+                    tokenizer_folder=model.tokenizer_folder,
+                )
+                for model in self.config.models
+            ),
+            max_lora_rank=self.config.max_lora_rank,
+        )
+
+    async def health(self) -> Health:
+        return Health(
+            alive=self._death is None,
+            detail=self._death or "",
+            num_adapters=len(self._adapters),
+            num_samplers=len(self._samplers),
+            running_samples=len(self._jobs),
+            memory_bytes=sum(a.weights.nbytes for a in self._adapters.values()),
+        )
+
+    def die(self, reason: str) -> None:
+        """Be gone as a process that was killed is: nothing is kept, and every call raises."""
+        self._death = self._death or reason
+        self._adapters.clear()
+        self._samplers.clear()
+        for given_up in self._jobs.values():
+            given_up.set()
+
+    async def close(self) -> None:
+        self.die("the engine was closed")
+
+    # Training
+
+    async def create_adapter(
+        self, adapter_id: str, base_model: str, lora: LoraConfig
+    ) -> Failure | None:
+        self._check_alive()
+        try:
+            model = self._model(base_model)
+            checks.check_lora(lora, self.config.max_lora_rank)
+            if adapter_id in self._adapters:
+                raise ValidationError(f"an adapter called {adapter_id!r} exists already")
+        except ValidationError as error:
+            return _refusal(error)
+        self._adapters[adapter_id] = BigramAdapter(self._tables[model.name], lora)
+        await self._work()
+        return None
+
+    async def unload_adapter(self, adapter_id: str) -> None:
+        self._check_alive()
+        self._adapters.pop(adapter_id, None)
+
+    def run_passes(
+        self, passes: Sequence[Pass]
+    ) -> AsyncIterator[tuple[int, ForwardBackwardOutput | Failure]]:
+        self._check_alive()
+        return self._deliver([self._run_pass(item) for item in passes])
+
+    async def _deliver(
+        self, results: list[ForwardBackwardOutput | Failure]
+    ) -> AsyncIterator[tuple[int, ForwardBackwardOutput | Failure]]:
+        for index, result in enumerate(results):
+            await self._work()
+            yield index, result
+
+    def _run_pass(self, item: Pass) -> ForwardBackwardOutput | Failure:
+        try:
+            adapter = self._adapter(item.adapter_id)
+            model = self._models[adapter.model.name]
+            if item.loss_fn == "custom":
+                raise ValidationError("the fake engine does not run uploaded losses", "loss_fn")
+            checks.check_pass(
+                item, vocab_size=model.vocab_size, max_context_length=model.max_context_length
+            )
+        except ValidationError as error:
+            return _refusal(error)
+        compute = LOSSES[item.loss_fn]
+        settings = {**loss_named(item.loss_fn).config, **item.loss_fn_config}
+        logprobs = adapter.logprobs()
+        outputs: list[LossFnOutput] = []
+        gradients: list[Array] = []
+        total, num_tokens = 0.0, 0
+        for datum in item.data:
+            inputs = {name: data.to_numpy() for name, data in datum.loss_fn_inputs.items()}
+            targets = inputs.pop("target_tokens")
+            previous = datum.model_input.tokens_np()
+            if targets.ndim == 2:
+                previous = previous[:, None]
+            cells = adapter.model.cells(previous, targets)
+            policy = logprobs.ravel()[cells]
+            with np.errstate(over="ignore", invalid="ignore"):
+                value, slopes = compute(policy, **{**settings, **inputs})
+            if not (math.isfinite(value) and np.isfinite(slopes).all()):
+                problem = f"data[{len(outputs)}]: the loss or its gradient is not finite"
+                return Failure(problem, "user")
+            total += value
+            num_tokens += len(targets)
+            outputs.append({"logprobs": TensorData.from_numpy(policy)})
+            if not item.forward_only:
+                gradients.append(adapter.gradient(logprobs, cells, slopes))
+        for gradient in gradients:
+            adapter.accumulate(gradient)
+        metrics = {"loss:sum": total, "tokens:sum": float(num_tokens)}
+        return ForwardBackwardOutput("ArrayRecord", outputs, metrics)
+
+    async def step(self, steps: Sequence[Step]) -> list[dict[str, float] | Failure]:
+        self._check_alive()
+        results = [self._take_step(step) for step in steps]
+        await self._work()
+        return results
+
+    def _take_step(self, step: Step) -> dict[str, float] | Failure:
+        try:
+            return self._adapter(step.adapter_id).take_step(step.params)
+        except ValidationError as error:
+            return _refusal(error)
+
+    # Snapshots
+
+    async def snapshot(
+        self, adapter_id: str, folder: Path, kind: SnapshotKind
+    ) -> SnapshotInfo | Failure:
+        self._check_alive()
+        try:
+            adapter = self._adapter(adapter_id)
+        except ValidationError as error:
+            return _refusal(error)
+        try:
+            info = snapshots.save(adapter, folder, kind)
+        except OSError as error:
+            return Failure(f"the snapshot could not be written to {folder}: {error}", "server")
+        await self._work()
+        return info
+
+    async def restore(
+        self, adapter_id: str, folder: Path, kind: SnapshotKind
+    ) -> SnapshotInfo | Failure:
+        self._check_alive()
+        try:
+            adapter = self._adapter(adapter_id)
+            info = snapshots.restore(adapter, folder, kind)
+        except ValidationError as error:
+            return _refusal(error)
+        await self._work()
+        return info
+
+    async def freeze(self, adapter_id: str, sampler_id: str) -> Failure | None:
+        self._check_alive()
+        try:
+            adapter = self._adapter(adapter_id)
+            self._check_sampler_is_new(sampler_id)
+        except ValidationError as error:
+            return _refusal(error)
+        self._samplers[sampler_id] = _Sampler(adapter.model.name, adapter.logprobs())
+        return None
+
+    async def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> Failure | None:
+        self._check_alive()
+        try:
+            model = self._model(base_model)
+            self._check_sampler_is_new(sampler_id)
+            adapter = snapshots.load(self._tables[model.name], folder)
+        except ValidationError as error:
+            return _refusal(error)
+        self._samplers[sampler_id] = _Sampler(model.name, adapter.logprobs())
+        return None
+
+    async def unload_sampler(self, sampler_id: str) -> None:
+        self._check_alive()
+        self._samplers.pop(sampler_id, None)
+
+    # Sampling
+
+    def sample(self, job: SampleJob) -> AsyncIterator[SampleEvent]:
+        self._check_alive()
+        try:
+            model = self._model(job.base_model)
+            checks.check_sample(
+                job, vocab_size=model.vocab_size, max_context_length=model.max_context_length
+            )
+            logprobs = self._sampler_table(job, model)
+            if job.job_id in self._jobs:
+                raise ValidationError(f"a sampling job called {job.job_id!r} is already under way")
+        except ValidationError as error:
+            return _just(_refusal(error))
+        given_up = self._jobs[job.job_id] = asyncio.Event()
+        return self._run_job(job, model, logprobs, given_up)
+
+    def _sampler_table(self, job: SampleJob, model: FakeModel) -> Array:
+        if job.sampler_id is None:
+            return self._tables[model.name].logprobs()
+        sampler = self._samplers.get(job.sampler_id)
+        if sampler is None:
+            raise ValidationError(f"no sampler called {job.sampler_id!r}")
+        if sampler.base_model != model.name:
+            raise ValidationError(
+                f"sampler {job.sampler_id!r} belongs to {sampler.base_model!r}, not {model.name!r}"
+            )
+        return sampler.logprobs
+
+    async def cancel(self, job_id: str) -> None:
+        self._check_alive()
+        if job_id in self._jobs:
+            self._jobs[job_id].set()
+
+    async def _run_job(
+        self, job: SampleJob, model: FakeModel, logprobs: Array, given_up: asyncio.Event
+    ) -> AsyncIterator[SampleEvent]:
+        try:
+            prompt = job.prompt.tokens_np()
+            seed = secrets.randbits(63) if job.params.seed is None else job.params.seed
+            table = self._tables[model.name]
+            rule = StopRule.of(
+                job.params, model.eos_token_ids, model.max_context_length - len(prompt)
+            )
+            source = TokenSource(table, logprobs, job.params)
+            continuations = [
+                Continuation(
+                    source=source,
+                    watch=StopWatch(rule, self.config.detokenize, prompt.tolist()),
+                    random=np.random.default_rng([seed & (2**64 - 1), index]),
+                    previous=int(prompt[-1]),
+                    is_empty=rule.max_tokens == 0,
+                )
+                for index in range(job.num_samples)
+            ]
+            num_drawn = 0
+            while running := [c for c in enumerate(continuations) if c[1].stop_reason is None]:
+                for index, continuation in running:
+                    token, logprob = continuation.grow()
+                    if job.stream:
+                        yield TokensSampled(
+                            index, np.array([token], np.int32), np.array([logprob], np.float32)
+                        )
+                num_drawn += len(running)
+                if self.config.token_seconds or num_drawn >= _TOKENS_PER_PAUSE:
+                    await _pause(self.config.token_seconds, given_up)
+                    num_drawn = 0
+                if given_up.is_set():
+                    break
+            self._check_alive()
+            if given_up.is_set():
+                yield Failure(f"sampling job {job.job_id!r} was cancelled", "user")
+                return
+            scores = PromptScores(job, prompt, table, logprobs, seed)
+            yield SampleResponse(
+                sequences=[
+                    c.finish(f"{job.job_id}:{index}", job.topk_sample_logprobs)
+                    for index, c in enumerate(continuations)
+                ],
+                prompt_logprobs_np=scores.logprobs(),
+                topk_prompt_logprobs_np=scores.topk(),
+                target_prompt_logprobs=scores.targets(),
+                prompt_alt_tokens=scores.alternatives(),
+            )
+        finally:
+            self._jobs.pop(job.job_id, None)
+
+    # Shared by the calls above
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDiedError(self._death)
+
+    def _model(self, name: str) -> FakeModel:
+        if name not in self._models:
+            known = ", ".join(self._models)
+            raise ValidationError(f"no base model called {name!r}; known: {known}")
+        return self._models[name]
+
+    def _adapter(self, adapter_id: str) -> BigramAdapter:
+        if adapter_id not in self._adapters:
+            raise ValidationError(f"no adapter called {adapter_id!r}")
+        return self._adapters[adapter_id]
+
+    def _check_sampler_is_new(self, sampler_id: str) -> None:
+        if sampler_id in self._samplers:
+            raise ValidationError(f"a sampler called {sampler_id!r} exists already")
+
+    async def _work(self) -> None:
+        """Wait as long as the device would be busy: with what came before, then with this."""
+        if self.config.pass_seconds:
+            now = asyncio.get_running_loop().time()
+            self._busy_until = max(now, self._busy_until) + self.config.pass_seconds
+            await asyncio.sleep(self._busy_until - now)
+        self._check_alive()
+
+
+def _refusal(error: ValidationError) -> Failure:
+    return Failure(str(error), "user")
+
+
+async def _just(event: SampleEvent) -> AsyncIterator[SampleEvent]:
+    yield event
+
+
+async def _pause(seconds: float, given_up: asyncio.Event) -> None:
+    if not seconds:
+        await asyncio.sleep(0)
+        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await given_up.wait()

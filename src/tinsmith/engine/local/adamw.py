@@ -1,0 +1,140 @@
+"""The optimizer step: AdamW on an adapter's flat vectors.
+
+Decoupled weight decay, bias correction and clipping of the gradient's global norm, with the
+parameters that came with this step; they may differ from one step to the next. An adapter has
+its own moments and its own norm, so no model feels another's step. Gradients are what
+`training` left in the adapter, and a step consumes them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from tinsmith.errors import ValidationError
+from tinsmith.types import AdamParams
+
+CHUNK = 2**22
+"""Elements updated at a time; bounds the copy that measuring the update takes."""
+
+SMALLEST_EPS = 1e-30
+"""Below, float32 would round the denominator of an untouched weight to zero: 0 / 0."""
+
+
+class Trainable(Protocol):
+    """What a step needs of an adapter. All vectors are float32 of one length."""
+
+    grad: Tensor | None
+    exp_avg: Tensor | None
+    exp_avg_sq: Tensor | None
+    step: int
+
+    @property
+    def flat(self) -> Tensor: ...
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]  # torch's own
+def adamw_step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
+    """Take one step and consume the pending gradient; returns the step's metrics.
+
+    Without a pending gradient the step is taken with a gradient of zero: moments fade, decay
+    applies, the step counts. A gradient that is not finite leaves weights, moments and step
+    count as they were; it is dropped, because it could never be used, and the error says so.
+
+    Metrics: `grad_norm` (before clipping), `update_norm` (of the change in the weights),
+    `learning_rate`, and `step`, the number of steps taken so far.
+    """
+    check_adam_params(params)
+    weights = adapter.flat
+    gradient = adapter.grad if adapter.grad is not None else torch.zeros_like(weights)
+    grad_norm = torch.linalg.vector_norm(gradient).item()
+    if not math.isfinite(grad_norm):
+        adapter.grad = None
+        raise ValidationError(
+            f"the gradient's norm is {grad_norm}, so no step was taken: weights, optimizer state "
+            f"and step count ({adapter.step}) are unchanged. The gradient has been dropped; look "
+            "for extreme advantages, weights or log-probabilities in the passes since the last step"
+        )
+    if adapter.exp_avg is None or adapter.exp_avg_sq is None:
+        adapter.exp_avg, adapter.exp_avg_sq = torch.zeros_like(weights), torch.zeros_like(weights)
+    adapter.grad = None
+    adapter.step += 1
+    scale = _clip_scale(grad_norm, params)
+    moved = weights.new_zeros(())
+    first, second = adapter.exp_avg, adapter.exp_avg_sq
+    for start in range(0, len(weights), CHUNK):
+        part = slice(start, start + CHUNK)
+        moved += _update(
+            weights[part], gradient[part], first[part], second[part], adapter.step, scale, params
+        )
+    # The fused kernels do not count as a change to the weights, and copies of them go by that.
+    torch.autograd.graph.increment_version(weights)
+    return {
+        "grad_norm": grad_norm,
+        "update_norm": math.sqrt(moved.item()),
+        "learning_rate": params.learning_rate,
+        "step": float(adapter.step),
+    }
+
+
+def check_adam_params(params: AdamParams) -> None:
+    """Refuse numbers with which a step would be meaningless, naming the field."""
+    for name, low, below in (
+        ("learning_rate", 0.0, math.inf),
+        ("beta1", 0.0, 1.0),
+        ("beta2", 0.0, 1.0),
+        ("eps", SMALLEST_EPS, math.inf),
+        ("weight_decay", 0.0, math.inf),
+        ("grad_clip_norm", 0.0, math.inf),
+    ):
+        value = getattr(params, name)
+        if not low <= value < below:
+            limit = "finite" if below == math.inf else f"below {below:g}"
+            raise ValidationError(f"must be at least {low:g} and {limit}, got {value}", name)
+
+
+def _clip_scale(grad_norm: float, params: AdamParams) -> float:
+    """The factor that brings the gradient's norm down to the limit; 1 where there is none."""
+    if params.grad_clip_norm == 0:
+        return 1.0
+    # The small number is torch's own, in clip_grad_norm_.
+    return min(1.0, params.grad_clip_norm / (grad_norm + 1e-6))
+
+
+def _update(
+    weights: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: int,
+    scale: float,
+    params: AdamParams,
+) -> Tensor:
+    """Update one chunk in place; returns the squared length of the change."""
+    before = weights.clone()
+    if scale != 1.0:
+        gradient.mul_(scale)
+    adamw(
+        [weights],
+        [gradient],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        # The function counts the step itself.
+        [torch.full((), float(step - 1), device=weights.device)],
+        fused=weights.device.type in ("cpu", "cuda"),
+        foreach=False,
+        amsgrad=False,
+        maximize=False,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        lr=params.learning_rate,
+        weight_decay=params.weight_decay,
+        eps=params.eps,
+    )
+    change = before.sub_(weights)
+    return torch.dot(change, change)

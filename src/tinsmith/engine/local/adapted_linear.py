@@ -1,0 +1,293 @@
+"""Linear layers under adapters: the product of a packed batch, and its gradients.
+
+Autograd never sees adapter weights. The backward pass works out their gradients by hand and
+adds them to the float32 buffers that the caller put beside each run of rows, so that there
+is no graph over adapters, no copy of their gradients, and nothing kept but the layer's input.
+
+On the CPU runs are computed one after another. On CUDA that would be bound by the number of
+small products, so neighbouring runs are computed as one: their A side by side, a mask that
+leaves to each row the columns of its own adapter, and their B side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinsmith.engine.local import few_rows
+from tinsmith.engine.local.lora import ActiveRun, AdapterSegments, LowRank
+
+_MAX_BUNDLED_RANK = 512
+"""Ranks added up beyond which the columns that the mask throws away cost more than launches."""
+
+_Key = tuple[int | None, str]
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    adapters: AdapterSegments,
+    layer: int | None,
+    name: str,
+) -> Tensor:
+    """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ, each run of rows with its own A and B.
+
+    x is (N, inputs); the answer (N, sum of the modules' outputs). Adapters that do not train this
+    projection leave their rows as the frozen weights make them.
+    """
+    key = (layer, name)
+    if not torch.is_grad_enabled():
+        return _forward(few_rows.linear(x, weight, bias), x, _bundles(adapters, key), key)
+    bundles = _bundles(adapters, key)
+    if not bundles:
+        return F.linear(x, weight, bias)
+    # Empty, and only there to make autograd call `backward` when x needs no gradient itself.
+    anchor = x.new_empty(0).requires_grad_(any(bundle.has_gradients for bundle in bundles))
+    return _LoraLinear.apply(x, weight, bias, anchor, adapters, key)
+
+
+def lora_linear_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    adapters: AdapterSegments,
+    layer: int | None,
+    name: str,
+) -> Tensor:
+    """The gradient of `lora_linear` for x, by hand; those of A and B go to the runs' buffers."""
+    grad_x = grad @ weight
+    _backward(grad, x, grad_x, _bundles(adapters, (layer, name)), (layer, name))
+    return grad_x
+
+
+class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated here
+    @staticmethod
+    def forward(ctx, x, weight, bias, anchor, adapters, key):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        ctx.adapters, ctx.key = adapters, key
+        return _forward(F.linear(x, weight, bias), x, _bundles(adapters, key), key)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        _backward(grad, x, grad_x, _bundles(ctx.adapters, ctx.key), ctx.key)
+        return grad_x, None, None, None, None, None
+
+
+def finish_gradients(adapters: AdapterSegments) -> None:
+    """Pass on what bundles gathered to the runs' buffers; due after a backward pass."""
+    for bundles in adapters.bundles.values():
+        for bundle in bundles:
+            bundle.finish_gradients()
+
+
+class _Bundle:
+    """Neighbouring runs that are computed together; on the CPU just one.
+
+    Where adapters have one layout, as they mostly do, their vectors are stacked once and all
+    projections read the stack and gather their gradients in another: (runs, P).
+    """
+
+    def __init__(self, runs: Sequence[ActiveRun]) -> None:
+        self.runs = tuple(runs)
+        self.rows = slice(runs[0][0], runs[-1][1])
+        self.rank = sum(adapter.rank for _, _, adapter, _ in runs)
+        self.has_gradients = any(buffer is not None for *_, buffer in runs)
+        self._adapters = [adapter for _, _, adapter, _ in runs]
+        self._scale = _scale(runs)
+        self._stack: Tensor | None = None
+        self._grads: Tensor | None = None
+        self._matrices: dict[_Key, LowRank] = {}
+
+    def is_stackable(self, key: _Key) -> bool:
+        """Within blocks only: the unembedding is visited in parts, each with new bundles."""
+        first = self._adapters[0].layout
+        is_alike = all(adapter.layout is first for adapter in self._adapters)
+        return len(self.runs) > 1 and key[0] is not None and is_alike
+
+    def matrices(self, key: _Key) -> LowRank:
+        """A of all runs below one another, module by module; and for each module B of all runs."""
+        if len(self.runs) == 1:
+            return self._adapters[0].weights()[key]
+        if key not in self._matrices:
+            self._matrices[key] = self._gather(key)
+        return self._matrices[key]
+
+    def _gather(self, key: _Key) -> LowRank:
+        if self.is_stackable(key):
+            if self._stack is None:
+                self._stack = torch.stack([adapter.rounded() for adapter in self._adapters])
+            a, b = self._stacked(key, self._stack)
+            return LowRank(
+                a.transpose(0, 1).flatten(0, 2),
+                tuple(b_of.transpose(0, 1).flatten(1) for b_of in b),
+            )
+        parts = [adapter.weights()[key] for adapter in self._adapters]
+        modules = range(len(parts[0].b))
+        split = [part.a.chunk(len(modules)) for part in parts]
+        a = torch.cat([blocks[module] for module in modules for blocks in split])
+        return LowRank(a, tuple(torch.cat([p.b[m] for p in parts], dim=1) for m in modules))
+
+    def apply_scale(self, inner: Tensor) -> Tensor:
+        """`inner` (rows, modules · ranks) scaled in place, others' columns zero."""
+        if isinstance(self._scale, float):
+            return inner.mul_(self._scale)
+        inner.view(len(inner), -1, self.rank).mul_(self._scale)
+        return inner
+
+    def add_gradients(self, key: _Key, grad_a: Tensor, grad_b: Sequence[Tensor]) -> None:
+        """Gradients of what `matrices` gave, in its order, to where they belong."""
+        if self.is_stackable(key):
+            if self._grads is None:
+                size = self._adapters[0].layout.size
+                self._grads = grad_a.new_zeros(len(self.runs), size)
+            a, b = self._stacked(key, self._grads)
+            num_runs, modules, rank, _ = a.shape
+            a.add_(grad_a.view(modules, num_runs, rank, -1).transpose(0, 1))
+            for b_of, grad_of in zip(b, grad_b, strict=True):
+                b_of.add_(grad_of.view(-1, num_runs, rank).transpose(0, 1))
+            return
+        column = 0
+        by_module = grad_a.view(len(grad_b), self.rank, -1)
+        for _, _, adapter, buffer in self.runs:
+            own = slice(column, column + adapter.rank)
+            column += adapter.rank
+            if buffer is not None:
+                into = buffer.views[key]
+                into.a.view(len(grad_b), adapter.rank, -1).add_(by_module[:, own])
+                for into_b, grad_of in zip(into.b, grad_b, strict=True):
+                    into_b.add_(grad_of[:, own])
+
+    def finish_gradients(self) -> None:
+        if self._grads is not None:
+            for (*_, buffer), grad in zip(self.runs, self._grads, strict=True):
+                if buffer is not None:
+                    buffer.flat.add_(grad)
+            self._grads = None
+
+    def _stacked(self, key: _Key, stack: Tensor) -> LowRank:
+        """Views of (runs, P): A (runs, modules, rank, inputs), each B (runs, outputs, rank)."""
+        layout = self._adapters[0].layout
+        place, rank = layout.places[key], layout.rank
+        modules, inputs = len(place.projection.modules), place.projection.inputs
+        stop = place.offset + modules * rank * inputs
+        a = stack[:, place.offset : stop].view(len(stack), modules, rank, inputs)
+        b = []
+        for outputs in place.projection.outputs:
+            start, stop = stop, stop + outputs * rank
+            b.append(stack[:, start:stop].view(len(stack), outputs, rank))
+        return LowRank(a, tuple(b))
+
+
+def _bundles(adapters: AdapterSegments, key: _Key) -> list[_Bundle]:
+    """Bundles of the runs whose adapter changes this projection; worked out once per batch."""
+    if key in adapters.bundles:
+        return adapters.bundles[key]
+    active = adapters.active(*key)
+    # Projections that the same runs change share their bundles.
+    pattern = tuple(start for start, *_ in active)
+    if pattern not in adapters.bundles:
+        groups: list[list[ActiveRun]] = []
+        for run in active:
+            if groups and adapters.may_bundle and _may_join(groups[-1], run):
+                groups[-1].append(run)
+            else:
+                groups.append([run])
+        adapters.bundles[pattern] = [_Bundle(group) for group in groups]
+    adapters.bundles[key] = adapters.bundles[pattern]
+    return adapters.bundles[key]
+
+
+def _may_join(group: Sequence[ActiveRun], run: ActiveRun) -> bool:
+    """Zero times infinity is not zero: an adapter that is not finite is kept apart."""
+    ranks = sum(adapter.rank for _, _, adapter, _ in group) + run[2].rank
+    return ranks <= _MAX_BUNDLED_RANK and group[-1][2].is_finite() and run[2].is_finite()
+
+
+def _scale(runs: Sequence[ActiveRun]) -> float | Tensor:
+    """What x Aᵀ is multiplied by: a number, or (rows, 1, ranks) with zero in others' columns."""
+    if len(runs) == 1:
+        return runs[0][2].scale
+    first, last = runs[0][0], runs[-1][1]
+    device = runs[0][2].flat.device
+    # float32, because 32 / rank is not a half-precision number for every rank.
+    scale = torch.zeros(last - first, 1, sum(run[2].rank for run in runs), device=device)
+    column = 0
+    for start, stop, adapter, _ in runs:
+        scale[start - first : stop - first, :, column : column + adapter.rank] = adapter.scale
+        column += adapter.rank
+    return scale
+
+
+def _forward(y: Tensor, x: Tensor, bundles: Sequence[_Bundle], key: _Key) -> Tensor:
+    """Add the adapters' part to y, in place."""
+    for bundle in bundles:
+        a, b = bundle.matrices(key)
+        inner = bundle.apply_scale(x[bundle.rows] @ a.t())
+        left = 0
+        for inner_of, b_of in zip(inner.split(bundle.rank, dim=1), b, strict=True):
+            right = left + len(b_of)
+            y[bundle.rows, left:right].addmm_(inner_of, b_of.t())
+            left = right
+    return y
+
+
+def _backward(
+    grad: Tensor, x: Tensor, grad_x: Tensor | None, bundles: Sequence[_Bundle], key: _Key
+) -> None:
+    """Add the adapters' part to grad_x, where wanted, and their gradients to the buffers.
+
+    x Aᵀ is computed again rather than kept: that costs rank / outputs of the product.
+    """
+    for bundle in bundles:
+        rows = bundle.rows
+        a, b = bundle.matrices(key)
+        grads = grad[rows].split([len(b_of) for b_of in b], dim=1)
+        inner_grads = [g @ b_of for g, b_of in zip(grads, b, strict=True)]
+        inner_grad = inner_grads[0] if len(b) == 1 else torch.cat(inner_grads, dim=1)
+        bundle.apply_scale(inner_grad)
+        if grad_x is not None:
+            grad_x[rows].addmm_(inner_grad, a)
+        if bundle.has_gradients:
+            inner = bundle.apply_scale(x[rows] @ a.t())
+            _add_gradients(bundle, key, x[rows], inner, grads, inner_grad)
+
+
+def _add_gradients(
+    bundle: _Bundle,
+    key: _Key,
+    x: Tensor,
+    inner: Tensor,
+    grads: Sequence[Tensor],
+    inner_grad: Tensor,
+) -> None:
+    inners = inner.split(bundle.rank, dim=1)
+    if len(bundle.runs) > 1:
+        grad_b = [_product(g.t(), inner_of) for g, inner_of in zip(grads, inners, strict=True)]
+        bundle.add_gradients(key, _product(inner_grad.t(), x), grad_b)
+        return
+    (*_, buffer) = bundle.runs[0]
+    assert buffer is not None, "the caller asked"
+    into = buffer.views[key]
+    _add_product(into.a, inner_grad.t(), x)
+    for into_b, g, inner_of in zip(into.b, grads, inners, strict=True):
+        _add_product(into_b, g.t(), inner_of)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right in float32, whatever the dtype of the two."""
+    if left.dtype != torch.float32 and left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == torch.float32:
+        into.addmm_(left, right)
+    else:
+        into.add_(_product(left, right))

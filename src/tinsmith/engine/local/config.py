@@ -1,0 +1,81 @@
+"""How the local engine is set up: plain values, which the caller sends to its process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+EMBEDDED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The name under which the small model that we ship with is served."""
+
+EMBEDDED_SOURCE = "embedded"
+"""The source, in a model table, that means the small model that we ship with."""
+
+
+def default_cache_folder() -> Path:
+    """Where converted models go unless the configuration says otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tinsmith"
+
+
+def default_hub_folder() -> Path:
+    """Where the Hugging Face tools on this machine keep what they downloaded."""
+    if folder := os.environ.get("HF_HUB_CACHE"):
+        return Path(folder)
+    home = os.environ.get("HF_HOME")
+    return (Path(home) if home else Path.home() / ".cache" / "huggingface") / "hub"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalEngineConfig:
+    models: Mapping[str, str] = field(default_factory=lambda: {EMBEDDED_MODEL: EMBEDDED_SOURCE})
+    """The base models that are served: the name clients use, and where its files are, which is
+    a folder, a GGUF file, a name in the Hugging Face cache, or "embedded"."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the mathematics runs; "auto" is CUDA where there is a device."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the base weights; "auto" is float32 on the CPU and bfloat16 on CUDA. Adapters,
+    their gradients and the optimizer's state are float32 always."""
+
+    deterministic: bool = False
+    """Every sequence runs by itself, on a fixed number of threads: results are then equal to the
+    last bit whatever else runs, and slower."""
+
+    num_threads: int | None = None
+    """Threads for the mathematics on the CPU; None leaves torch's choice, and is one thread in
+    deterministic mode."""
+
+    max_batch_tokens: int | None = None
+    """Most tokens in one micro-batch; a longer sequence runs alone. None is 2048 on the CPU and
+    16384 on CUDA."""
+
+    logits_bytes: int | None = None
+    """Most memory for logits at a time while training. None is 256 MiB on the CPU, 2 GiB
+    on CUDA."""
+
+    checkpoint_layers: bool = False
+    """Whether the backward pass computes activations again, layer by layer, to save memory."""
+
+    memory_budget_bytes: int | None = None
+    """Most memory for base models together; beyond it the least recently used idle one is
+    dropped. None keeps them all."""
+
+    max_lora_rank: int = 128
+
+    kv_cache_bytes: int | None = None
+    """Memory for the keys and values of running samples. None is 1 GiB on the CPU and a third of
+    what is free on CUDA."""
+
+    max_running_samples: int = 256
+    """Most sequences that are decoded at the same time."""
+
+    cache_folder: Path = field(default_factory=default_cache_folder)
+    """Where converted models are kept."""
+
+    hub_folder: Path = field(default_factory=default_hub_folder)
+    """The Hugging Face cache in which models are looked up by name; nothing is added to it."""

@@ -1,0 +1,361 @@
+"""`EngineCore`: the engine's state and what is done with it, synchronously, on one thread.
+
+It owns the base models, the adapters that train on them, the samplers, which are frozen copies, and
+one generator for each base model that is being sampled. The mathematics is in the modules it
+puts together; here is decided what a call means. Everything is checked before anything is
+computed, so a user's mistake becomes a `Failure` and changes nothing. The process around it
+(`process.py`) decides whose turn it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tinsmith.engine.base import (
+    Capabilities,
+    Failure,
+    Health,
+    Pass,
+    SampleEvent,
+    SampleJob,
+    SnapshotInfo,
+    SnapshotKind,
+    Step,
+    TokensSampled,
+)
+from tinsmith.engine.local import checkpoints, checks
+from tinsmith.engine.local.adamw import adamw_step
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.decoder import Decoder
+from tinsmith.engine.local.detokenizer import detokenizer
+from tinsmith.engine.local.generation import Generator
+from tinsmith.engine.local.lora import Adapter, AdapterPool
+from tinsmith.engine.local.models import BaseModels, device_of, dtype_of
+from tinsmith.engine.local.process import PassResults
+from tinsmith.engine.local.training import run_passes
+from tinsmith.errors import EngineError, ValidationError
+from tinsmith.types import LoraConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Sampler:
+    adapter: Adapter
+    job_ids: set[str] = field(default_factory=set)
+    """Jobs under way; the weights stay until the last of them is done."""
+
+    is_loaded: bool = True
+
+
+class EngineCore:
+    def __init__(self, config: LocalEngineConfig) -> None:
+        self._config = config
+        self._device = device_of(config)
+        _set_up_torch(config, self._device)
+        self._models = BaseModels(config)
+        self._pools: dict[str, AdapterPool] = {}
+        self._generators: dict[str, Generator] = {}
+        self._adapters: dict[str, Adapter] = {}
+        self._damaged: dict[str, str] = {}
+        self._samplers: dict[str, _Sampler] = {}
+        self._jobs: dict[str, tuple[str, _Sampler | None]] = {}
+        """The base model and sampler of each job under way."""
+
+    # Questions
+
+    def capabilities(self) -> Capabilities:
+        infos = []
+        for name in self._models.names:
+            try:
+                infos.append(self._models.info(name))
+            except EngineError as error:
+                logger.warning("base model %r cannot be served: %s", name, error)
+        return Capabilities(models=tuple(infos), max_lora_rank=self._config.max_lora_rank)
+
+    def health(self) -> Health:
+        generators = self._generators.values()
+        return Health(
+            alive=True,
+            num_adapters=len(self._adapters),
+            num_samplers=len(self._samplers),
+            running_samples=sum(generator.num_running for generator in generators),
+            waiting_samples=sum(generator.num_waiting for generator in generators),
+            memory_bytes=_memory_bytes(self._device),
+        )
+
+    # Training
+
+    def create_adapter(self, adapter_id: str, base_model: str, lora: LoraConfig) -> Failure | None:
+        try:
+            self._check_base_model(base_model)
+            checks.check_lora(lora, self._config.max_lora_rank)
+            if adapter_id in self._adapters:
+                raise ValidationError(f"an adapter called {adapter_id!r} exists already")
+            self._decoder(base_model)
+            self._adapters[adapter_id] = self._pool(base_model).create(base_model, lora)
+        except (ValidationError, EngineError) as error:
+            return _failure(error)
+        return None
+
+    def unload_adapter(self, adapter_id: str) -> None:
+        adapter = self._adapters.pop(adapter_id, None)
+        self._damaged.pop(adapter_id, None)
+        if adapter is not None:
+            self._pool(adapter.base_model).release(adapter)
+
+    def run_passes(self, passes: Sequence[Pass]) -> PassResults:
+        """Results as each pass is finished; None where other work may be done in between.
+
+        A pass that is given up by closing the iterator has no effect.
+        """
+        by_model: dict[str, list[int]] = {}
+        for index, item in enumerate(passes):
+            try:
+                adapter = self._adapter(item.adapter_id)
+                config = self._models.config(adapter.base_model)
+                checks.check_pass(
+                    item,
+                    vocab_size=config.vocab_size,
+                    max_context_length=config.max_context_length,
+                )
+            except (ValidationError, EngineError) as error:
+                yield index, _failure(error)
+            else:
+                by_model.setdefault(adapter.base_model, []).append(index)
+        for base_model, indices in by_model.items():
+            yield from self._run_on(base_model, passes, indices)
+
+    def _run_on(self, base_model: str, passes: Sequence[Pass], indices: list[int]) -> PassResults:
+        try:
+            self._decoder(base_model)
+        except EngineError as error:
+            for index in indices:
+                yield index, _failure(error)
+            return
+        chosen = [passes[index] for index in indices]
+        with self._models.use(base_model) as decoder:
+            for result in run_passes(chosen, self._adapters, decoder, self._config):
+                if self._device.type == "cuda" and self.is_sampling:
+                    # Turns go by time, and kernels still in the queue have not taken theirs.
+                    torch.cuda.synchronize(self._device)
+                yield None if result is None else (indices[result[0]], result[1])
+
+    def step(self, steps: Sequence[Step]) -> list[dict[str, float] | Failure]:
+        return [self._step(step) for step in steps]
+
+    def _step(self, step: Step) -> dict[str, float] | Failure:
+        try:
+            return adamw_step(self._adapter(step.adapter_id), step.params)
+        except (ValidationError, EngineError) as error:
+            return _failure(error)
+        except Exception as error:
+            return self._damage(step.adapter_id, "an optimizer step", error)
+
+    # Snapshots and samplers
+
+    def snapshot(self, adapter_id: str, folder: Path, kind: SnapshotKind) -> SnapshotInfo | Failure:
+        try:
+            return checkpoints.save(self._adapter(adapter_id), folder, kind)
+        except (ValidationError, EngineError) as error:
+            return _failure(error)
+        except OSError as error:
+            return Failure(f"the snapshot could not be written to {folder}: {error}", "server")
+
+    def restore(self, adapter_id: str, folder: Path, kind: SnapshotKind) -> SnapshotInfo | Failure:
+        try:
+            if adapter_id not in self._adapters:
+                raise ValidationError(f"no adapter called {adapter_id!r}")
+            info = checkpoints.load(self._adapters[adapter_id], folder, kind)
+        except (ValidationError, EngineError) as error:
+            return _failure(error)
+        except Exception as error:
+            return self._damage(adapter_id, "a restore", error)
+        self._damaged.pop(adapter_id, None)
+        return info
+
+    def freeze(self, adapter_id: str, sampler_id: str) -> Failure | None:
+        try:
+            adapter = self._adapter(adapter_id)
+            self._check_sampler_is_new(sampler_id)
+        except (ValidationError, EngineError) as error:
+            return _failure(error)
+        copy = self._pool(adapter.base_model).copy(adapter)
+        self._samplers[sampler_id] = _Sampler(copy)
+        return None
+
+    def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> Failure | None:
+        try:
+            self._check_base_model(base_model)
+            self._check_sampler_is_new(sampler_id)
+            lora = checkpoints.read_lora(folder)
+            checks.check_lora(lora, self._config.max_lora_rank)
+            pool = self._pool(base_model)
+            adapter = pool.create_empty(base_model, lora)
+            try:
+                checkpoints.load(adapter, folder, "sampler")
+            except BaseException:
+                pool.release(adapter)
+                raise
+        except (ValidationError, EngineError) as error:
+            return _failure(error)
+        self._samplers[sampler_id] = _Sampler(adapter)
+        return None
+
+    def unload_sampler(self, sampler_id: str) -> None:
+        sampler = self._samplers.pop(sampler_id, None)
+        if sampler is not None:
+            sampler.is_loaded = False
+            self._release_if_unused(sampler)
+
+    # Sampling
+
+    @property
+    def is_sampling(self) -> bool:
+        return any(generator.busy for generator in self._generators.values())
+
+    def submit_sample(self, job: SampleJob) -> Failure | None:
+        """Take on a job; its events come from later sampling turns."""
+        try:
+            self._check_base_model(job.base_model)
+            sampler = self._sampler(job)
+            config = self._models.config(job.base_model)
+            checks.check_sample(
+                job, vocab_size=config.vocab_size, max_context_length=config.max_context_length
+            )
+            if job.job_id in self._jobs:
+                raise ValidationError(f"a sampling job called {job.job_id!r} is already under way")
+            generator = self._generator(job.base_model)
+        except (ValidationError, EngineError) as error:
+            return _failure(error)
+        self._models.pin(job.base_model)
+        self._jobs[job.job_id] = (job.base_model, sampler)
+        if sampler is not None:
+            sampler.job_ids.add(job.job_id)
+        generator.submit(job, sampler.adapter if sampler is not None else None)
+        return None
+
+    def cancel(self, job_id: str) -> None:
+        """Forget a job without a further event. Unknown ids are ignored."""
+        if job_id in self._jobs:
+            base_model, _ = self._jobs[job_id]
+            self._generators[base_model].cancel(job_id)
+            self._finish_job(job_id)
+
+    def sampling_turn(self) -> list[tuple[str, SampleEvent]]:
+        """One decoding step of every generator that has work; (job id, event) in order."""
+        events = []
+        for generator in self._generators.values():
+            if generator.busy:
+                events += generator.step()
+        for job_id, event in events:
+            if not isinstance(event, TokensSampled):
+                self._finish_job(job_id)
+        return events
+
+    def _finish_job(self, job_id: str) -> None:
+        base_model, sampler = self._jobs.pop(job_id)
+        self._models.unpin(base_model)
+        if sampler is not None:
+            sampler.job_ids.discard(job_id)
+            self._release_if_unused(sampler)
+
+    def _release_if_unused(self, sampler: _Sampler) -> None:
+        if sampler.is_loaded or sampler.job_ids:
+            return
+        base_model = sampler.adapter.base_model
+        if base_model in self._generators:
+            self._generators[base_model].forget(sampler.adapter)
+        self._pool(base_model).release(sampler.adapter)
+
+    # Finding things
+
+    def _check_base_model(self, name: str) -> None:
+        if name not in self._models.names:
+            known = ", ".join(self._models.names) or "none"
+            raise ValidationError(f"no base model called {name!r}; known: {known}")
+
+    def _adapter(self, adapter_id: str) -> Adapter:
+        if adapter_id not in self._adapters:
+            raise ValidationError(f"no adapter called {adapter_id!r}")
+        if adapter_id in self._damaged:
+            raise EngineError(self._damaged[adapter_id])
+        return self._adapters[adapter_id]
+
+    def _damage(self, adapter_id: str, what: str, error: Exception) -> Failure:
+        """An adapter may be half changed: refuse it until it has been restored or made anew."""
+        logger.error("%s of adapter %r failed", what, adapter_id, exc_info=error)
+        reason = (
+            f"{what} of adapter {adapter_id!r} failed half-way ({type(error).__name__}: {error}); "
+            "its state is in doubt until it is restored from a snapshot"
+        )
+        if adapter_id in self._adapters:
+            self._damaged[adapter_id] = reason
+        return Failure(reason, "server")
+
+    def _sampler(self, job: SampleJob) -> _Sampler | None:
+        if job.sampler_id is None:
+            return None
+        if job.sampler_id not in self._samplers:
+            raise ValidationError(f"no sampler called {job.sampler_id!r}")
+        sampler = self._samplers[job.sampler_id]
+        if sampler.adapter.base_model != job.base_model:
+            raise ValidationError(
+                f"sampler {job.sampler_id!r} belongs to base model "
+                f"{sampler.adapter.base_model!r}, not {job.base_model!r}"
+            )
+        return sampler
+
+    def _check_sampler_is_new(self, sampler_id: str) -> None:
+        if sampler_id in self._samplers:
+            raise ValidationError(f"a sampler called {sampler_id!r} exists already")
+
+    def _pool(self, base_model: str) -> AdapterPool:
+        """Adapters outlive their base model's stay in memory, so their room is not the model's."""
+        if base_model not in self._pools:
+            config = self._models.config(base_model)
+            self._pools[base_model] = AdapterPool(config, self._device, dtype_of(self._config))
+        return self._pools[base_model]
+
+    def _decoder(self, base_model: str) -> Decoder:
+        if base_model not in self._models.loaded and self._config.memory_budget_bytes is not None:
+            # A generator holds on to its model: idle ones let go before room is made.
+            self._generators = {n: g for n, g in self._generators.items() if g.busy}
+        return self._models.get(base_model)
+
+    def _generator(self, base_model: str) -> Generator:
+        decoder = self._decoder(base_model)
+        if base_model not in self._generators:
+            text_of = detokenizer(self._models.folder(base_model))
+            self._generators[base_model] = Generator(decoder, self._config, text_of)
+        return self._generators[base_model]
+
+
+def _failure(error: ValidationError | EngineError) -> Failure:
+    return Failure(str(error), "user" if isinstance(error, ValidationError) else "server")
+
+
+def _set_up_torch(config: LocalEngineConfig, device: torch.device) -> None:
+    if config.deterministic:
+        torch.set_num_threads(config.num_threads or 1)
+    elif config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    if config.deterministic and device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Memory in use on the device; on the CPU, this process's."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    with contextlib.suppress(OSError):
+        num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return num_pages * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

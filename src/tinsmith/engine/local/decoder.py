@@ -1,0 +1,327 @@
+"""The compact decoder: packed tokens in, hidden states and logits out, adapters per run of rows.
+
+All families of `families` run through this one forward pass. There is no batch dimension: a
+batch is N tokens in a row, with a position each, and what a token may see is the business of
+the `Attention` the caller brings (training packs whole sequences, sampling reads a cache).
+Base weights are frozen; gradients flow through activations and into adapters only.
+
+Shapes: N tokens, H query heads, K key/value heads, D head size, d hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tinsmith.engine.local.adapted_linear import lora_linear, lora_linear_backward
+from tinsmith.engine.local.families import DecoderConfig, Rope, read_config
+from tinsmith.engine.local.lora import AdapterSegments
+from tinsmith.engine.local.pointwise import gate, rms_norm
+from tinsmith.errors import EngineError
+
+
+class Attention(Protocol):
+    """What the tokens of a batch see. Scale, softcap and window are in `config.layers[layer]`."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (N, H, D) and k, v (N, K, D), normed and rotated already; the answer is (N, H, D)."""
+        ...
+
+
+class Linear(NamedTuple):
+    """A frozen weight (outputs, inputs) and its bias; several modules may be fused into one."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Layer(NamedTuple):
+    """The frozen weights of one block."""
+
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
+    post_attention_norm: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    post_mlp_norm: Tensor | None
+
+
+class Decoder:
+    """One base model in memory."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        embedding: Tensor,
+        layers: tuple[Layer, ...],
+        final_norm: Tensor,
+        unembedding: Tensor,
+    ) -> None:
+        self.config = config
+        self.device = embedding.device
+        self.dtype = embedding.dtype
+        self.embedding = embedding
+        self.layers = layers
+        self.final_norm = final_norm
+        self.unembedding = unembedding
+        # Rounded as the weights are, which is what the models were trained with.
+        scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
+        self._embedding_scale = float(scale)
+        self._frequencies = {
+            rope: rope.inverse_frequencies().to(self.device)
+            for rope in {spec.rope for spec in config.layers}
+            if rope is not None
+        }
+
+    @classmethod
+    def load(
+        cls, folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> Decoder:
+        """The model in a folder with `config.json` and safetensors files."""
+        config = read_config(folder)
+        with _WeightFiles(folder, torch.device(device), dtype) as weights:
+            return _load(config, weights)
+
+    @property
+    def nbytes(self) -> int:
+        tensors = {id(t): t for t in (self.embedding, self.unembedding, self.final_norm)}
+        total = sum(t.nbytes for t in tensors.values())
+        for layer in self.layers:
+            for part in layer:
+                parts = part if isinstance(part, Linear) else (part,)
+                total += sum(t.nbytes for t in parts if t is not None)
+        return total
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        adapters: AdapterSegments,
+        *,
+        checkpoint_layers: bool = False,
+    ) -> Tensor:
+        """Hidden states (N, d) after the final norm, for tokens (N,) at positions (N,).
+
+        With `checkpoint_layers` the backward pass computes each block's activations again
+        instead of keeping them.
+        """
+        rotations: dict[Rope | None, tuple[Tensor, Tensor]] = {
+            rope: self._rotation(rope, positions) for rope in self._frequencies
+        }
+        x = F.embedding(tokens, self.embedding)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        for index in range(len(self.layers)):
+            if checkpoint_layers and torch.is_grad_enabled():
+                x = checkpoint(
+                    self._block, index, x, rotations, attention, adapters, use_reentrant=False
+                )
+            else:
+                x = self._block(index, x, rotations, attention, adapters)
+        return self._norm(x, self.final_norm)
+
+    def unembed(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
+        """Logits (M, V) in float32, softcapped. The caller takes few enough rows at a time."""
+        logits = lora_linear(hidden, self.unembedding, None, adapters, None, "lm_head").float()
+        cap = self.config.final_softcap
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def unembed_backward(
+        self, hidden: Tensor, logits: Tensor, grad: Tensor, adapters: AdapterSegments
+    ) -> Tensor:
+        """The gradient for `hidden` (M, d), given `unembed`'s logits and their gradient (M, V).
+
+        Done by hand so that nothing of size (M, V) outlives the call. Overwrites `grad`.
+        """
+        cap = self.config.final_softcap
+        if cap is not None:
+            grad *= 1 - (logits / cap) ** 2
+        grad = grad.to(self.dtype)
+        return lora_linear_backward(grad, hidden, self.unembedding, adapters, None, "lm_head")
+
+    def _block(
+        self,
+        index: int,
+        x: Tensor,
+        rotations: Mapping[Rope | None, tuple[Tensor, Tensor]],
+        attention: Attention,
+        adapters: AdapterSegments,
+    ) -> Tensor:
+        config, layer = self.config, self.layers[index]
+        y = self._norm(x, layer.input_norm)
+        y = lora_linear(y, *layer.qkv, adapters, index, "qkv")
+        q, k, v = self._heads(y, layer, rotations[config.layers[index].rope])
+        y = attention(index, q, k, v).reshape(len(x), -1)
+        y = lora_linear(y, *layer.o, adapters, index, "o")
+        if layer.post_attention_norm is not None:
+            y = self._norm(y, layer.post_attention_norm)
+        x = x + y
+        y = self._norm(x, layer.mlp_norm)
+        y = gate(lora_linear(y, *layer.gate_up, adapters, index, "gate_up"), config.activation)
+        y = lora_linear(y, *layer.down, adapters, index, "down")
+        if layer.post_mlp_norm is not None:
+            y = self._norm(y, layer.post_mlp_norm)
+        return x + y
+
+    def _heads(
+        self, qkv: Tensor, layer: Layer, rotation: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values from the fused projection, normed and rotated."""
+        config = self.config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        qkv = qkv.view(len(qkv), heads + 2 * kv_heads, config.head_dim)
+        if layer.q_norm is None or layer.k_norm is None:
+            qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
+            q, k = _rotate(qk, rotation).split((heads, kv_heads), dim=1)
+            return q, k, v
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        return _rotate(q, rotation), _rotate(k, rotation), v
+
+    def _rotation(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (N, 1, D / 2)."""
+        angles = (positions[:, None].float() * self._frequencies[rope])[:, None]
+        cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.config.norm_eps)
+
+
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (i, i + D/2) of the last dimension of x (N, heads, D) by its angle."""
+    cos, sin = rotation
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+class _WeightFiles:
+    """The tensors of a model folder by name, whichever files and prefix they are under."""
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+            paths = [folder / name for name in sorted(names)]
+        else:
+            paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise EngineError(f"no safetensors files in {folder}; convert the model to safetensors")
+        self._folder = folder
+        self._files = [safe_open(path, framework="pt", device=str(device)) for path in paths]
+        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+        self._prefix = self._find_prefix()
+
+    def __enter__(self) -> _WeightFiles:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        # Mapped files are released with their last reference; nothing else may hold one.
+        self._where.clear()
+        self._files.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return self._full_name(name) in self._where
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor, of which `shape` is demanded."""
+        full = self._full_name(name)
+        if full not in self._where:
+            raise EngineError(f"the model in {self._folder} has no tensor {full!r}")
+        tensor = self._where[full].get_tensor(full)
+        if tuple(tensor.shape) != shape:
+            found = tuple(tensor.shape)
+            raise EngineError(f"{full!r} in {self._folder} has shape {found}, expected {shape}")
+        return tensor.to(device=self._device, dtype=dtype or self._dtype)
+
+    def _find_prefix(self) -> str:
+        """What stands before `embed_tokens.weight`: "model.", "language_model.model.", …"""
+        ending = "embed_tokens.weight"
+        for name in self._where:
+            if name.endswith(ending):
+                return name.removesuffix(ending)
+        raise EngineError(f"no token embedding among the tensors in {self._folder}")
+
+    def _full_name(self, name: str) -> str:
+        if name != "lm_head.weight":
+            return self._prefix + name
+        beside = self._prefix.removesuffix("model.") + name
+        return beside if beside in self._where else name
+
+
+def _load(config: DecoderConfig, weights: _WeightFiles) -> Decoder:
+    hidden, vocab = config.hidden_size, config.vocab_size
+    embedding = weights.get("embed_tokens.weight", (vocab, hidden))
+    is_tied = config.is_tied or "lm_head.weight" not in weights
+    if is_tied and not config.is_tied:
+        raise EngineError("the model says its unembedding is its own, but has no lm_head.weight")
+    return Decoder(
+        config,
+        embedding,
+        tuple(_load_layer(config, weights, layer) for layer in range(config.num_layers)),
+        _load_norm(config, weights, "norm", hidden),
+        embedding if is_tied else weights.get("lm_head.weight", (vocab, hidden)),
+    )
+
+
+def _load_layer(config: DecoderConfig, weights: _WeightFiles, layer: int) -> Layer:
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_heads * head, config.num_kv_heads * head
+    prefix = f"layers.{layer}."
+
+    def linear(inputs: int, has_bias: bool, modules: dict[str, int]) -> Linear:
+        weight = [
+            weights.get(f"{prefix}{module}.weight", (outputs, inputs))
+            for module, outputs in modules.items()
+        ]
+        if not has_bias:
+            return Linear(torch.cat(weight), None)
+        bias = [
+            weights.get(f"{prefix}{module}.bias", (outputs,)) for module, outputs in modules.items()
+        ]
+        return Linear(torch.cat(weight), torch.cat(bias))
+
+    def norm(name: str, size: int = hidden) -> Tensor:
+        return _load_norm(config, weights, prefix + name, size)
+
+    post = config.has_post_norms
+    return Layer(
+        input_norm=norm("input_layernorm"),
+        qkv=linear(
+            hidden,
+            config.has_qkv_bias,
+            {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys},
+        ),
+        q_norm=norm("self_attn.q_norm", head) if config.has_qk_norm else None,
+        k_norm=norm("self_attn.k_norm", head) if config.has_qk_norm else None,
+        o=linear(queries, config.has_o_bias, {"self_attn.o_proj": hidden}),
+        post_attention_norm=norm("post_attention_layernorm") if post else None,
+        mlp_norm=norm("pre_feedforward_layernorm" if post else "post_attention_layernorm"),
+        gate_up=linear(hidden, config.has_mlp_bias, {"mlp.gate_proj": inner, "mlp.up_proj": inner}),
+        down=linear(inner, config.has_mlp_bias, {"mlp.down_proj": hidden}),
+        post_mlp_norm=norm("post_feedforward_layernorm") if post else None,
+    )
+
+
+def _load_norm(config: DecoderConfig, weights: _WeightFiles, name: str, size: int) -> Tensor:
+    if config.norm_weight_offset:
+        # One plus the weight, in float32: half precision would lose the weight beside the one.
+        stored = weights.get(name + ".weight", (size,), torch.float32)
+        return stored + config.norm_weight_offset
+    return weights.get(name + ".weight", (size,))

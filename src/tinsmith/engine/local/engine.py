@@ -1,0 +1,361 @@
+"""`LocalEngine`: the engine interface, served by a process on this machine.
+
+This is the owner's half of the process boundary: it starts the process, sends it each call as
+a frame, hands results to whoever waits, and notices when the process is gone. It imports no
+torch; what the process does with a request is `process.py`'s and `core.py`'s affair. Any number
+of engines may live side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinsmith.engine.base import (
+    Capabilities,
+    Failure,
+    Health,
+    Pass,
+    SampleEvent,
+    SampleJob,
+    SnapshotInfo,
+    SnapshotKind,
+    Step,
+)
+from tinsmith.engine.local.frames import Channel
+from tinsmith.engine.local.messages import (
+    Abandon,
+    Done,
+    Item,
+    Reply,
+    Request,
+    Result,
+    Start,
+    Trouble,
+)
+from tinsmith.errors import EngineDiedError, EngineError
+from tinsmith.types import ForwardBackwardOutput, LoraConfig
+
+if TYPE_CHECKING:
+    from tinsmith.engine.local.config import LocalEngineConfig
+
+logger = logging.getLogger(__name__)
+
+CORE = "tinsmith.engine.local.core:EngineCore"
+
+START_SECONDS = 300.0
+"""Most time for the process to import torch and open its device."""
+
+CLOSE_SECONDS = 5.0
+"""Most time for the process to end by itself once asked; then it is killed."""
+
+REAP_SECONDS = 0.5
+"""Most time to learn the exit status and last words of a process whose socket has closed."""
+
+HEALTH_SECONDS = 1.0
+"""Most time to wait for the process's own view; a long turn keeps it from answering."""
+
+NUM_LAST_LINES = 30
+"""Lines of the process's output that become part of the reason when it dies."""
+
+
+class LocalEngine:
+    """The engine on this machine; make one with `start`, and `close` it when done.
+
+    Calls raise `EngineDiedError` once the process is gone, and `EngineError` when a request
+    failed for a reason that is not the caller's.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._channel: Channel | None = None
+        self._numbers = itertools.count()
+        self._pending: dict[int, asyncio.Queue[Reply | EngineError]] = {}
+        self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
+        self._last_health = Health(alive=True)
+        self._is_closing = False
+        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._output = asyncio.create_task(self._read_output())
+        self._funeral: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, config: LocalEngineConfig, *, core: str = CORE) -> LocalEngine:
+        """Start the process; returns when it is ready for requests.
+
+        `core` names the class that computes, as `module:name`, for tests of the boundary itself.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-P", "-m", "tinsmith.engine.local.process", str(theirs.fileno())),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        engine = cls(process)
+        try:
+            ours.setblocking(False)
+            engine._channel = await Channel.open(ours, engine)
+            async with asyncio.timeout(START_SECONDS):
+                await engine._ask(Start(core, config))
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await engine.close()
+            ours.close()
+            if isinstance(error, TimeoutError):
+                problem = f"engine process {process.pid} was not ready after {START_SECONDS:g} s"
+                raise EngineError(problem) from None
+            raise
+        logger.info("engine process %d is ready", process.pid)
+        return engine
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    async def died(self) -> str:
+        """Wait until the process is gone, for whatever cause; the reason."""
+        return await asyncio.shield(self._death)
+
+    # The engine interface
+
+    async def capabilities(self) -> Capabilities:
+        capabilities: Capabilities = await self._call("capabilities")
+        return capabilities
+
+    async def health(self) -> Health:
+        """The process's view; the last known one, marked busy, while a long turn delays it."""
+        if self._death.done():
+            return Health(alive=False, detail=self._death.result())
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
+                self._last_health = await self._call("health")
+        except TimeoutError:
+            last = self._last_health
+            return Health(
+                alive=True,
+                detail=f"busy: no answer within {HEALTH_SECONDS:g} s",
+                num_adapters=last.num_adapters,
+                num_samplers=last.num_samplers,
+                running_samples=last.running_samples,
+                waiting_samples=last.waiting_samples,
+                memory_bytes=last.memory_bytes,
+            )
+        except EngineDiedError as error:
+            return Health(alive=False, detail=str(error))
+        return self._last_health
+
+    async def create_adapter(
+        self, adapter_id: str, base_model: str, lora: LoraConfig
+    ) -> Failure | None:
+        failure: Failure | None = await self._call("create_adapter", adapter_id, base_model, lora)
+        return failure
+
+    async def unload_adapter(self, adapter_id: str) -> None:
+        await self._call("unload_adapter", adapter_id)
+
+    def run_passes(
+        self, passes: Sequence[Pass]
+    ) -> AsyncIterator[tuple[int, ForwardBackwardOutput | Failure]]:
+        """See `Engine.run_passes`. Closing the iterator early gives up what is not finished."""
+        return self._stream("run_passes", tuple(passes))
+
+    async def step(self, steps: Sequence[Step]) -> list[dict[str, float] | Failure]:
+        results: list[dict[str, float] | Failure] = await self._call("step", tuple(steps))
+        return results
+
+    async def snapshot(
+        self, adapter_id: str, folder: Path, kind: SnapshotKind
+    ) -> SnapshotInfo | Failure:
+        result: SnapshotInfo | Failure = await self._call("snapshot", adapter_id, folder, kind)
+        return result
+
+    async def restore(
+        self, adapter_id: str, folder: Path, kind: SnapshotKind
+    ) -> SnapshotInfo | Failure:
+        result: SnapshotInfo | Failure = await self._call("restore", adapter_id, folder, kind)
+        return result
+
+    async def freeze(self, adapter_id: str, sampler_id: str) -> Failure | None:
+        failure: Failure | None = await self._call("freeze", adapter_id, sampler_id)
+        return failure
+
+    async def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> Failure | None:
+        failure: Failure | None = await self._call("load_sampler", sampler_id, base_model, folder)
+        return failure
+
+    async def unload_sampler(self, sampler_id: str) -> None:
+        await self._call("unload_sampler", sampler_id)
+
+    def sample(self, job: SampleJob) -> AsyncIterator[SampleEvent]:
+        """See `Engine.sample`. Closing the iterator early cancels the job."""
+        return self._stream("sample", job)
+
+    async def cancel(self, job_id: str) -> None:
+        await self._call("cancel", job_id)
+
+    async def close(self) -> None:
+        """End the process; calls still pending raise `EngineDiedError`. Returns when it is gone."""
+        self._is_closing = True
+        if self._channel is not None:
+            self._channel.close()
+        elif not self._death.done():
+            self.channel_lost(None)
+        await asyncio.shield(self._death)
+        if self._funeral is not None:
+            await self._funeral
+
+    # Calls
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        return await self._ask(self._request(method, arguments))
+
+    async def _ask(self, message: Request | Start) -> Any:
+        number, replies = self._open(message)
+        try:
+            reply = await replies.get()
+        finally:
+            self._pending.pop(number, None)
+        if isinstance(reply, Result):
+            return reply.value
+        raise _as_error(reply)
+
+    def _stream(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
+        # Sent now and not at the first step of the iteration: calls keep their order.
+        number, replies = self._open(self._request(method, arguments))
+        return self._results(number, replies)
+
+    async def _results(
+        self, number: int, replies: asyncio.Queue[Reply | EngineError]
+    ) -> AsyncIterator[Any]:
+        try:
+            while isinstance(reply := await replies.get(), Item):
+                yield reply.value
+            if not isinstance(reply, Done):
+                raise _as_error(reply)
+        finally:
+            # Still there means that the process has not said its last word on it.
+            if self._pending.pop(number, None) is not None:
+                self._send(Abandon(number))
+
+    def _request(self, method: str, arguments: tuple[Any, ...]) -> Request:
+        return Request(next(self._numbers) + 1, method, arguments)
+
+    def _open(self, message: Request | Start) -> tuple[int, asyncio.Queue[Reply | EngineError]]:
+        if self._death.done():
+            raise EngineDiedError(self._death.result())
+        if self._is_closing:
+            raise EngineDiedError(f"engine process {self.pid} was closed")
+        number = message.number if isinstance(message, Request) else 0
+        replies: asyncio.Queue[Reply | EngineError] = asyncio.Queue()
+        self._send(message)
+        self._pending[number] = replies
+        return number, replies
+
+    def _send(self, message: Request | Abandon | Start) -> None:
+        assert self._channel is not None, "the channel is opened when the engine starts"
+        if not self._death.done():
+            self._channel.send(message)
+
+    # What the process does
+
+    def message_received(self, message: list[Reply]) -> None:
+        for reply in message:
+            replies = self._pending.get(reply.number)
+            if replies is None:
+                continue
+            replies.put_nowait(reply)
+            if not isinstance(reply, Item):
+                del self._pending[reply.number]
+
+    def channel_lost(self, error: Exception | None) -> None:
+        if self._funeral is None:
+            self._funeral = asyncio.create_task(self._bury(error))
+
+    async def _bury(self, error: Exception | None) -> None:
+        """The socket is closed: learn how the process ended, or end it, and tell everyone."""
+        patience = CLOSE_SECONDS if self._is_closing else REAP_SECONDS
+        try:
+            async with asyncio.timeout(patience):
+                await self._process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        # The pipe may stay open longer than the process, in the hands of a child it started.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REAP_SECONDS):
+                await self._output
+        reason = self._reason(error)
+        if not self._is_closing:
+            logger.error("%s", reason)
+        self._death.set_result(reason)
+        pending, self._pending = self._pending, {}
+        for replies in pending.values():
+            replies.put_nowait(EngineDiedError(reason))
+
+    def _reason(self, error: Exception | None) -> str:
+        if self._is_closing:
+            return f"engine process {self.pid} was closed"
+        reason = f"engine process {self.pid} {_describe_exit(self._process.returncode)}"
+        if error is not None:
+            reason += f" after its socket failed ({error})"
+        if self._last_lines:
+            reason += "; its last output:\n" + "\n".join(self._last_lines)
+        return reason
+
+    async def _read_output(self) -> None:
+        """Keep the process's last lines, and pass all of them on to the log."""
+        stream = self._process.stdout
+        assert stream is not None, "the process is started with a pipe"
+        rest = b""
+        while chunk := await stream.read(65536):
+            # Progress bars end their lines with a carriage return.
+            *lines, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
+            self._take_lines(lines)
+        self._take_lines([rest])
+
+    def _take_lines(self, lines: list[bytes]) -> None:
+        for line in lines:
+            text = line.decode(errors="replace").rstrip()
+            if text:
+                self._last_lines.append(text)
+                logger.info("engine process %d: %s", self.pid, text)
+
+
+def _as_error(reply: Reply | EngineError) -> EngineError:
+    if isinstance(reply, EngineError):
+        return reply
+    assert isinstance(reply, Trouble), f"{type(reply).__name__} is not how this call can end"
+    return EngineError(reply.text)
+
+
+def _describe_exit(status: int | None) -> str:
+    if status is None:
+        return "is not responding"
+    if status >= 0:
+        return f"exited with status {status}"
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+    if name == "SIGKILL":
+        return "was killed by SIGKILL, which is also what the kernel sends when memory runs out"
+    return f"was killed by {name}"

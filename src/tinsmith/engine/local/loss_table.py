@@ -1,0 +1,62 @@
+"""The built-in losses by name: what each reads and which settings it takes.
+
+Only facts, and no torch, so that whoever checks a request can read them; the mathematics is in
+`losses`. Defaults that the service does not document (`beta`, missing `weights` meaning ones)
+are our choice and stand in our documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tinsmith.errors import ValidationError
+
+DEFAULT_BETA = 0.05
+DEFAULT_CLIP_LOW = 0.8
+DEFAULT_CLIP_HIGH = 1.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    """What a loss reads besides `target_tokens`, one value per target each, and its settings."""
+
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    config: Mapping[str, float] = field(default_factory=dict)
+    """The keys of `loss_fn_config` it knows, all numbers, with their defaults."""
+
+    target_ranks: tuple[int, ...] = (1,)
+    """How many dimensions `target_tokens` may have: 1 for (N,), 2 for (N, K)."""
+
+
+_POLICY_INPUTS = ("logprobs", "advantages")
+_CLIP_INPUTS = ("clip_low_threshold", "clip_high_threshold")
+_CLIP_CONFIG = {"clip_low_threshold": DEFAULT_CLIP_LOW, "clip_high_threshold": DEFAULT_CLIP_HIGH}
+
+LOSSES: Mapping[str, LossSpec] = {
+    "cross_entropy": LossSpec(optional=("weights",), target_ranks=(1, 2)),
+    "importance_sampling": LossSpec(required=_POLICY_INPUTS),
+    "ppo": LossSpec(required=_POLICY_INPUTS, optional=_CLIP_INPUTS, config=_CLIP_CONFIG),
+    "cispo": LossSpec(required=_POLICY_INPUTS, optional=_CLIP_INPUTS, config=_CLIP_CONFIG),
+    "dro": LossSpec(required=_POLICY_INPUTS, config={"beta": DEFAULT_BETA}),
+    "gspo": LossSpec(
+        required=(*_POLICY_INPUTS, "sequence_ratio_mask"),
+        optional=_CLIP_INPUTS,
+        config=_CLIP_CONFIG,
+    ),
+}
+
+
+def loss_named(loss_fn: str) -> LossSpec:
+    """The built-in loss of that name; a loss we do not have is refused with the reason."""
+    if loss_fn in LOSSES:
+        return LOSSES[loss_fn]
+    known = ", ".join([*LOSSES, "custom"])
+    if loss_fn == "stable_reinforce":
+        raise ValidationError(
+            "'stable_reinforce' is not supported: its formula is not public and it needs stability "
+            f"information recorded while sampling; known losses: {known}",
+            "loss_fn",
+        )
+    raise ValidationError(f"no loss called {loss_fn!r}; known losses: {known}", "loss_fn")

@@ -1,0 +1,25 @@
+"""Keeps the environment clean, and skips what this machine cannot run."""
+
+import os
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_credentials_from_the_environment() -> None:
+    """A developer's own settings must not reach a test, nor a test the developer's account."""
+    for name in list(os.environ):
+        if name.startswith(("TINKER_", "TINSMITH_")) and name != "TINSMITH_TEST_CACHE":
+            del os.environ[name]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)

@@ -1,0 +1,148 @@
+"""A core that computes nothing, for tests of the process around it.
+
+Adapter ids say what should happen: `slow:SECONDS`, `parts:N` (a pass of N parts), `raise`,
+`exit:STATUS`, `segfault`. Time is a counter (`now`) unless `sleeps` is set: a part of a pass
+takes 5, a sampling turn 1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tinsmith.engine.base import (
+    Capabilities,
+    Failure,
+    Health,
+    Pass,
+    SampleEvent,
+    SampleJob,
+    SnapshotInfo,
+    SnapshotKind,
+    Step,
+    TokensSampled,
+)
+from tinsmith.types import ForwardBackwardOutput, LoraConfig, SampledSequence, SampleResponse
+
+PART_SECONDS = 5.0
+TURN_SECONDS = 1.0
+
+
+class StubCore:
+    def __init__(self, config: dict[str, float] | None = None) -> None:
+        config = config or {}
+        if "refuse" in config:
+            raise RuntimeError("there is no such device")
+        self._sleeps = config.get("sleeps", 0.0)
+        self.now = 0.0
+        self.log: list[str] = []
+        self._jobs: dict[str, list[int]] = {}
+        self._streams: set[str] = set()
+        self._samplers: set[str] = set()
+
+    def clock(self) -> float:
+        return self.now
+
+    def _spend(self, what: str, seconds: float) -> None:
+        self.log.append(what)
+        self.now += seconds
+        if self._sleeps:
+            time.sleep(seconds * self._sleeps)
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(models=(), max_lora_rank=64)
+
+    def health(self) -> Health:
+        return Health(alive=True, detail=" ".join(self.log), running_samples=len(self._jobs))
+
+    def create_adapter(self, adapter_id: str, base_model: str, lora: LoraConfig) -> Failure | None:
+        self.log.append(f"create {adapter_id}")
+        kind, _, value = adapter_id.partition(":")
+        match kind:
+            case "slow":
+                time.sleep(float(value))
+            case "raise":
+                raise RuntimeError("out of cheese")
+            case "exit":
+                sys.stderr.write("the disk has melted\n")
+                sys.stderr.flush()
+                os._exit(int(value))
+            case "segfault":
+                ctypes.string_at(0)
+            case "bad":
+                return Failure("no such thing", "user")
+        return None
+
+    def unload_adapter(self, adapter_id: str) -> None:
+        self.log.append(f"unload {adapter_id}")
+
+    def run_passes(
+        self, passes: Sequence[Pass]
+    ) -> Generator[tuple[int, ForwardBackwardOutput | Failure] | None, None, None]:
+        for index, item in enumerate(passes):
+            kind, _, value = item.adapter_id.partition(":")
+            if kind == "raise":
+                raise RuntimeError("out of cheese")
+            for _ in range(int(value) if kind == "parts" else 1):
+                self._spend("part", PART_SECONDS)
+                yield None
+            yield index, ForwardBackwardOutput("ArrayRecord", [], {"loss:sum": float(index)})
+
+    def step(self, steps: Sequence[Step]) -> list[dict[str, float] | Failure]:
+        self.log.append("step")
+        return [{"step": 1.0} for _ in steps]
+
+    def snapshot(self, adapter_id: str, folder: Path, kind: SnapshotKind) -> SnapshotInfo | Failure:
+        return SnapshotInfo(size_bytes=0, step=0)
+
+    def restore(self, adapter_id: str, folder: Path, kind: SnapshotKind) -> SnapshotInfo | Failure:
+        return SnapshotInfo(size_bytes=0, step=0)
+
+    def freeze(self, adapter_id: str, sampler_id: str) -> Failure | None:
+        self.log.append(f"freeze {sampler_id}")
+        self._samplers.add(sampler_id)
+        return None
+
+    def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> Failure | None:
+        return None
+
+    def unload_sampler(self, sampler_id: str) -> None:
+        self._samplers.discard(sampler_id)
+
+    @property
+    def is_sampling(self) -> bool:
+        return bool(self._jobs)
+
+    def submit_sample(self, job: SampleJob) -> Failure | None:
+        if job.sampler_id is not None and job.sampler_id not in self._samplers:
+            return Failure(f"no sampler called {job.sampler_id!r}", "user")
+        self._jobs[job.job_id] = list(range(job.params.max_tokens or 1))
+        if job.stream:
+            self._streams.add(job.job_id)
+        return None
+
+    def cancel(self, job_id: str) -> None:
+        self.log.append(f"cancel {job_id}")
+        self._jobs.pop(job_id, None)
+
+    def sampling_turn(self) -> list[tuple[str, SampleEvent]]:
+        self._spend("turn", TURN_SECONDS)
+        if any(job_id.startswith("raise") for job_id in self._jobs):
+            raise RuntimeError("out of cheese")
+        events: list[tuple[str, SampleEvent]] = []
+        for job_id, tokens in list(self._jobs.items()):
+            token = tokens.pop()
+            if job_id in self._streams:
+                values = np.array([token], np.int32), np.zeros(1, np.float32)
+                events.append((job_id, TokensSampled(0, *values)))
+            if not tokens:
+                del self._jobs[job_id]
+                sequence = SampledSequence("length", "", np.zeros(1, np.int32))
+                events.append((job_id, SampleResponse([sequence])))
+        return events

@@ -1,0 +1,94 @@
+"""Packing: which sequences share a micro-batch, in what order, and what they see."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinsmith.engine.local.batch import Item, PackedAttention, causal_mask, plan
+from tinsmith.engine.local.families import AttentionSpec, DecoderConfig
+
+items_of = st.lists(
+    st.tuples(st.integers(1, 60), st.sampled_from("abc"), st.booleans()), max_size=30
+).map(lambda rows: [Item(n, 0, *row) for n, row in enumerate(rows)])
+
+
+@given(items_of, st.integers(1, 100))
+def test_every_item_is_in_one_micro_batch_and_budgets_hold(items: list[Item], budget: int) -> None:
+    batches = list(plan(items, max_tokens=budget))
+    flat = [item for batch in batches for item in batch]
+    assert sorted(flat, key=lambda item: item.pass_index) == items
+    for batch in batches:
+        assert len(batch) == 1 or sum(item.length for item in batch) <= budget
+        assert len({item.forward_only for item in batch}) == 1
+        adapters = [item.adapter_id for item in batch]
+        changes = sum(a != b for a, b in itertools.pairwise(adapters))
+        assert changes == max(len(set(adapters)) - 1, 0)
+
+
+@given(items_of)
+def test_one_by_one_keeps_the_order(items: list[Item]) -> None:
+    batches = plan(items, max_tokens=1000, one_by_one=True)
+    assert list(batches) == [(item,) for item in items]
+
+
+def test_items_of_one_adapter_are_neighbours_and_keep_their_order() -> None:
+    rows = [(0, "a"), (1, "b"), (2, "a"), (3, "c"), (4, "b")]
+    items = [Item(number, 0, 2, adapter) for number, adapter in rows]
+    (batch,) = plan(items, max_tokens=100)
+    assert [item.pass_index for item in batch] == [0, 2, 1, 4, 3]
+
+
+def test_a_window_counts_the_position_itself() -> None:
+    mask = causal_mask(5, 2, torch.device("cpu"))
+    assert mask.int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
+
+
+def attention_config(spec: AttentionSpec) -> DecoderConfig:
+    return DecoderConfig(
+        architecture="test",
+        vocab_size=10,
+        hidden_size=8,
+        intermediate_size=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_context_length=100,
+        norm_eps=1e-6,
+        layers=(spec,),
+    )
+
+
+def test_packed_attention_equals_softmax_written_out_for_each_sequence() -> None:
+    """Tolerance 1e-5."""
+    torch.manual_seed(0)
+    lengths = [7, 1, 12]
+    q = torch.randn(20, 4, 8)
+    k, v = torch.randn(20, 2, 8), torch.randn(20, 2, 8)
+    for softcap in (None, 2.0):
+        for window in (None, 3):
+            spec = AttentionSpec(scale=0.3, rope=None, softcap=softcap, window=window)
+            out = PackedAttention(attention_config(spec), lengths)(0, q, k, v)
+            start = 0
+            for length in lengths:
+                for position in range(start, start + length):
+                    first = start if window is None else max(start, position - window + 1)
+                    for head in range(4):
+                        keys = k[first : position + 1, head // 2]
+                        scores = keys @ q[position, head] * 0.3
+                        if softcap is not None:
+                            scores = torch.tanh(scores / softcap) * softcap
+                        expected = scores.softmax(0) @ v[first : position + 1, head // 2]
+                        torch.testing.assert_close(
+                            out[position, head], expected, atol=1e-5, rtol=1e-5
+                        )
+                start += length

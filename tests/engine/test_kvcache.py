@@ -1,0 +1,180 @@
+"""The cache's bookkeeping: rows without holes, growth, the budget, remembered prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tinsmith.engine.local.kvcache import CacheShape, KVCache, Slot
+from tinsmith.engine.local.prefixes import Prefixes, shared_prefix
+
+SHAPE = CacheShape(2, 2, 4, 512, torch.device("cpu"), torch.float32)
+TOKEN = SHAPE.bytes_per_token
+
+
+def cache_of(num_tokens: int, prefixes: Prefixes | None = None) -> KVCache:
+    """A cache with room for so many tokens."""
+
+    def evict() -> bool:
+        span = prefixes.evict() if prefixes is not None else None
+        if span is not None:
+            cache.drop_span(span)
+        return span is not None
+
+    cache = KVCache(SHAPE, num_tokens * TOKEN, evict)
+    return cache
+
+
+def write(slot: Slot, number: float, num_tokens: int) -> None:
+    slot.slab.keys[:, slot.row, :, :num_tokens] = number
+    slot.slab.values[:, slot.row, :, :num_tokens] = -number
+    slot.num_tokens = num_tokens
+
+
+def content(slot: Slot) -> set[float]:
+    keys = slot.slab.keys[:, slot.row, :, : slot.num_tokens]
+    values = slot.slab.values[:, slot.row, :, : slot.num_tokens]
+    assert torch.equal(keys, -values)
+    return set(keys.flatten().tolist())
+
+
+def test_rows_stay_without_holes_and_keep_their_content() -> None:
+    cache = cache_of(10_000)
+    slots = [cache.new_slot(10) for _ in range(5)]
+    for number, slot in enumerate(slots, 1):
+        assert slot is not None
+        write(slot, number, 10)
+    first, second, third, fourth, fifth = (slot for slot in slots if slot)
+    cache.free_slot(second)
+    cache.free_slot(fifth if fifth.row == 3 else fourth)
+    rest = [slot for slot in (first, third, fourth, fifth) if slot in slot.slab.slots]
+    assert sorted(slot.row for slot in rest) == [0, 1, 2]
+    for slot in rest:
+        assert content(slot) == {slots.index(slot) + 1.0}
+
+
+def test_a_full_slot_grows_into_a_larger_one_with_the_same_content() -> None:
+    cache = cache_of(10_000)
+    slot = cache.new_slot(0)
+    assert slot is not None
+    write(slot, 3.0, slot.slab.capacity)
+    grown = cache.grow(slot)
+    assert grown is not None
+    assert grown.slab.capacity == 128
+    assert content(grown) == {3.0}
+    assert cache.grow(grown) is grown
+    assert [slab.capacity for slab in cache.slabs] == [128]
+
+
+def test_no_slot_is_larger_than_the_context() -> None:
+    assert CacheShape(1, 1, 1, 100, torch.device("cpu"), torch.float32).slot_capacity(90) == 100
+
+
+def test_the_budget_is_kept_unless_forced() -> None:
+    cache = cache_of(128)
+    slot = cache.new_slot(0)
+    assert slot is not None
+    write(slot, 1.0, 64)
+    assert cache.grow(slot) is None
+    assert cache.new_slot(100) is None
+    assert cache.new_span(65, num_slots=1) is None
+    assert cache.nbytes <= cache.max_bytes
+    grown = cache.grow(slot, force=True)
+    assert grown is not None
+    assert content(grown) == {1.0}
+
+
+def test_unused_rows_are_given_up_when_memory_is_short() -> None:
+    cache = cache_of(64 * 4)
+    slots = [cache.new_slot(0) for _ in range(3)]  # rows double: room for four is taken
+    assert cache.nbytes == 64 * 4 * TOKEN
+    for slot in slots[:2]:
+        assert slot is not None
+        cache.free_slot(slot)
+    assert cache.new_slot(100) is not None
+
+
+def test_bytes_are_counted_back_to_zero() -> None:
+    cache = cache_of(10_000)
+    span = cache.new_span(100, num_slots=1)
+    slots = [cache.new_slot(count) for count in (0, 70, 200)]
+    assert span is not None
+    cache.drop_span(span)
+    for slot in slots:
+        assert slot is not None
+        cache.free_slot(slot)
+    assert cache.nbytes == 0
+    assert cache.slabs == []
+
+
+def test_a_wiped_row_holds_nothing_of_its_past() -> None:
+    cache = cache_of(1000)
+    slots = [cache.new_slot(0), cache.new_slot(0)]
+    broken, other = (slot for slot in slots if slot)
+    write(broken, float("nan"), 64)
+    write(other, 1.0, 5)
+    slab = broken.slab
+    cache.free_slot(broken, wipe=True)
+    assert torch.isfinite(slab.keys).all()
+    assert torch.isfinite(slab.values).all()
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "wanted"),
+    [([1, 2, 3], [1, 2, 4], 2), ([1, 2], [1, 2, 3], 2), ([1], [2], 0), ([], [1], 0), ([5], [5], 1)],
+)
+def test_the_shared_prefix_is_counted(left: list[int], right: list[int], wanted: int) -> None:
+    assert shared_prefix(np.array(left), np.array(right)) == wanted
+
+
+def test_the_longest_match_of_the_same_adapter_is_found() -> None:
+    prefixes, cache = Prefixes(), cache_of(10_000)
+    spans = [cache.new_span(4, num_slots=1) for _ in range(3)]
+    one, two, three = (span for span in spans if span)
+    adapter = object()
+    prefixes.remember(None, np.array([1, 2, 3, 4]), one)
+    prefixes.remember(None, np.array([1, 2, 9, 9]), two)
+    prefixes.remember(adapter, np.array([1, 2, 9, 8]), three)  # type: ignore[arg-type]  # any object is one
+    assert prefixes.find(None, np.array([1, 2, 9, 8])) == (two, 3)
+    assert prefixes.find(adapter, np.array([1, 2, 9, 8])) == (three, 4)  # type: ignore[arg-type]
+    assert prefixes.find(None, np.array([7])) == (None, 0)
+
+
+def test_the_least_recently_used_idle_prompt_gives_way() -> None:
+    prefixes = Prefixes()
+    cache = cache_of(340, prefixes)
+    spans = []
+    for token in (1, 2, 3):
+        span = cache.new_span(64, num_slots=1)
+        assert span is not None
+        prefixes.remember(None, np.full(64, token), span)
+        spans.append(span)
+    for span in (spans[0], spans[2]):
+        span.num_users = 0
+    prefixes.find(None, np.full(64, 1))
+    assert cache.new_span(64, num_slots=1) is not None
+    assert [span in prefixes for span in spans] == [True, True, False]
+
+
+def test_a_prompt_that_contains_an_idle_one_replaces_it() -> None:
+    prefixes, cache = Prefixes(), cache_of(10_000)
+    short, long = cache.new_span(2, num_slots=1), cache.new_span(3, num_slots=1)
+    assert short is not None
+    assert long is not None
+    prefixes.remember(None, np.array([1, 2]), short)
+    short.num_users = 0
+    assert prefixes.remember(None, np.array([1, 2, 3]), long) == [short]
+    assert len(prefixes) == 1
+
+
+def test_forgetting_an_adapter_leaves_spans_that_are_still_read() -> None:
+    prefixes, cache = Prefixes(), cache_of(10_000)
+    read, idle = cache.new_span(2, num_slots=1), cache.new_span(2, num_slots=1)
+    assert read is not None
+    assert idle is not None
+    idle.num_users = 0
+    prefixes.remember(None, np.array([1, 2]), read)
+    prefixes.remember(None, np.array([3, 4]), idle)
+    assert prefixes.forget(None) == [idle]
+    assert len(prefixes) == 0

@@ -1,0 +1,145 @@
+"""Base models by name: loaded on first use, dropped under a budget, foreign ones checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tinsmith.engine.local.batch import PackedAttention
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.families import UnsupportedModelError
+from tinsmith.engine.local.foreign import ForeignDecoder
+from tinsmith.engine.local.lora import AdapterSegments
+from tinsmith.engine.local.models import BaseModels
+from tinsmith.errors import EngineError
+
+
+def models_of(folders: dict[str, Path], **options: Any) -> BaseModels:
+    table = {name: str(folder) for name, folder in folders.items()}
+    return BaseModels(LocalEngineConfig(device="cpu", models=table, **options))
+
+
+@pytest.fixture
+def three(model_folder: Callable[[str], Path]) -> dict[str, Path]:
+    return {name: model_folder("llama") for name in ("one", "two", "three")}
+
+
+def test_a_model_is_loaded_on_first_use_and_then_kept(three: dict[str, Path]) -> None:
+    models = models_of(three)
+    assert models.loaded == ()
+    assert models.get("two") is models.get("two")
+    assert models.loaded == ("two",)
+
+
+def test_an_unknown_name_is_refused_with_the_names_that_are_served(three: dict[str, Path]) -> None:
+    with pytest.raises(EngineError, match="'four'; served: one, two, three"):
+        models_of(three).get("four")
+
+
+def test_info_tells_the_shape_without_loading(three: dict[str, Path]) -> None:
+    models = models_of(three)
+    info = models.info("one")
+    assert (info.max_context_length, info.vocab_size) == (128, 97)
+    assert info.architecture == "LlamaForCausalLM"
+    assert info.tokenizer_folder == three["one"]
+    assert models.loaded == ()
+
+
+def test_the_least_recently_used_idle_model_is_dropped_under_a_budget(
+    three: dict[str, Path],
+) -> None:
+    size = models_of(three).get("one").nbytes
+    models = models_of(three, memory_budget_bytes=2 * size)
+    models.get("one")
+    models.get("two")
+    models.get("one")
+    models.get("three")
+    assert models.loaded == ("one", "three")
+    assert models.nbytes == 2 * size
+
+
+def test_a_model_in_use_is_never_dropped(three: dict[str, Path]) -> None:
+    size = models_of(three).get("one").nbytes
+    models = models_of(three, memory_budget_bytes=2 * size)
+    with models.use("one"), models.use("two"):
+        with pytest.raises(EngineError, match="memory_budget_bytes"):
+            models.get("three")
+        assert set(models.loaded) == {"one", "two"}
+    models.get("three")
+    assert models.loaded == ("two", "three")
+
+
+FOREIGN = {
+    "GPTNeoXConfig": {"num_key_value_heads": None},
+    "StableLmConfig": {"use_qkv_bias": True},
+    "Phi3Config": {},
+    "Olmo2Config": {},
+}
+
+
+def save_foreign(class_name: str, folder: Path, **changes: Any) -> Any:
+    import transformers
+
+    settings = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        **changes,
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
+    config = getattr(transformers, class_name)(**given)
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.eval().save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("class_name", FOREIGN)
+def test_another_architecture_of_linear_layers_runs_packed_with_its_own_logits(
+    class_name: str, tmp_path: Path
+) -> None:
+    """Within 1e-5 of `transformers`, packed against one by one."""
+    reference = save_foreign(class_name, tmp_path, **FOREIGN[class_name])
+    decoder = models_of({"foreign": tmp_path}).get("foreign")
+    assert isinstance(decoder, ForeignDecoder)
+    lengths = [9, 1, 20]
+    tokens = torch.randint(0, 97, (30,), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    segments = AdapterSegments.whole(30)
+    with torch.no_grad():
+        attention = PackedAttention(decoder.config, lengths)
+        logits = decoder.unembed(decoder.hidden(tokens, positions, attention, segments), segments)
+        parts = zip(tokens.split(lengths), logits.split(lengths), strict=True)
+        for sequence, found in parts:
+            expected = reference(sequence[None]).logits[0]
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("class_name", "changes", "reason"),
+    [
+        ("GPT2Config", {"n_layer": 2}, "not ordinary linear layers"),
+        ("MixtralConfig", {}, "several experts"),
+        ("MambaConfig", {}, "attend in the usual way|linear layers"),
+        ("CohereConfig", {}, "more between hidden states and logits"),
+    ],
+)
+def test_an_architecture_that_does_not_fit_is_refused_with_the_reason(
+    class_name: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    save_foreign(class_name, tmp_path, **changes)
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        models_of({"foreign": tmp_path}).get("foreign")
+    assert "llama" in str(caught.value)
