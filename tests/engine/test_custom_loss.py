@@ -599,7 +599,7 @@ def test_a_graph_gives_the_same_for_a_model_on_cuda() -> None:
     values = values_for({"logprobs": 1, "sampled": 1, "advantages": 1}, seed=0)
     gradients = []
     for device in ("cpu", "cuda"):
-        policy = values["logprobs"].to(device).requires_grad_()
+        policy = values["logprobs"].detach().to(device).requires_grad_()
         inputs = {k: v.to(device) for k, v in values.items() if k != "logprobs"}
         loss, metrics = compiled(policy, inputs)
         assert loss.device == policy.device == metrics["custom/clip_fraction:mean"].device

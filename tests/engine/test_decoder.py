@@ -170,7 +170,7 @@ def test_smollm2_has_the_logits_of_transformers(real_model_folder: Path) -> None
     for sequence, logits in zip(sequences, packed_logits(decoder, sequences), strict=True):
         with torch.no_grad():
             expected = reference(sequence[None]).logits[0]
-        # Logits reach 30 here, and transformers' own kernels differ by 1e-4 among themselves.
-        assert (logits - expected).abs().max() < 1e-5 * expected.abs().max() * 3
+        # Logits reach 40 here; the two attention kernels of transformers are 5e-5 apart themselves.
+        assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
         difference = logits.log_softmax(-1) - expected.log_softmax(-1)
         assert difference.abs().mean() < 1e-5
