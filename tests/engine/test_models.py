@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from tinsmith.engine.base import SampleJob
 from tinsmith.engine.local.batch import PackedAttention
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.families import UnsupportedModelError
 from tinsmith.engine.local.foreign import ForeignDecoder
+from tinsmith.engine.local.generation import Generator
 from tinsmith.engine.local.lora import AdapterSegments
 from tinsmith.engine.local.models import BaseModels
 from tinsmith.errors import EngineError
+from tinsmith.types import ModelInput, SamplingParams
 
 
 def models_of(folders: dict[str, Path], **options: Any) -> BaseModels:
@@ -125,6 +128,37 @@ def test_another_architecture_of_linear_layers_runs_packed_with_its_own_logits(
         for sequence, found in parts:
             expected = reference(sequence[None]).logits[0]
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("class_name", FOREIGN)
+def test_another_architecture_samples_what_transformers_generates(
+    class_name: str, tmp_path: Path
+) -> None:
+    reference = save_foreign(class_name, tmp_path, **FOREIGN[class_name])
+    config = LocalEngineConfig(device="cpu", models={"foreign": str(tmp_path)})
+    generator = Generator(BaseModels(config).get("foreign"), config)
+    prompts = [[5, 9, 40, 3], [11, 12], [60, 61, 62, 63, 64, 65, 66]]
+    params = SamplingParams(max_tokens=10, temperature=0.0, stop=[])
+    for index, prompt in enumerate(prompts):
+        generator.submit(
+            SampleJob(
+                job_id=str(index),
+                base_model="foreign",
+                sampler_id=None,
+                prompt=ModelInput.from_ints(prompt),
+                params=params,
+            ),
+            None,
+        )
+    answers: dict[str, Any] = {}
+    while generator.busy:
+        answers.update(generator.step())
+    for index, prompt in enumerate(prompts):
+        tokens = torch.tensor([prompt])
+        for _ in range(10):
+            best = reference(tokens).logits[0, -1].argmax()
+            tokens = torch.cat([tokens, best[None, None]], dim=1)
+        assert answers[str(index)].sequences[0].tokens == tokens[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,13 @@ the same to the last bit wherever a batch is cut.
 
 from __future__ import annotations
 
-import math
 import zlib
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tinsmith.errors import ValidationError
+from tinsmith.engine.local.checks import check_adam_params
 from tinsmith.types import AdamParams, LoraConfig
 
 Array = npt.NDArray[Any]
@@ -101,7 +100,7 @@ class BigramAdapter:
 
     def take_step(self, params: AdamParams) -> dict[str, float]:
         """AdamW with bias correction, decoupled decay and clipping by the global norm."""
-        _check_params(params)
+        check_adam_params(params)
         grad = np.zeros_like(self.weights) if self.grad is None else self.grad
         grad_norm = float(np.linalg.norm(grad))
         if params.grad_clip_norm > 0 and grad_norm > params.grad_clip_norm:
@@ -123,10 +122,3 @@ class BigramAdapter:
             "learning_rate": params.learning_rate,
             "step": float(self.step),
         }
-
-
-def _check_params(params: AdamParams) -> None:
-    for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"):
-        value, below = getattr(params, name), 1.0 if name.startswith("beta") else math.inf
-        if not 0 <= value < below:
-            raise ValidationError(f"must be at least 0 and below {below:g}, got {value}", name)

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from tinsmith.engine.local.checks import check_adam_params
 from tinsmith.errors import ValidationError
 from tinsmith.types import AdamParams
 
 CHUNK = 2**22
 """Elements updated at a time; bounds the copy that measuring the update takes."""
-
-SMALLEST_EPS = 1e-30
-"""Below, float32 would round the denominator of an untouched weight to zero: 0 / 0."""
 
 
 class Trainable(Protocol):
@@ -79,22 +77,6 @@ def adamw_step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
         "learning_rate": params.learning_rate,
         "step": float(adapter.step),
     }
-
-
-def check_adam_params(params: AdamParams) -> None:
-    """Refuse numbers with which a step would be meaningless, naming the field."""
-    for name, low, below in (
-        ("learning_rate", 0.0, math.inf),
-        ("beta1", 0.0, 1.0),
-        ("beta2", 0.0, 1.0),
-        ("eps", SMALLEST_EPS, math.inf),
-        ("weight_decay", 0.0, math.inf),
-        ("grad_clip_norm", 0.0, math.inf),
-    ):
-        value = getattr(params, name)
-        if not low <= value < below:
-            limit = "finite" if below == math.inf else f"below {below:g}"
-            raise ValidationError(f"must be at least {low:g} and {limit}, got {value}", name)
 
 
 def _clip_scale(grad_norm: float, params: AdamParams) -> float:
