@@ -213,6 +213,14 @@ class ModelInput(_Plain):
         return cls(chunks=[EncodedTextChunk(tokens=tokens)])
 
     @classmethod
+    def from_text(cls, text: str, tokenizer: Any) -> Self:
+        """The tokens of raw text: no chat template, no special tokens added.
+
+        `tokenizer` is anything with `encode`, such as what `get_tokenizer` gives.
+        """
+        return cls.from_ints(tokenizer.encode(text, add_special_tokens=False))
+
+    @classmethod
     def empty(cls) -> Self:
         return cls(chunks=[])
 

@@ -1,0 +1,145 @@
+"""Fetching the files of an external checkpoint: streamed, resumable, checked, confined.
+
+A file is written beside its place and moved there when it is whole. What a broken download left is
+continued, not fetched again. Where the server states a SHA-256, the file must have it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from tinsmith.client.connection import Connection
+from tinsmith.errors import APIConnectionError, APIStatusError, TinkerError, ValidationError
+from tinsmith.transport.base import ConnectionClass, Request, Response
+from tinsmith.transport.retry import RetryPolicy, decide
+from tinsmith.types import ExternalWeightsUrlsResponse
+
+logger = logging.getLogger(__name__)
+
+CHUNK_TIMEOUT_SECONDS = 60.0
+_PART = ".part"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a download is. Sizes are in bytes; `total` is None until the server says it."""
+
+    file: str
+    done: int
+    total: int | None
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+async def download(
+    connection: Connection,
+    urls: ExternalWeightsUrlsResponse,
+    folder: Path,
+    on_progress: ProgressCallback | None = None,
+) -> list[Path]:
+    """Fetch every file into `folder`; returns where they are, in the order of the list."""
+    targets = {name: confined(folder, name) for name in urls.urls}
+    for name, target in targets.items():
+        if target.exists():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        await _fetch(connection, urls.urls[name], name, target, on_progress)
+    return list(targets.values())
+
+
+def confined(folder: Path, name: str) -> Path:
+    """Where a file of that name goes; never outside the folder."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or not path.parts or any(p in ("..", "") or ":" in p for p in path.parts):
+        raise ValidationError(f"the file name {name[:200]!r} leads out of the download folder")
+    target = folder.joinpath(*path.parts)
+    if not target.resolve().is_relative_to(folder.resolve()):
+        raise ValidationError(f"the file name {name[:200]!r} leads out of the download folder")
+    return target
+
+
+async def _fetch(
+    connection: Connection,
+    url: str,
+    name: str,
+    target: Path,
+    on_progress: ProgressCallback | None,
+) -> None:
+    part = target.with_name(target.name + _PART)
+    attempt = 0
+    while True:
+        before = _size(part)
+        try:
+            head = await _continue(connection, url, name, part, on_progress)
+            break
+        except (APIConnectionError, APIStatusError) as error:
+            if isinstance(error, APIStatusError) and error.status_code == 416:
+                part.unlink(missing_ok=True)  # what is there does not belong to this file
+            if _size(part) > before:
+                attempt = 0
+            policy: RetryPolicy = connection.config.retry
+            wait = decide(policy, error, attempt=attempt, elapsed_seconds=0.0)
+            if wait is None and getattr(error, "status_code", None) != 416:
+                raise
+            logger.info("%s broke off (%s); going on", name, error)
+            attempt += 1
+            await asyncio.sleep(wait or 0.0)
+    expected = head.headers.get("x-checksum-sha256") or head.headers.get("x-amz-checksum-sha256")
+    if expected is not None:
+        found = await asyncio.to_thread(_sha256, part)
+        if found != expected.lower():
+            part.unlink()
+            raise TinkerError(f"{name} was damaged on its way: SHA-256 {found}, not {expected}")
+    part.replace(target)
+
+
+async def _continue(
+    connection: Connection, url: str, name: str, part: Path, on_progress: ProgressCallback | None
+) -> Response:
+    """Fetch what is missing of `part`, in one request. The address carries its own permission, so
+    no credential goes along."""
+    done = _size(part)
+    request = Request(
+        method="GET",
+        url=url,
+        headers={"Range": f"bytes={done}-", "Accept-Encoding": "identity"} if done else {},
+        connection=ConnectionClass.REDIRECT,
+        timeout_seconds=CHUNK_TIMEOUT_SECONDS,
+    )
+    async with connection.api.http.stream(request) as (head, pieces):
+        if head.status_code != 206:
+            done = 0  # the server sends it from the start
+        total = _total(head, done)
+        with part.open("ab" if done else "wb") as file:
+            async for piece in pieces:
+                # In a thread: a slow disk must not hold up the other clients of this loop.
+                await asyncio.to_thread(file.write, piece)
+                done += len(piece)
+                if on_progress is not None:
+                    on_progress(Progress(name, done, total))
+    if total is not None and done != total:
+        raise APIConnectionError(request, f"{name} ended after {done} of {total} bytes.")
+    return head
+
+
+def _size(part: Path) -> int:
+    return part.stat().st_size if part.exists() else 0
+
+
+def _total(head: Response, done: int) -> int | None:
+    length = head.headers.get("content-length")
+    return None if length is None or not length.isdigit() else done + int(length)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,544 @@
+"""RestClient: looking at and tidying up runs, checkpoints and sessions, without a session."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import Future
+from datetime import date, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from tinsmith.client.api import sdk_headers
+from tinsmith.client.connection import CONNECTIONS, Connection
+from tinsmith.client.download import ProgressCallback, download
+from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture
+from tinsmith.client.paging import Pages
+from tinsmith.client.telemetry import Telemetry
+from tinsmith.client.warn import ExperimentalWarning, warns
+from tinsmith.errors import TinkerError
+from tinsmith.transport.base import ConnectionClass
+from tinsmith.transport.config import ClientConfig
+from tinsmith.transport.tokens import jwt_claims
+from tinsmith.types import (
+    AssignSessionProjectRequest,
+    AuditLogResponse,
+    BillingUsageResponse,
+    Checkpoint,
+    CheckpointsListResponse,
+    CopyWeightsRequest,
+    CopyWeightsResponse,
+    CurrentCheckpointStorageUsageResponse,
+    ExternalWeightsUrlsResponse,
+    GetSamplerResponse,
+    GetSessionResponse,
+    ListSessionsResponse,
+    ModelID,
+    ParsedCheckpointTinkerPath,
+    SessionSearchRequest,
+    SessionSearchResponse,
+    SetCheckpointTtlRequest,
+    TraceExportResponse,
+    TrainingRun,
+    TrainingRunsResponse,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+    WhoamiResponse,
+)
+from tinsmith.types.model import Model
+
+if TYPE_CHECKING:
+    from tinsmith.client.admin import AdminClient
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Model)
+AccessScope = Literal["owned", "accessible"]
+AuditEventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
+
+TRACE_POLL_SECONDS = 5.0
+
+_MOVED = "this method of RestClient is deprecated; AdminClient has it, and is made the same way"
+
+
+class RestClient:
+    """Runs, checkpoints, sessions, samplers: listing, reading, deleting, publishing, copying.
+
+        rest = tinsmith.RestClient()
+        for run in rest.iter_training_runs(): print(run.training_run_id)
+
+    Clients with the same address and key share one connection, which needs no closing.
+    """
+
+    def __init__(
+        self,
+        _holder: Connection | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        self.holder = rest_connection(_holder, base_url=base_url, api_key=api_key)
+
+    def get_telemetry(self) -> Telemetry | None:
+        return self.holder.get_telemetry()
+
+    # --- training runs ------------------------------------------------------------------------
+
+    def get_training_run(
+        self, training_run_id: ModelID, access_scope: AccessScope = "owned"
+    ) -> Future[TrainingRun]:
+        return self._training_run(training_run_id, access_scope, "get_training_run")
+
+    async def get_training_run_async(
+        self, training_run_id: ModelID, access_scope: AccessScope = "owned"
+    ) -> TrainingRun:
+        return await _result(self.get_training_run(training_run_id, access_scope))
+
+    def get_training_run_by_tinker_path(
+        self, tinker_path: str, access_scope: AccessScope = "owned"
+    ) -> Future[TrainingRun]:
+        """The run that a checkpoint belongs to."""
+        run_id = _parsed(tinker_path).training_run_id
+        return self._training_run(run_id, access_scope, "get_training_run_by_tinker_path")
+
+    async def get_training_run_by_tinker_path_async(
+        self, tinker_path: str, access_scope: AccessScope = "owned"
+    ) -> TrainingRun:
+        return await _result(self.get_training_run_by_tinker_path(tinker_path, access_scope))
+
+    def list_training_runs(
+        self,
+        limit: int = 20,
+        offset: int = 0,
+        access_scope: AccessScope = "owned",
+        project_id: str | None = None,
+    ) -> Future[TrainingRunsResponse]:
+        query: dict[str, object] = {"limit": limit, "offset": offset, "access_scope": access_scope}
+        if project_id is not None:
+            query["project_id"] = project_id
+        return self._get(
+            TrainingRunsResponse, "/training_runs", "list_training_runs", query
+        ).future()
+
+    async def list_training_runs_async(
+        self,
+        limit: int = 20,
+        offset: int = 0,
+        access_scope: AccessScope = "owned",
+        project_id: str | None = None,
+    ) -> TrainingRunsResponse:
+        return await _result(self.list_training_runs(limit, offset, access_scope, project_id))
+
+    def iter_training_runs(
+        self,
+        page_size: int = 100,
+        access_scope: AccessScope = "owned",
+        project_id: str | None = None,
+    ) -> Pages[TrainingRun]:
+        """All runs, fetched page by page as the loop (plain or async) goes on."""
+        return Pages(
+            lambda offset: AwaitableConcurrentFuture(
+                self.list_training_runs(page_size, offset, access_scope, project_id)
+            ).map(lambda page: page.training_runs),
+            page_size,
+        )
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def list_checkpoints(self, training_run_id: ModelID) -> Future[CheckpointsListResponse]:
+        """All checkpoints of a run."""
+        path = f"/training_runs/{training_run_id}/checkpoints"
+        return self._get(CheckpointsListResponse, path, "list_checkpoints").future()
+
+    async def list_checkpoints_async(self, training_run_id: ModelID) -> CheckpointsListResponse:
+        return await _result(self.list_checkpoints(training_run_id))
+
+    def list_user_checkpoints(
+        self, limit: int = 100, offset: int = 0
+    ) -> Future[CheckpointsListResponse]:
+        """The caller's checkpoints over all runs, newest first."""
+        query = {"limit": limit, "offset": offset}
+        return self._get(
+            CheckpointsListResponse, "/checkpoints", "list_user_checkpoints", query
+        ).future()
+
+    async def list_user_checkpoints_async(
+        self, limit: int = 100, offset: int = 0
+    ) -> CheckpointsListResponse:
+        return await _result(self.list_user_checkpoints(limit, offset))
+
+    def iter_checkpoints(self, page_size: int = 100) -> Pages[Checkpoint]:
+        """All the caller's checkpoints, fetched page by page as the loop goes on."""
+        return Pages(
+            lambda offset: AwaitableConcurrentFuture(
+                self.list_user_checkpoints(page_size, offset)
+            ).map(lambda page: page.checkpoints),
+            page_size,
+        )
+
+    def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
+        """Base model, rank and optimizer of a checkpoint."""
+        return self._call(
+            WeightsInfoResponse,
+            "POST",
+            "/weights_info",
+            "get_weights_info_by_tinker_path",
+            message=WeightsInfoRequest(tinker_path=tinker_path),
+        )
+
+    def get_external_weights_urls(self, tinker_path: str) -> Future[ExternalWeightsUrlsResponse]:
+        """Where each file of an external checkpoint can be fetched, and until when."""
+        parsed = _parsed(tinker_path)
+        if parsed.checkpoint_type != "external":
+            raise ValueError(
+                "only external checkpoints have files to fetch "
+                f"(tinker://<run>/external_weights/<name>), got {tinker_path!r}"
+            )
+        path = f"{_checkpoint(parsed)}/external_weights_urls"
+        return self._get(ExternalWeightsUrlsResponse, path, "get_external_weights_urls").future()
+
+    async def get_external_weights_urls_async(
+        self, tinker_path: str
+    ) -> ExternalWeightsUrlsResponse:
+        return await _result(self.get_external_weights_urls(tinker_path))
+
+    def download_checkpoint(
+        self,
+        tinker_path: str,
+        folder: str | Path,
+        on_progress: ProgressCallback | None = None,
+    ) -> AwaitableConcurrentFuture[list[Path]]:
+        """Fetch the files of an external checkpoint into a folder; the result is where they are.
+
+        A download that broke off is continued. `on_progress` is called on the I/O thread.
+        """
+        urls = AwaitableConcurrentFuture(self.get_external_weights_urls(tinker_path))
+
+        async def fetch() -> list[Path]:
+            return await download(self.holder, await urls, Path(folder), on_progress)
+
+        return self.holder.submit(fetch)
+
+    def delete_checkpoint(self, training_run_id: ModelID, checkpoint_id: str) -> Future[None]:
+        path = f"/training_runs/{training_run_id}/checkpoints/{checkpoint_id}"
+        return self._do("DELETE", path, "delete_checkpoint")
+
+    async def delete_checkpoint_async(self, training_run_id: ModelID, checkpoint_id: str) -> None:
+        await _result(self.delete_checkpoint(training_run_id, checkpoint_id))
+
+    def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
+        path = _checkpoint(_parsed(tinker_path))
+        return self._do("DELETE", path, "delete_checkpoint_from_tinker_path")
+
+    async def delete_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
+        await _result(self.delete_checkpoint_from_tinker_path(tinker_path))
+
+    def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
+        """Let everybody read it."""
+        path = f"{_checkpoint(_parsed(tinker_path))}/publish"
+        return self._do("POST", path, "publish_checkpoint_from_tinker_path")
+
+    async def publish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
+        await _result(self.publish_checkpoint_from_tinker_path(tinker_path))
+
+    def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
+        path = f"{_checkpoint(_parsed(tinker_path))}/publish"
+        return self._do("DELETE", path, "unpublish_checkpoint_from_tinker_path")
+
+    async def unpublish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
+        await _result(self.unpublish_checkpoint_from_tinker_path(tinker_path))
+
+    def set_checkpoint_ttl_from_tinker_path(
+        self, tinker_path: str, ttl_seconds: int | None
+    ) -> Future[None]:
+        """When it expires, from now; None: never."""
+        return self._do(
+            "PUT",
+            f"{_checkpoint(_parsed(tinker_path))}/ttl",
+            "set_checkpoint_ttl_from_tinker_path",
+            SetCheckpointTtlRequest(ttl_seconds=ttl_seconds),
+        )
+
+    async def set_checkpoint_ttl_from_tinker_path_async(
+        self, tinker_path: str, ttl_seconds: int | None
+    ) -> None:
+        await _result(self.set_checkpoint_ttl_from_tinker_path(tinker_path, ttl_seconds))
+
+    def copy_weights(
+        self,
+        path: str,
+        destination_project_id: str | None = None,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> AwaitableConcurrentFuture[str]:
+        """Copy a checkpoint into a project; the result is the copy's tinker path."""
+        project_id = destination_project_id or self.holder.config.project_id
+        if project_id is None:
+            raise ValueError("give destination_project_id or set TINKER_PROJECT_ID")
+        headers = {"X-Idempotency-Key": str(uuid.uuid4())}
+        if weights_access_token is not None:
+            headers["X-Tinker-Weights-Access-Token"] = weights_access_token
+        return self._call(
+            CopyWeightsResponse,
+            "POST",
+            "/copy_weights",
+            "copy_weights",
+            message=CopyWeightsRequest(
+                source_path=path, destination_project_id=project_id, ttl_seconds=ttl_seconds
+            ),
+            headers=headers,
+        ).map(lambda copied: copied.tinker_path)
+
+    async def copy_weights_async(
+        self,
+        path: str,
+        destination_project_id: str | None = None,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> str:
+        return await self.copy_weights(
+            path,
+            destination_project_id,
+            ttl_seconds=ttl_seconds,
+            weights_access_token=weights_access_token,
+        )
+
+    # --- sessions and samplers ----------------------------------------------------------------
+
+    def get_session(
+        self, session_id: str, access_scope: AccessScope = "owned"
+    ) -> Future[GetSessionResponse]:
+        query = {"access_scope": access_scope}
+        return self._get(
+            GetSessionResponse, f"/sessions/{session_id}", "get_session", query
+        ).future()
+
+    async def get_session_async(
+        self, session_id: str, access_scope: AccessScope = "owned"
+    ) -> GetSessionResponse:
+        return await _result(self.get_session(session_id, access_scope))
+
+    def list_sessions(
+        self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
+    ) -> Future[ListSessionsResponse]:
+        query = {"limit": limit, "offset": offset, "access_scope": access_scope}
+        return self._get(ListSessionsResponse, "/sessions", "list_sessions", query).future()
+
+    async def list_sessions_async(
+        self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
+    ) -> ListSessionsResponse:
+        return await _result(self.list_sessions(limit, offset, access_scope))
+
+    def iter_sessions(
+        self, page_size: int = 100, access_scope: AccessScope = "owned"
+    ) -> Pages[str]:
+        """The ids of all sessions, fetched page by page as the loop goes on."""
+        return Pages(
+            lambda offset: AwaitableConcurrentFuture(
+                self.list_sessions(page_size, offset, access_scope)
+            ).map(lambda page: page.sessions),
+            page_size,
+        )
+
+    @warns("RestClient.search_sessions may change or go away in any release", ExperimentalWarning)
+    def search_sessions(self, request: SessionSearchRequest) -> Future[SessionSearchResponse]:
+        """The organization's sessions that fit, newest first."""
+        return self._search_sessions(request)
+
+    @warns("RestClient.search_sessions may change or go away in any release", ExperimentalWarning)
+    async def search_sessions_async(self, request: SessionSearchRequest) -> SessionSearchResponse:
+        return await _result(self._search_sessions(request))
+
+    def _search_sessions(self, request: SessionSearchRequest) -> Future[SessionSearchResponse]:
+        return self._call(
+            SessionSearchResponse, "POST", "/sessions/search", "search_sessions", message=request
+        ).future()
+
+    def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
+        return self._do(
+            "PUT",
+            f"/sessions/{session_id}/project",
+            "assign_session_project",
+            AssignSessionProjectRequest(project_id=project_id),
+        )
+
+    async def assign_session_project_async(self, session_id: str, project_id: str) -> None:
+        await _result(self.assign_session_project(session_id, project_id))
+
+    def export_session_trace(self, session_id: str) -> Future[str]:
+        """Have the session's timeline written as a Perfetto trace; the result is its address."""
+
+        async def export() -> str:
+            is_first = True
+            while True:
+                trace = await self.holder.api.call(
+                    TraceExportResponse,
+                    "GET",
+                    f"/sessions/{session_id}/trace_export",
+                    connection=ConnectionClass.TRAIN,
+                    headers=sdk_headers("export_session_trace"),
+                )
+                if trace.status == "ready" and trace.url is not None:
+                    return trace.url
+                if trace.status == "failed":
+                    raise TinkerError(f"no trace of session {session_id}: {trace.error}")
+                if is_first:
+                    logger.warning("Writing the trace of session %s; this may take.", session_id)
+                    is_first = False
+                await asyncio.sleep(TRACE_POLL_SECONDS)
+
+        return self.holder.submit(export).future()
+
+    async def export_session_trace_async(self, session_id: str) -> str:
+        return await _result(self.export_session_trace(session_id))
+
+    def get_sampler(self, sampler_id: str) -> APIFuture[GetSamplerResponse]:
+        return self._get(GetSamplerResponse, f"/samplers/{sampler_id}", "get_sampler")
+
+    async def get_sampler_async(self, sampler_id: str) -> GetSamplerResponse:
+        return await self.get_sampler(sampler_id)
+
+    def whoami(self) -> APIFuture[WhoamiResponse]:
+        """Who the credential belongs to, read from its token."""
+
+        async def identify() -> WhoamiResponse:
+            token = await self.holder.identity_token()
+            if token is None:
+                raise TinkerError(
+                    "whoami needs a token that says who you are, but the service takes plain keys"
+                )
+            claims = jwt_claims(token)
+            return WhoamiResponse(
+                user_urn=str(claims["sub"]),
+                org_urn=f"tml:organization:{claims['org_id']}",
+                email=claims.get("email") or None,
+            )
+
+        return self.holder.submit(identify)
+
+    # --- moved to AdminClient -----------------------------------------------------------------
+
+    @warns(_MOVED, FutureWarning)
+    def get_audit_log(
+        self, event_type: AuditEventType = "all", day: date | None = None
+    ) -> Future[AuditLogResponse]:
+        return self._admin().get_audit_log(event_type, day)
+
+    @warns(_MOVED, FutureWarning)
+    async def get_audit_log_async(
+        self, event_type: AuditEventType = "all", day: date | None = None
+    ) -> AuditLogResponse:
+        return await self._admin().get_audit_log_async(event_type, day)
+
+    @warns(_MOVED, FutureWarning)
+    def get_billing_usage(
+        self, starting_on: datetime | str, ending_before: datetime | str
+    ) -> Future[BillingUsageResponse]:
+        return self._admin().get_billing_usage(starting_on, ending_before)
+
+    @warns(_MOVED, FutureWarning)
+    async def get_billing_usage_async(
+        self, starting_on: datetime | str, ending_before: datetime | str
+    ) -> BillingUsageResponse:
+        return await self._admin().get_billing_usage_async(starting_on, ending_before)
+
+    @warns(_MOVED, FutureWarning)
+    def get_current_checkpoint_storage_usage(
+        self, project_id: str | None = None
+    ) -> Future[CurrentCheckpointStorageUsageResponse]:
+        return self._admin().get_current_checkpoint_storage_usage(project_id)
+
+    @warns(_MOVED, FutureWarning)
+    async def get_current_checkpoint_storage_usage_async(
+        self, project_id: str | None = None
+    ) -> CurrentCheckpointStorageUsageResponse:
+        return await self._admin().get_current_checkpoint_storage_usage_async(project_id)
+
+    def _admin(self) -> AdminClient:
+        from tinsmith.client.admin import AdminClient
+
+        return AdminClient(self.holder)
+
+    # --- one call -----------------------------------------------------------------------------
+
+    def _training_run(
+        self, training_run_id: str, access_scope: AccessScope, sdk_method: str
+    ) -> Future[TrainingRun]:
+        query = {"access_scope": access_scope}
+        return self._get(
+            TrainingRun, f"/training_runs/{training_run_id}", sdk_method, query
+        ).future()
+
+    def _get(
+        self,
+        kind: type[M],
+        path: str,
+        sdk_method: str,
+        query: Mapping[str, object] | None = None,
+    ) -> AwaitableConcurrentFuture[M]:
+        return self._call(kind, "GET", path, sdk_method, query=query)
+
+    def _call(
+        self,
+        kind: type[M],
+        method: str,
+        path: str,
+        sdk_method: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> AwaitableConcurrentFuture[M]:
+        return self.holder.submit(
+            lambda: self.holder.api.call(
+                kind,
+                method,
+                path,
+                connection=ConnectionClass.TRAIN,
+                headers={**sdk_headers(sdk_method), **(headers or {})},
+                **options,
+            )
+        )
+
+    def _do(
+        self, method: str, path: str, sdk_method: str, message: Model | None = None
+    ) -> Future[None]:
+        """A call whose answer says nothing more than that it worked."""
+
+        async def do() -> None:
+            await self.holder.api.send(
+                method,
+                path,
+                connection=ConnectionClass.TRAIN,
+                message=message,
+                headers=sdk_headers(sdk_method),
+            )
+
+        return self.holder.submit(do).future()
+
+
+def rest_connection(
+    holder: Connection | None, *, base_url: str | None, api_key: str | None
+) -> Connection:
+    """The connection of a client that needs no session: one handed over, or a shared one."""
+    if holder is None:
+        return CONNECTIONS.rest(ClientConfig.from_env(base_url=base_url, api_key=api_key))
+    if base_url is not None or api_key is not None:
+        raise ValueError("give a holder or base_url/api_key, not both: a holder has its own")
+    return holder
+
+
+async def _result(future: Future[T]) -> T:
+    return await AwaitableConcurrentFuture(future)
+
+
+def _parsed(tinker_path: str) -> ParsedCheckpointTinkerPath:
+    return ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+
+
+def _checkpoint(parsed: ParsedCheckpointTinkerPath) -> str:
+    return f"/training_runs/{parsed.training_run_id}/checkpoints/{parsed.checkpoint_id}"

@@ -1,0 +1,183 @@
+"""Sampling until it works: how many at once, again after a lost promise, and noticing a standstill.
+
+A sample is pure, so one whose promise the service has lost is simply made again. Failures of
+single requests are not handled here but by the transport, which repeats the same request: one
+error, one layer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tinsmith.client.results import RetryableException
+from tinsmith.errors import APIConnectionError, APIStatusError
+from tinsmith.transport.base import Request
+from tinsmith.transport.retry import RetryPolicy, backoff_seconds, is_retryable_status
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOG_EVERY_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class RetryConfig:
+    """How a sampling client deals with failure. The service decides about `max_connections`."""
+
+    max_connections: int | None = 1000
+    """Most samples in flight; None: no limit."""
+
+    progress_timeout: float = 120 * 60
+    """Seconds without a single finished sample after which all of them fail as stuck."""
+
+    retry_delay_base: float = 0.5
+    """Seconds before the second attempt."""
+
+    retry_delay_max: float = 10.0
+    """The cap of the doubling."""
+
+    jitter_factor: float = 0.25
+    """Random share by which delays differ."""
+
+    enable_retry_logic: bool = True
+    """Whether anything is attempted again for longer than a few minutes."""
+
+    enable_stuck_detection: bool = True
+    """Whether `progress_timeout` applies."""
+
+    retryable_exceptions: tuple[type[Exception], ...] = (
+        TimeoutError,
+        APIConnectionError,
+        RetryableException,
+    )
+    """What is worth another attempt, beside the statuses 408, 409, 429 and 5xx."""
+
+    def __post_init__(self) -> None:
+        if self.max_connections is not None and self.max_connections <= 0:
+            raise ValueError(f"max_connections must be positive, got {self.max_connections}")
+
+    def policy(self) -> RetryPolicy:
+        """For the single request: patient, if this config is. Back-pressure (429) is not a failure
+        but the gate's business, so it is not repeated here."""
+        return RetryPolicy(
+            initial_delay_seconds=self.retry_delay_base,
+            max_delay_seconds=self.retry_delay_max,
+            jitter=self.jitter_factor,
+            give_up_after_seconds=None if self.enable_retry_logic else 300.0,
+            excluded_statuses=frozenset({429}),
+        )
+
+
+class SampleRetries:
+    """Shared by the clients of one sampling session that have the same config."""
+
+    def __init__(self, config: RetryConfig, name: str = "sampling") -> None:
+        self.config = config
+        self.name = name
+        self.submit_policy = config.policy()
+        self._room = (
+            asyncio.Semaphore(config.max_connections)
+            if config.max_connections is not None
+            else contextlib.nullcontext()
+        )
+        self._waiting = self._finished = self._retries = 0
+        self._in_flight: set[asyncio.Task[Any]] = set()
+        self._stuck: set[asyncio.Task[Any]] = set()
+        self._last_progress = time.monotonic()
+        self._last_log = 0.0
+        self._watchdog: asyncio.TimerHandle | None = None
+
+    async def execute(self, sample: Callable[[], Awaitable[T]]) -> T:
+        self._waiting += 1
+        try:
+            await self._room.__aenter__()
+        finally:
+            self._waiting -= 1
+        task = asyncio.current_task()
+        assert task is not None, "runs inside a task"
+        self._enter(task)
+        try:
+            return await self._until_it_works(sample)
+        except asyncio.CancelledError:
+            if task not in self._stuck:
+                raise
+            task.uncancel()
+            raise APIConnectionError(
+                Request(method="POST", url=self.name),
+                f"No progress made in {self.config.progress_timeout} s. Requests appear to be "
+                f"stuck: {len(self._in_flight)} samples in flight, {self._finished} finished.",
+            ) from None
+        finally:
+            self._leave(task)
+            await self._room.__aexit__(None, None, None)
+
+    async def _until_it_works(self, sample: Callable[[], Awaitable[T]]) -> T:
+        attempt = 0
+        while True:
+            try:
+                result = await sample()
+            except Exception as error:
+                if not (self.config.enable_retry_logic and self._is_worth_another(error)):
+                    raise
+                delay = backoff_seconds(self.submit_policy, attempt, random.random())
+                logger.debug("[%s] %s; again in %.2f s", self.name, error, delay)
+                self._retries += 1
+                attempt += 1
+                await asyncio.sleep(delay)
+            else:
+                self._finished += 1
+                self._last_progress = time.monotonic()
+                return result
+
+    def _is_worth_another(self, error: Exception) -> bool:
+        if isinstance(error, APIStatusError):
+            return is_retryable_status(error.status_code)
+        return isinstance(error, self.config.retryable_exceptions)
+
+    def _enter(self, task: asyncio.Task[Any]) -> None:
+        if not self._in_flight:
+            self._last_progress = time.monotonic()
+        self._in_flight.add(task)
+        if self.config.enable_stuck_detection and self._watchdog is None:
+            self._watch()
+        self._log()
+
+    def _leave(self, task: asyncio.Task[Any]) -> None:
+        self._in_flight.discard(task)
+        self._stuck.discard(task)
+        if not self._in_flight and self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+        self._log()
+
+    def _watch(self) -> None:
+        """One timer for all samples in flight, set for when they would be stuck."""
+        self._watchdog = None
+        left = self._last_progress + self.config.progress_timeout - time.monotonic()
+        if left <= 0:
+            self._stuck |= self._in_flight
+            for task in tuple(self._in_flight):
+                task.cancel()
+        elif self._in_flight:
+            self._watchdog = asyncio.get_running_loop().call_later(left, self._watch)
+
+    def _log(self) -> None:
+        now = time.monotonic()
+        if now - self._last_log > LOG_EVERY_SECONDS:
+            self._last_log = now
+            logger.debug(
+                "[%s] %d waiting, %d in flight, %d done, %d retries",
+                self.name,
+                self._waiting,
+                len(self._in_flight),
+                self._finished,
+                self._retries,
+            )

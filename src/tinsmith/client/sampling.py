@@ -1,0 +1,504 @@
+"""SamplingClient: continuations and log-probabilities from one set of frozen weights."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import random
+import threading
+import time
+import warnings
+import weakref
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import orjson
+
+from tinsmith.client import tokenizers
+from tinsmith.client.connection import CONNECTIONS, Connection, SharedConnection
+from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture
+from tinsmith.client.poller import CompletionPoller
+from tinsmith.client.queue_state import QueueState, QueueStateLogger, QueueStateObserver
+from tinsmith.client.results import retrieve, sample_kind
+from tinsmith.client.retries import RetryConfig, SampleRetries
+from tinsmith.client.streaming import SampleStream
+from tinsmith.client.telemetry import Telemetry
+from tinsmith.client.warn import ExperimentalWarning
+from tinsmith.errors import APIStatusError, TinkerError, ValidationError
+from tinsmith.transport.base import ConnectionClass
+from tinsmith.transport.retry import server_delay_seconds
+from tinsmith.types import (
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    EncodedTextChunk,
+    GetSamplerResponse,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
+    ModelInput,
+    SampleRequest,
+    SampleResponse,
+    SamplingParams,
+    TensorData,
+    UntypedAPIFuture,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+CLONE_BLOCK = 1_000_000_000
+"""Sequence ids of each copy of a client come from a block of their own, this large."""
+
+_BYTES_PER_TOKEN = 10
+"""About what a token takes in a JSON body."""
+
+
+class SamplingClient(QueueStateObserver):
+    """Samples from weights that do not change.
+
+        response = sampling.sample(prompt, 4, SamplingParams(max_tokens=64)).result()
+        response = await sampling.sample_async(prompt, 4, SamplingParams(max_tokens=64))
+
+    Thousands of samples may be under way at once. A client can be pickled, or handed on as a string
+    (`get_sampler_handle`), and used by many processes. You get one from
+    `ServiceClient.create_sampling_client()` or from a training client.
+    """
+
+    def __init__(
+        self,
+        holder: Connection,
+        *,
+        sampling_session_id: str,
+        shadow: bool = False,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> None:
+        self.holder = holder
+        self._sampling_session_id = sampling_session_id
+        self._record_stability_info = record_stability_info
+        flags = holder.get_client_config()
+        config = replace(
+            retry_config or RetryConfig(),
+            # The service decides. With a poller, waiting holds no connection and needs no limit.
+            max_connections=(
+                None if flags.sample_use_retrieve_futures else flags.sample_max_concurrent_requests
+            ),
+        )
+        if not flags.sample_enable_stuck_detection:
+            config = replace(config, enable_stuck_detection=False)
+        self.retry_handler = _shared_retries(holder, sampling_session_id, config)
+        self._observer = QueueStateLogger(
+            f"Sampling from {sampling_session_id}", "limit of concurrent sampler weights reached"
+        )
+        self._clone_id: int | None = 0
+        if shadow:
+            joins = flags.sample_join_sampling_session
+            self._clone_id = None if joins else random.SystemRandom().randint(1, CLONE_BLOCK)
+        self._seq_ids = itertools.count((self._clone_id or 0) * CLONE_BLOCK)
+        self._joining = asyncio.Lock()
+        self._poller: CompletionPoller | None = None
+
+    @staticmethod
+    def create(
+        holder: Connection,
+        *,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        sampling_session_id: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> APIFuture[SamplingClient]:
+        """A client for saved weights, a base model, or a sampling session that exists."""
+        if model_path and not model_path.startswith("tinker://"):
+            raise ValueError(f"model_path must start with 'tinker://', got {model_path[:80]!r}")
+        seq_id = None if sampling_session_id else holder.next_sampling_session_seq_id()
+
+        async def create() -> SamplingClient:
+            session_id = sampling_session_id
+            if seq_id is not None:
+                session_id = await _open_sampling_session(holder, seq_id, model_path, base_model)
+            assert session_id is not None, "one of the two is set"
+            return SamplingClient(
+                holder,
+                sampling_session_id=session_id,
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            )
+
+        return holder.submit(create)
+
+    # --- sampling -----------------------------------------------------------------------------
+
+    def sample(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> Future[SampleResponse]:
+        """Continue `prompt` `num_samples` times.
+
+        The other arguments ask about the prompt: its log-probabilities, of the last n tokens only;
+        the likeliest tokens at each position; the log-probabilities of given tokens, int64
+        [prompt length - 1, K] with -1 for cells not needed; or draws at each position.
+        """
+        _check_questions(
+            target_prompt_logprobs,
+            prompt_alt_tokens_k,
+            prompt_logprobs_last_n,
+            include_prompt_logprobs,
+        )
+        request = SampleRequest(
+            sampling_session_id=self._sampling_session_id,
+            num_samples=num_samples,
+            prompt=prompt,
+            sampling_params=sampling_params,
+            prompt_logprobs=include_prompt_logprobs,
+            topk_prompt_logprobs=topk_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs,
+            target_prompt_logprobs=target_prompt_logprobs,
+            prompt_alt_tokens_k=prompt_alt_tokens_k,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+            record_stability_info=self._record_stability_info,
+        )
+        repeats = not self.holder.get_client_config().sample_no_retries
+        return self.holder.submit(self._sample, request, repeats).future()
+
+    async def sample_async(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> SampleResponse:
+        return await _or_cancel(
+            self.sample(
+                prompt,
+                num_samples,
+                sampling_params,
+                include_prompt_logprobs,
+                topk_prompt_logprobs,
+                topk_sample_logprobs,
+                target_prompt_logprobs,
+                prompt_alt_tokens_k,
+                prompt_logprobs_last_n,
+            )
+        )
+
+    def stream(
+        self, prompt: ModelInput, sampling_params: SamplingParams, num_samples: int = 1
+    ) -> SampleStream:
+        """Tokens as they are decoded, for a plain or an async loop; leaving it cancels the rest."""
+        warnings.warn(
+            "SamplingClient.stream may change or go away in any release",
+            ExperimentalWarning,
+            stacklevel=2,
+        )
+        request = SampleRequest(
+            sampling_session_id=self._sampling_session_id,
+            seq_id=next(self._seq_ids),
+            num_samples=num_samples,
+            prompt=prompt,
+            sampling_params=sampling_params,
+        )
+        return SampleStream(self.holder, request)
+
+    def compute_logprobs(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> Future[list[float | None]]:
+        """The log-probability of each prompt token; None where there is none, as for the first.
+
+        With `prompt_logprobs_last_n`, of the last n only, which lets the service reuse its prefix.
+        """
+        _check_questions(None, 0, prompt_logprobs_last_n, True)
+        request = SampleRequest(
+            sampling_session_id=self._sampling_session_id,
+            prompt=prompt,
+            sampling_params=SamplingParams(max_tokens=1),
+            prompt_logprobs=True,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+            record_stability_info=self._record_stability_info,
+        )
+
+        async def compute() -> list[float | None]:
+            response = await self._sample(request, True)
+            if response.prompt_logprobs is None:
+                raise TinkerError("the service returned no prompt log-probabilities")
+            return response.prompt_logprobs
+
+        return self.holder.submit(compute).future()
+
+    async def compute_logprobs_async(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> list[float | None]:
+        return await _or_cancel(self.compute_logprobs(prompt, prompt_logprobs_last_n))
+
+    async def _sample(self, request: SampleRequest, repeats: bool) -> SampleResponse:
+        body = request.to_wire()
+        if repeats:
+            return await self.retry_handler.execute(lambda: self._sample_once(request, body))
+        return await self._sample_once(request, body)
+
+    async def _sample_once(self, request: SampleRequest, body: dict[str, Any]) -> SampleResponse:
+        """One submission, with a sequence id of its own."""
+        if self._clone_id is None:
+            await self._join()
+        started = time.time()
+        numbered = {**body, "seq_id": next(self._seq_ids)}
+        promise = await self._submit(numbered, _estimated_bytes(request.prompt))
+        try:
+            response = await retrieve(
+                self.holder,
+                promise,
+                sample_kind(promise),
+                roundtrip_seconds=time.time() - started,
+                observer=self,
+                poller=self._completion_poller(),
+            )
+        except asyncio.CancelledError:
+            self.holder.cancel_sample(promise.request_id)
+            raise
+        _check_answers(request, response)
+        return response
+
+    async def _submit(self, body: dict[str, Any], num_bytes: int) -> UntypedAPIFuture:
+        """Send, and again under the same id while the service asks for patience."""
+        gate = self.holder.sample_gate
+        async with gate.admit(num_bytes):
+            while True:
+                await gate.wait_until_open()
+                try:
+                    return await self.holder.api.call(
+                        UntypedAPIFuture,
+                        "POST",
+                        "/asample",
+                        connection=ConnectionClass.SAMPLE,
+                        message=body,
+                        headers={"X-Tinker-Sampling-Backpressure": "1"},
+                        retry=self.retry_handler.submit_policy,
+                    )
+                except APIStatusError as error:
+                    if error.status_code != 429:
+                        raise
+                    gate.back_off(num_bytes, server_delay_seconds(error.response.headers))
+
+    async def _join(self) -> None:
+        """Have the service number this copy of the client."""
+        async with self._joining:
+            if self._clone_id is not None:
+                return
+            joined = await self.holder.api.call(
+                JoinSamplingSessionResponse,
+                "POST",
+                "/join_sampling_session",
+                connection=ConnectionClass.SESSION,
+                message=JoinSamplingSessionRequest(sampling_session_id=self._sampling_session_id),
+            )
+            self._seq_ids = itertools.count(joined.client_counter * CLONE_BLOCK)
+            self._clone_id = joined.client_counter
+
+    def _completion_poller(self) -> CompletionPoller | None:
+        if not self.holder.get_client_config().sample_use_retrieve_futures:
+            return None
+        if self._poller is None:
+            assert self._clone_id is not None, "joined before the first sample"
+            self._poller = CompletionPoller(
+                self.holder.api, self._sampling_session_id, self._clone_id, self.holder.keep_task
+            )
+            weakref.finalize(
+                self, _close_poller, self.holder.get_loop(), self._poller
+            ).atexit = False
+        return self._poller
+
+    # --- about the sampler --------------------------------------------------------------------
+
+    def get_base_model(self) -> str:
+        """The name of the model that the weights belong to."""
+        return self._sampler().result().base_model
+
+    async def get_base_model_async(self) -> str:
+        return (await self._sampler()).base_model
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer. It encodes text as it is: no chat template is applied."""
+        return tokenizers.load(self.get_base_model())
+
+    def get_telemetry(self) -> Telemetry | None:
+        return self.holder.get_telemetry()
+
+    def on_queue_state_change(
+        self, queue_state: QueueState, queue_state_reason: str | None
+    ) -> None:
+        """Called when the service says that samples wait; the default logs it now and then."""
+        self._observer.on_queue_state_change(queue_state, queue_state_reason)
+
+    def _sampler(self) -> AwaitableConcurrentFuture[GetSamplerResponse]:
+        return self.holder.submit(
+            self.holder.api.call,
+            GetSamplerResponse,
+            "GET",
+            f"/samplers/{self._sampling_session_id}",
+            connection=ConnectionClass.TRAIN,
+        )
+
+    # --- in other processes -------------------------------------------------------------------
+
+    def get_sampler_handle(self) -> str:
+        """A string from which any process can make a client for the same weights.
+
+        It holds no credential: the other process uses its own.
+        """
+        state = {
+            "session_id": self.holder.get_session_id(),
+            "sampling_session_id": self._sampling_session_id,
+            "holder": self.holder.shadow_config.without_credentials().as_dict(),
+            "record_stability_info": self._record_stability_info,
+        }
+        return base64.urlsafe_b64encode(orjson.dumps(state)).decode()
+
+    @staticmethod
+    def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
+        """A client for the weights behind a handle, with this process's credential or `api_key`."""
+        try:
+            state = orjson.loads(base64.urlsafe_b64decode(handle))
+            shared = replace(SharedConnection(**state["holder"]), api_key=api_key)
+            return _rebuild(
+                state["session_id"],
+                state["sampling_session_id"],
+                shared,
+                bool(state.get("record_stability_info", False)),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValidationError(f"not a sampler handle: {error}") from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (
+            self.holder.get_session_id(),
+            self._sampling_session_id,
+            self.holder.shadow_config,
+            self._record_stability_info,
+        )
+
+
+def _rebuild(
+    session_id: str,
+    sampling_session_id: str,
+    shared: SharedConnection,
+    record_stability_info: bool,
+) -> SamplingClient:
+    return SamplingClient(
+        CONNECTIONS.shadow(session_id, shared),
+        sampling_session_id=sampling_session_id,
+        shadow=True,
+        record_stability_info=record_stability_info,
+    )
+
+
+async def _open_sampling_session(
+    holder: Connection, seq_id: int, model_path: str | None, base_model: str | None
+) -> str:
+    created = await holder.api.call(
+        CreateSamplingSessionResponse,
+        "POST",
+        "/create_sampling_session",
+        connection=ConnectionClass.SESSION,
+        message=CreateSamplingSessionRequest(
+            session_id=holder.get_session_id(),
+            sampling_session_seq_id=seq_id,
+            base_model=base_model,
+            model_path=model_path,
+        ),
+    )
+    return created.sampling_session_id
+
+
+def _shared_retries(holder: Connection, name: str, config: RetryConfig) -> SampleRetries:
+    """One per connection, sampling session and config, for as long as a client uses it."""
+    with _RETRIES_LOCK:
+        known = _RETRIES.setdefault(holder, weakref.WeakValueDictionary())
+        retries = known.get((name, config))
+        if retries is None:
+            retries = known[(name, config)] = SampleRetries(config, name)
+        return retries
+
+
+_RETRIES_LOCK = threading.Lock()
+_RETRIES: weakref.WeakKeyDictionary[
+    Connection, weakref.WeakValueDictionary[tuple[str, RetryConfig], SampleRetries]
+] = weakref.WeakKeyDictionary()
+
+
+def _close_poller(loop: asyncio.AbstractEventLoop, poller: CompletionPoller) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop may be gone at interpreter exit
+        loop.call_soon_threadsafe(poller.close)
+
+
+async def _or_cancel(future: Future[T]) -> T:
+    """A sample that nobody waits for is not worth finishing."""
+    try:
+        return await AwaitableConcurrentFuture(future)
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+
+
+def _estimated_bytes(prompt: ModelInput) -> int:
+    return sum(
+        chunk.length * _BYTES_PER_TOKEN if isinstance(chunk, EncodedTextChunk) else chunk.nbytes
+        for chunk in prompt.chunks
+    )
+
+
+def _check_questions(
+    targets: TensorData | None, alternatives: int, last_n: int | None, with_logprobs: bool
+) -> None:
+    """Refuse here what the service would refuse later."""
+    if targets is not None:
+        if targets.dtype != "int64":
+            raise ValidationError(
+                f"must hold token ids (int64), got {targets.dtype}", "target_prompt_logprobs"
+            )
+        if targets.shape is None or len(targets.shape) != 2:
+            raise ValidationError(
+                f"must be [prompt length - 1, K], got shape {targets.shape}",
+                "target_prompt_logprobs",
+            )
+    if alternatives < 0:
+        raise ValidationError(f"must be 0 or more, got {alternatives}", "prompt_alt_tokens_k")
+    if last_n is not None:
+        if last_n < 1:
+            raise ValidationError(f"must be 1 or more, got {last_n}", "prompt_logprobs_last_n")
+        if not with_logprobs:
+            raise ValidationError("needs include_prompt_logprobs", "prompt_logprobs_last_n")
+
+
+def _check_answers(request: SampleRequest, response: SampleResponse) -> None:
+    """A service that predates a question ignores it, which must not pass for an answer."""
+    if request.prompt_alt_tokens_k > 0 and response.prompt_alt_tokens is None:
+        raise TinkerError(
+            f"prompt_alt_tokens_k={request.prompt_alt_tokens_k} was asked for, but the service "
+            "returned none; it may predate the feature"
+        )
+    last_n, logprobs = request.prompt_logprobs_last_n, response.prompt_logprobs_np
+    if last_n is not None and logprobs is not None:
+        before = logprobs[: max(len(logprobs) - last_n, 0)]
+        if not np.isnan(before).all():
+            raise TinkerError(
+                f"prompt_logprobs_last_n={last_n} was asked for, but the service scored the whole "
+                "prompt; it may predate the feature"
+            )

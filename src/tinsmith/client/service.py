@@ -1,0 +1,602 @@
+"""ServiceClient: the way in. It makes training, sampling and REST clients of one credential."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from tinsmith.client import custom_loss
+from tinsmith.client.api import sdk_headers
+from tinsmith.client.connection import ClosedError, Connection, NewSession
+from tinsmith.client.custom_loss import LossHandle, PerDatumLossFn
+from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture, resolved
+from tinsmith.client.loop import submit
+from tinsmith.client.queue_state import QueueStateLogger
+from tinsmith.client.rest import RestClient
+from tinsmith.client.results import json_kind, retrieve
+from tinsmith.client.retries import RetryConfig
+from tinsmith.client.sampling import SamplingClient
+from tinsmith.client.stats import ClassStats
+from tinsmith.client.telemetry import Telemetry
+from tinsmith.client.training import TrainingClient, load_weights
+from tinsmith.client.warn import warns
+from tinsmith.errors import TinkerError
+from tinsmith.transport.base import ConnectionClass
+from tinsmith.transport.config import ClientConfig
+from tinsmith.transport.retry import NO_RETRY, RetryPolicy
+from tinsmith.types import (
+    AdamOptimizerConfig,
+    CreateCustomLossRequest,
+    CreateCustomLossResponse,
+    CreateModelRequest,
+    CreateModelResponse,
+    CustomLossInputRank,
+    FinishSessionRequest,
+    GetServerCapabilitiesResponse,
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    LoraConfig,
+    OptimizerConfig,
+    UntypedAPIFuture,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+)
+from tinsmith.types.console import CONSOLE, session_console_url
+
+logger = logging.getLogger(__name__)
+
+FinishStatus = Literal["success", "errored", "interrupted"]
+
+_NO_REST_CLIENT = (
+    "ServiceClient.create_rest_client() is deprecated: make a tinsmith.RestClient(), which takes "
+    "the same base_url and api_key"
+)
+
+
+class ServiceClient:
+    """A service, seen with one credential.
+
+        with tinsmith.ServiceClient() as service:
+            training = service.create_lora_training_client("Qwen/Qwen3-8B")
+
+    Making one contacts nobody. The first client it makes opens a session, which `close` (or the
+    end of the `with` block) finishes. `config` replaces all that is otherwise read from the
+    arguments and the environment.
+    """
+
+    def __init__(
+        self,
+        user_metadata: dict[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        config = kwargs.pop("config", None)
+        if kwargs:
+            warnings.warn(
+                f"ServiceClient ignores unknown arguments: {', '.join(sorted(kwargs))}",
+                FutureWarning,
+                stacklevel=2,
+            )
+        self.config: ClientConfig = config or ClientConfig.from_env(
+            base_url=base_url,
+            api_key=api_key,
+            project_id=project_id,
+            headers=default_headers_overrides,
+        )
+        self._plan = NewSession(user_metadata=user_metadata, display_name=display_name)
+        self._lock = threading.Lock()
+        self._session: Connection | None = None
+        self._rest: Connection | None = None
+        self._is_closed = False
+
+    # --- lifecycle ----------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        status: FinishStatus = "success"
+        if exc_type is not None:
+            status = "errored" if issubclass(exc_type, Exception) else "interrupted"
+        self.close(status).result()
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        status: FinishStatus = "success"
+        if exc_type is not None:
+            status = "errored" if issubclass(exc_type, Exception) else "interrupted"
+        await self.close(status)
+
+    def close(
+        self, status: FinishStatus, detail: str | None = None
+    ) -> AwaitableConcurrentFuture[None]:
+        """Finish the session and let go of everything; a second time does nothing.
+
+        The clients made by this one cannot be used afterwards.
+        """
+        with self._lock:
+            if self._is_closed:
+                return resolved(None)
+            self._is_closed = True
+            session, rest = self._session, self._rest
+        if session is None and rest is None:
+            return resolved(None)
+
+        async def close() -> None:
+            try:
+                if session is not None and session.is_open:
+                    await _finish(session, status, detail)
+            finally:
+                for connection in (session, rest):
+                    if connection is not None:
+                        await connection.aclose()
+
+        return AwaitableConcurrentFuture(submit(close()))
+
+    @property
+    def holder(self) -> Connection:
+        """The session's connection, opened if it is not; under its official name."""
+        return self._session_connection().open()
+
+    def stats(self) -> Mapping[str, ClassStats]:
+        """How many requests were made and how long they took, per connection class.
+
+        Counted here, sent nowhere.
+        """
+        return self._session_connection().api.stats.snapshot()
+
+    def get_telemetry(self) -> Telemetry | None:
+        connection = self._session or self._rest
+        return None if connection is None else connection.get_telemetry()
+
+    def get_console_url(self) -> str:
+        """This session in the hosted service's web console."""
+        if self._session is None or not self._session.is_open:
+            return f"{CONSOLE}/sessions"
+        return session_console_url(self._session.get_session_id())
+
+    # --- what the service offers --------------------------------------------------------------
+
+    def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
+        """The models that can be trained and sampled."""
+        return self._capabilities().result()
+
+    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
+        return await self._capabilities()
+
+    def _capabilities(
+        self, retry: RetryPolicy | None = None
+    ) -> AwaitableConcurrentFuture[GetServerCapabilitiesResponse]:
+        connection = self._rest_connection()
+        return connection.submit(
+            connection.api.call,
+            GetServerCapabilitiesResponse,
+            "GET",
+            "/get_server_capabilities",
+            connection=ConnectionClass.TRAIN,
+            retry=retry,
+        )
+
+    def check_accessible(self) -> None:
+        """One request, not repeated: raises what is wrong with the credential or the service."""
+        self._capabilities(retry=NO_RETRY).result()
+
+    # --- training clients ---------------------------------------------------------------------
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        """A new adapter of `rank` on a base model, to be trained with AdamW or `optimizer`.
+
+        `seed` fixes its initial weights; the flags choose which matrices it changes.
+        """
+        return self._create_model(
+            base_model,
+            rank,
+            seed,
+            train_mlp,
+            train_attn,
+            train_unembed,
+            user_metadata,
+            optimizer,
+        ).result()
+
+    async def create_lora_training_client_async(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        return await self._create_model(
+            base_model,
+            rank,
+            seed,
+            train_mlp,
+            train_attn,
+            train_unembed,
+            user_metadata,
+            optimizer,
+        )
+
+    def create_training_client_from_state(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        """A new run from the weights of a checkpoint, with a fresh optimizer.
+
+        `weights_access_token` opens a checkpoint of another account.
+        """
+        return self._resume(
+            path, base_model, user_metadata, weights_access_token, optimizer, False
+        ).result()
+
+    async def create_training_client_from_state_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        return await self._resume(
+            path, base_model, user_metadata, weights_access_token, optimizer, False
+        )
+
+    def create_training_client_from_state_with_optimizer(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
+        """A new run that goes on exactly where the checkpoint was saved."""
+        return self._resume(
+            path, base_model, user_metadata, weights_access_token, None, True
+        ).result()
+
+    async def create_training_client_from_state_with_optimizer_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
+        return await self._resume(path, base_model, user_metadata, weights_access_token, None, True)
+
+    def _create_model(
+        self,
+        base_model: str,
+        rank: int,
+        seed: int | None,
+        train_mlp: bool,
+        train_attn: bool,
+        train_unembed: bool,
+        user_metadata: dict[str, str] | None,
+        optimizer: OptimizerConfig | None,
+    ) -> AwaitableConcurrentFuture[TrainingClient]:
+        if not (train_mlp or train_attn or train_unembed):
+            raise ValueError("at least one of train_mlp, train_attn and train_unembed must be true")
+        lora = LoraConfig(
+            rank=rank,
+            seed=seed,
+            train_mlp=train_mlp,
+            train_attn=train_attn,
+            train_unembed=train_unembed,
+        )
+        connection = self._session_connection()
+        return connection.submit(
+            _create_model,
+            connection,
+            connection.next_model_seq_id(),
+            base_model,
+            lora,
+            user_metadata,
+            optimizer,
+        )
+
+    def _resume(
+        self,
+        path: str,
+        base_model: str | None,
+        user_metadata: dict[str, str] | None,
+        token: str | None,
+        optimizer: OptimizerConfig | None,
+        with_optimizer: bool,
+    ) -> AwaitableConcurrentFuture[TrainingClient]:
+        connection = self._session_connection()
+
+        async def resume() -> TrainingClient:
+            if connection.get_client_config().create_model_via_load_weights:
+                model_seq_id = connection.next_model_seq_id()
+                request = LoadWeightsRequest(
+                    session_id=connection.get_session_id(),
+                    model_seq_id=model_seq_id,
+                    base_model=base_model,
+                    user_metadata=user_metadata,
+                    path=path,
+                    optimizer=with_optimizer,
+                    optimizer_config=optimizer,
+                    weights_access_token=token,
+                )
+                return await _create_by_loading(connection, model_seq_id, request)
+            info = await self._weights_info(connection, path, token)
+            if not info.is_lora or info.lora_rank is None:
+                raise TinkerError(f"{path} is not a LoRA checkpoint; only those can be trained")
+            lora = LoraConfig(
+                rank=info.lora_rank,
+                train_unembed=info.train_unembed is not False,
+                train_mlp=info.train_mlp is not False,
+                train_attn=info.train_attn is not False,
+            )
+            chosen = info.optimizer_config if with_optimizer else optimizer
+            training = await _create_model(
+                connection,
+                connection.next_model_seq_id(),
+                base_model or info.base_model,
+                lora,
+                user_metadata,
+                chosen,
+            )
+            await load_weights(training, path, with_optimizer, token)
+            return training
+
+        return connection.submit(resume)
+
+    async def _weights_info(
+        self, connection: Connection, path: str, token: str | None
+    ) -> WeightsInfoResponse:
+        """Asked with the other account's token, if there is one."""
+        asker = connection
+        if token is not None:
+            asker = Connection(self.config.with_credential(token))
+            await asker.ready()
+        try:
+            return await asker.api.call(
+                WeightsInfoResponse,
+                "POST",
+                "/weights_info",
+                connection=ConnectionClass.TRAIN,
+                message=WeightsInfoRequest(tinker_path=path),
+                headers=sdk_headers("get_weights_info_by_tinker_path"),
+            )
+        finally:
+            if asker is not connection:
+                await asker.aclose()
+
+    # --- sampling clients, losses, copies -----------------------------------------------------
+
+    def create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """A client that samples from saved weights or from a base model."""
+        return self._sampling(model_path, base_model, retry_config, record_stability_info).result()
+
+    async def create_sampling_client_async(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        return await self._sampling(model_path, base_model, retry_config, record_stability_info)
+
+    def _sampling(
+        self,
+        model_path: str | None,
+        base_model: str | None,
+        retry_config: RetryConfig | None,
+        record_stability_info: bool,
+    ) -> APIFuture[SamplingClient]:
+        if model_path is None and base_model is None:
+            raise ValueError("give model_path or base_model")
+        return SamplingClient.create(
+            self._session_connection(),
+            model_path=model_path,
+            base_model=base_model,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
+
+    def create_custom_loss(
+        self, fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]
+    ) -> APIFuture[LossHandle]:
+        """Trace a per-datum loss for `TrainingClient.forward_backward_custom`.
+
+        `fn(logprobs, *inputs)` returns a scalar loss and a dict of scalar metrics called
+        `custom/<name>:sum` or `:mean`. `input_ranks` gives the rank of each parameter. Where the
+        service can run it, it is uploaded; otherwise it runs here, under the same rules.
+        """
+        connection = self.holder
+        handle = custom_loss.trace(fn, input_ranks, connection.get_session_id())
+        known = connection.custom_losses.setdefault(handle.key, handle)
+        if known is not handle:
+            raise ValueError(
+                f"this session already has the same loss, called {known.name!r}; use its handle"
+            )
+        if not connection.get_client_config().custom_loss_server_side:
+            return resolved(handle)
+        request = CreateCustomLossRequest(
+            session_id=connection.get_session_id(),
+            custom_loss_seq_id=connection.next_custom_loss_seq_id(),
+            name=handle.name,
+            inputs=list(handle.inputs),
+            graph=custom_loss.encode(handle),
+        )
+
+        async def upload() -> LossHandle:
+            started = time.time()
+            promise = await connection.api.call(
+                UntypedAPIFuture,
+                "POST",
+                "/create_custom_loss",
+                connection=ConnectionClass.TRAIN,
+                message=request,
+            )
+            created = await retrieve(
+                connection,
+                promise,
+                json_kind("CreateCustomLoss", CreateCustomLossResponse),
+                roundtrip_seconds=time.time() - started,
+            )
+            return dataclasses.replace(handle, loss_id=created.loss_id)
+
+        return connection.submit(upload)
+
+    def copy_weights(
+        self,
+        path: str,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> AwaitableConcurrentFuture[str]:
+        """Copy a checkpoint into this client's project; the result is the copy's tinker path."""
+        return RestClient(self._rest_connection()).copy_weights(
+            path,
+            self.config.project_id,
+            ttl_seconds=ttl_seconds,
+            weights_access_token=weights_access_token,
+        )
+
+    @warns(_NO_REST_CLIENT, FutureWarning)
+    def create_rest_client(self) -> RestClient:
+        return RestClient(self._rest_connection())
+
+    # --- connections --------------------------------------------------------------------------
+
+    def _session_connection(self) -> Connection:
+        with self._lock:
+            self._check_open()
+            if self._session is None:
+                self._session = Connection(self.config, session=self._plan)
+            return self._session
+
+    def _rest_connection(self) -> Connection:
+        """Without a session, unless there is one already."""
+        with self._lock:
+            self._check_open()
+            if self._session is not None:
+                return self._session
+            if self._rest is None:
+                self._rest = Connection(self.config)
+            return self._rest
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("ServiceClient is closed; create a new one")
+
+
+async def _create_model(
+    connection: Connection,
+    model_seq_id: int,
+    base_model: str,
+    lora: LoraConfig,
+    user_metadata: dict[str, str] | None,
+    optimizer: OptimizerConfig | None,
+) -> TrainingClient:
+    started = time.time()
+    promise = await connection.api.call(
+        UntypedAPIFuture,
+        "POST",
+        "/create_model",
+        connection=ConnectionClass.TRAIN,
+        message=CreateModelRequest(
+            session_id=connection.get_session_id(),
+            model_seq_id=model_seq_id,
+            base_model=base_model,
+            user_metadata=user_metadata,
+            lora_config=lora,
+            optimizer_config=optimizer or AdamOptimizerConfig(),
+        ),
+    )
+    created = await retrieve(
+        connection,
+        promise,
+        json_kind("CreateModel", CreateModelResponse),
+        roundtrip_seconds=time.time() - started,
+        observer=_creation_observer(base_model),
+    )
+    logger.info("Model %s is ready to be trained.", created.model_id)
+    return TrainingClient(connection, model_seq_id=model_seq_id, model_id=created.model_id)
+
+
+async def _create_by_loading(
+    connection: Connection, model_seq_id: int, request: LoadWeightsRequest
+) -> TrainingClient:
+    """Create and load in one request; the id is the one that the service derives, too."""
+    started = time.time()
+    model_id = f"{connection.get_session_id()}:train:{model_seq_id}"
+    promise = await connection.api.call(
+        UntypedAPIFuture,
+        "POST",
+        "/load_weights",
+        connection=ConnectionClass.TRAIN,
+        message=request,
+    )
+    await retrieve(
+        connection,
+        promise,
+        json_kind("LoadWeights", LoadWeightsResponse),
+        roundtrip_seconds=time.time() - started,
+        observer=_creation_observer(model_id),
+    )
+    return TrainingClient(connection, model_seq_id=model_seq_id, model_id=model_id)
+
+
+def _creation_observer(what: str) -> QueueStateLogger:
+    return QueueStateLogger(
+        f"Creation of a model for {what}", "limit of concurrent training clients reached"
+    )
+
+
+async def _finish(connection: Connection, status: FinishStatus, detail: str | None) -> None:
+    await connection.api.send(
+        "POST",
+        f"/sessions/{connection.get_session_id()}/finish",
+        connection=ConnectionClass.TRAIN,
+        message=FinishSessionRequest(reason={"type": status}, detail=detail),  # type: ignore[arg-type]  # read as one of the reasons
+    )

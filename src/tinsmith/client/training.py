@@ -1,0 +1,683 @@
+"""TrainingClient: the operations on one model, in the order in which they are called."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from tinsmith.client import chunking, custom_loss, tokenizers
+from tinsmith.client.api import PROTOBUF
+from tinsmith.client.combining import combine
+from tinsmith.client.connection import Connection
+from tinsmith.client.custom_loss import CustomLossFn, LossHandle
+from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture, explain_blocking
+from tinsmith.client.queue_state import QueueStateLogger
+from tinsmith.client.results import ResultKind, json_kind, pass_kind, retrieve
+from tinsmith.client.retries import RetryConfig
+from tinsmith.client.sampling import SamplingClient
+from tinsmith.client.telemetry import Telemetry
+from tinsmith.client.turns import Turns
+from tinsmith.client.warn import warns
+from tinsmith.errors import APIStatusError, TinkerError
+from tinsmith.transport.base import ConnectionClass
+from tinsmith.types import (
+    AdamParams,
+    Datum,
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    ForwardRequest,
+    GetInfoRequest,
+    GetInfoResponse,
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    LossFnType,
+    ModelID,
+    OptimParams,
+    OptimParamsBase,
+    OptimStepRequest,
+    OptimStepResponse,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponse,
+    SaveWeightsExternalResponseInternal,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsForSamplerResponseInternal,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+    UntypedAPIFuture,
+)
+from tinsmith.types.console import training_run_console_url
+from tinsmith.types.model import Model
+from tinsmith.wire import proto, zstd
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Model)
+
+_LOAD_STATE = (
+    "TrainingClient.load_state*() is deprecated: create a new training client from the checkpoint "
+    "with ServiceClient.create_training_client_from_state[_with_optimizer]()"
+)
+_UNUSED_NAME = (
+    "the 'name' of save_weights_and_get_sampling_client has no effect and will be removed: the "
+    "weights are kept for this session only. For a checkpoint that stays, use "
+    "save_weights_for_sampler(name) and create_sampling_client(model_path)"
+)
+
+
+class PassFuture(AwaitableConcurrentFuture[ForwardBackwardOutput]):
+    """The result of `forward` or `forward_backward`, also part by part.
+
+    A large call is sent as several requests. `chunks` has a future for the output of each, in the
+    order of the data; `as_completed(future.chunks)` gives them as they arrive.
+    """
+
+    def __init__(
+        self,
+        future: Future[ForwardBackwardOutput],
+        chunks: tuple[AwaitableConcurrentFuture[ForwardBackwardOutput], ...],
+    ) -> None:
+        super().__init__(future)
+        self.chunks = chunks
+
+
+class TrainingClient:
+    """One model that is being trained.
+
+    Every method that changes or reads the model takes its place in line when it is called and
+    returns a future at once, so a step can be queued behind a pass without waiting for it:
+
+        passed = training.forward_backward(batch, "cross_entropy")
+        stepped = training.optim_step(tinsmith.AdamParams(learning_rate=1e-4))
+        print(passed.result().metrics, stepped.result().metrics)
+
+    You get one from `ServiceClient.create_lora_training_client()`.
+    """
+
+    def __init__(self, holder: Connection, model_seq_id: int, model_id: ModelID) -> None:
+        self.holder = holder
+        self.model_id = model_id
+        self._model_seq_id = model_seq_id
+        self._turns = Turns()
+        self._observer = QueueStateLogger(
+            f"Training for {model_id}", "limit of concurrent training clients reached"
+        )
+
+    # --- passes -------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        data: list[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Compute the loss and its per-token outputs, and leave no trace in the model."""
+        return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
+
+    async def forward_async(
+        self,
+        data: list[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        return self.forward(data, loss_fn, loss_fn_config)
+
+    def forward_backward(
+        self,
+        data: list[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Compute the loss and add its gradient to what the next `optim_step` will apply."""
+        return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
+
+    async def forward_backward_async(
+        self,
+        data: list[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        return self.forward_backward(data, loss_fn, loss_fn_config)
+
+    def forward_backward_custom(
+        self,
+        data: list[Datum],
+        loss_fn: CustomLossFn | LossHandle,
+        *,
+        loss_type_input: Literal["logprobs"] | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """`forward_backward` with a loss of your own: `loss_fn(data, logprobs) -> (loss, metrics)`.
+
+        Blocks while the log-probabilities are computed and your function runs, which happens in
+        the calling thread. `logprobs` has a tensor per datum, shaped like its `target_tokens`, and
+        the loss must depend on each of them. A `LossHandle` that the service runs does not block.
+        """
+        _check_loss_type_input(loss_type_input)
+        if (done := self._server_side(data, loss_fn)) is not None:
+            return done
+        explain_blocking("forward_backward_custom()", "use forward_backward_custom_async()")
+        first = self.forward(custom_loss.forward_data(data), "cross_entropy")
+        return self._second_pass(data, first.result(), loss_fn)
+
+    async def forward_backward_custom_async(
+        self,
+        data: list[Datum],
+        loss_fn: CustomLossFn | LossHandle,
+        *,
+        loss_type_input: Literal["logprobs"] | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        _check_loss_type_input(loss_type_input)
+        if (done := self._server_side(data, loss_fn)) is not None:
+            return done
+        first = await self.forward_async(custom_loss.forward_data(data), "cross_entropy")
+        return self._second_pass(data, await first, loss_fn)
+
+    def _server_side(
+        self, data: list[Datum], loss_fn: CustomLossFn | LossHandle
+    ) -> APIFuture[ForwardBackwardOutput] | None:
+        """The whole call, if the service can run this loss by itself."""
+        custom_loss.import_torch("use a custom loss")
+        if not isinstance(loss_fn, LossHandle):
+            return None
+        if loss_fn.session_id != self.holder.get_session_id():
+            raise ValueError(
+                f"loss {loss_fn.name!r} was created in session {loss_fn.session_id} and can only "
+                "be used by clients of that session"
+            )
+        custom_loss.check_inputs(loss_fn, data)
+        if loss_fn.loss_id is None:
+            return None
+        return self.forward_backward(data, "custom", {"loss_id": loss_fn.loss_id})
+
+    def _second_pass(
+        self,
+        data: list[Datum],
+        output: ForwardBackwardOutput,
+        loss_fn: CustomLossFn | LossHandle,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        second, loss, metrics = custom_loss.gradients(data, output, loss_fn)
+        passed = self.forward_backward(second, "cross_entropy")
+        return AwaitableConcurrentFuture(passed.future()).map(
+            lambda result: custom_loss.with_custom_metrics(result, loss, metrics)
+        )
+
+    def _pass(
+        self,
+        data: list[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None,
+        *,
+        forward_only: bool,
+    ) -> PassFuture:
+        flags = self.holder.get_client_config()
+        runs = list(
+            chunking.split(
+                data,
+                max_items=flags.fwdbwd_max_chunk_len,
+                max_bytes=flags.fwdbwd_max_chunk_bytes_count,
+            )
+        )
+        if not runs:
+            raise ValueError("a pass needs at least one datum, got none")
+        # Checked before an id is taken: a mistake here must not leave a gap.
+        inputs = [ForwardBackwardInput(run, loss_fn, loss_fn_config) for run in runs]
+        ids = self._turns.reserve(len(runs))
+        parts = tuple(AwaitableConcurrentFuture[ForwardBackwardOutput](Future()) for _ in runs)
+        future = self.holder.submit(
+            self._run_pass, list(zip(ids, inputs, parts, strict=True)), forward_only
+        ).future()
+        self._release_when_done(future, ids)
+        future.add_done_callback(lambda done: _settle_parts(done, parts))
+        return PassFuture(future, parts)
+
+    async def _run_pass(
+        self,
+        runs: list[
+            tuple[int, ForwardBackwardInput, AwaitableConcurrentFuture[ForwardBackwardOutput]]
+        ],
+        forward_only: bool,
+    ) -> ForwardBackwardOutput:
+        started = time.time()
+        is_parallel = self.holder.get_client_config().parallel_fwdbwd_chunks
+        first_id = runs[0][0] if is_parallel else None
+        kind = pass_kind(forward_only=forward_only)
+
+        async def post(seq_id: int, inputs: ForwardBackwardInput) -> UntypedAPIFuture:
+            async with self._turns.take(seq_id, after=first_id):
+                return await self._post_run(seq_id, inputs, forward_only)
+
+        async def fetch(
+            promise: UntypedAPIFuture, part: AwaitableConcurrentFuture[ForwardBackwardOutput]
+        ) -> ForwardBackwardOutput:
+            output = await retrieve(
+                self.holder,
+                promise,
+                kind,
+                roundtrip_seconds=time.time() - started,
+                observer=self._observer,
+            )
+            _settle(part.future(), output)
+            return output
+
+        if is_parallel and len(runs) > 1:
+            # The service begins with the first id: by the time that arrives, the rest is there
+            # and all can be run together.
+            rest = await asyncio.gather(
+                *(post(seq_id, inputs) for seq_id, inputs, _ in runs[1:]), return_exceptions=True
+            )
+            refusal = next((each for each in rest if isinstance(each, BaseException)), None)
+            if refusal is not None and not isinstance(refusal, APIStatusError):
+                raise refusal
+            # Also after a refusal: an id that never comes would hold up all that follow.
+            promises = [await post(runs[0][0], runs[0][1]), *rest]
+            if refusal is not None:
+                raise refusal
+        else:
+            promises = list(
+                await asyncio.gather(*(post(seq_id, inputs) for seq_id, inputs, _ in runs))
+            )
+        outputs = await asyncio.gather(
+            *(
+                fetch(promise, part)
+                for promise, (_, _, part) in zip(promises, runs, strict=True)
+                if isinstance(promise, UntypedAPIFuture)
+            )
+        )
+        return combine(outputs)
+
+    async def _post_run(
+        self, seq_id: int, inputs: ForwardBackwardInput, forward_only: bool
+    ) -> UntypedAPIFuture:
+        cls = ForwardRequest if forward_only else ForwardBackwardRequest
+        num_bytes = sum(datum.nbytes for datum in inputs.data)
+        async with self.holder.pass_budget.hold(num_bytes):
+            body = proto.encode_pass(cls(inputs, self.model_id, seq_id))
+            headers = {}
+            if self.holder.get_client_config().proto_compress_fwdbwd:
+                body = await asyncio.to_thread(zstd.compress, body)
+                headers["Content-Encoding"] = "zstd"
+            return await self.holder.api.call(
+                UntypedAPIFuture,
+                "POST",
+                "/forward_backward",
+                connection=ConnectionClass.TRAIN,
+                content=body,
+                content_type=PROTOBUF,
+                headers=headers,
+            )
+
+    # --- steps, saving and loading ------------------------------------------------------------
+
+    def optim_step(
+        self,
+        optim_params: OptimParams | None = None,
+        *,
+        adam_params: AdamParams | None = None,
+    ) -> APIFuture[OptimStepResponse]:
+        """Apply the gathered gradients with the optimizer the model was created with.
+
+        `adam_params` is the old name of `optim_params`; give one of them.
+        """
+        if optim_params is not None and adam_params is not None:
+            raise ValueError("give optim_params or adam_params, not both")
+        params = adam_params if optim_params is None else optim_params
+        if not isinstance(params, (AdamParams, OptimParamsBase)):
+            raise TypeError(
+                f"optim_step needs AdamParams, DimuonParams or such, got {type(params).__name__}"
+            )
+        return self._operate(
+            "/optim_step",
+            lambda seq_id: OptimStepRequest(
+                optim_params=params, model_id=self.model_id, seq_id=seq_id
+            ),
+            json_kind("OptimStep", OptimStepResponse),
+        )
+
+    async def optim_step_async(
+        self,
+        optim_params: OptimParams | None = None,
+        *,
+        adam_params: AdamParams | None = None,
+    ) -> APIFuture[OptimStepResponse]:
+        return self.optim_step(optim_params, adam_params=adam_params)
+
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsResponse]:
+        """Save the full training state under `name`; the result has its tinker path.
+
+        `overwrite` replaces a checkpoint of that name together with its metadata.
+        """
+        return self._operate(
+            "/save_weights",
+            lambda seq_id: SaveWeightsRequest(
+                model_id=self.model_id,
+                path=name,
+                seq_id=seq_id,
+                ttl_seconds=ttl_seconds,
+                overwrite=overwrite,
+                user_metadata=user_metadata,
+            ),
+            json_kind("SaveWeights", SaveWeightsResponse),
+        )
+
+    async def save_state_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsResponse]:
+        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+
+    @warns(_LOAD_STATE, FutureWarning)
+    def load_state(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        """Load weights, and start with a fresh optimizer."""
+        return load_weights(self, path, False, weights_access_token)
+
+    @warns(_LOAD_STATE, FutureWarning)
+    async def load_state_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        return load_weights(self, path, False, weights_access_token)
+
+    @warns(_LOAD_STATE, FutureWarning)
+    def load_state_with_optimizer(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        """Load weights and optimizer state."""
+        return load_weights(self, path, True, weights_access_token)
+
+    @warns(_LOAD_STATE, FutureWarning)
+    async def load_state_with_optimizer_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        return load_weights(self, path, True, weights_access_token)
+
+    def save_weights_for_sampler(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
+        """Freeze the weights under `name` for sampling; the result has their tinker path."""
+
+        def public(saved: SaveWeightsForSamplerResponseInternal) -> SaveWeightsForSamplerResponse:
+            return SaveWeightsForSamplerResponse(path=_needed(saved.path, "path"))
+
+        return self._operate(
+            "/save_weights_for_sampler",
+            lambda seq_id: SaveWeightsForSamplerRequest(
+                model_id=self.model_id,
+                path=name,
+                seq_id=seq_id,
+                ttl_seconds=ttl_seconds,
+                user_metadata=user_metadata,
+            ),
+            json_kind("SaveWeightsForSampler", SaveWeightsForSamplerResponseInternal),
+        ).map(public)
+
+    async def save_weights_for_sampler_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
+        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+
+    def save_weights_external(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+    ) -> APIFuture[SaveWeightsExternalResponse]:
+        """Export the weights as plain files; with recipients, each file encrypted to them."""
+
+        def public(saved: SaveWeightsExternalResponseInternal) -> SaveWeightsExternalResponse:
+            return SaveWeightsExternalResponse(path=_needed(saved.path, "path"))
+
+        return self._operate(
+            "/save_weights_external",
+            lambda seq_id: SaveWeightsExternalRequest(
+                model_id=self.model_id,
+                path=name,
+                seq_id=seq_id,
+                ttl_seconds=ttl_seconds,
+                age_encryption_recipients=age_encryption_recipients,
+            ),
+            json_kind("SaveWeightsExternal", SaveWeightsExternalResponseInternal),
+        ).map(public)
+
+    async def save_weights_external_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+    ) -> APIFuture[SaveWeightsExternalResponse]:
+        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
+
+    # --- sampling from the model --------------------------------------------------------------
+
+    def save_weights_and_get_sampling_client(
+        self,
+        name: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """A client that samples from the weights as they are now, whatever is trained later."""
+        if name is not None:
+            warnings.warn(_UNUSED_NAME, DeprecationWarning, stacklevel=2)
+        return self._frozen_sampler(retry_config, record_stability_info).result()
+
+    async def save_weights_and_get_sampling_client_async(
+        self,
+        name: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        if name is not None:
+            warnings.warn(_UNUSED_NAME, DeprecationWarning, stacklevel=2)
+        return await self._frozen_sampler(retry_config, record_stability_info)
+
+    def _frozen_sampler(
+        self, retry_config: RetryConfig | None, record_stability_info: bool
+    ) -> APIFuture[SamplingClient]:
+        sampling_session_seq_id = self.holder.next_sampling_session_seq_id()
+
+        def client(saved: SaveWeightsForSamplerResponseInternal) -> SamplingClient:
+            return SamplingClient(
+                self.holder,
+                sampling_session_id=_needed(saved.sampling_session_id, "sampling_session_id"),
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            )
+
+        return self._operate(
+            "/save_weights_for_sampler",
+            lambda seq_id: SaveWeightsForSamplerRequest(
+                model_id=self.model_id,
+                seq_id=seq_id,
+                sampling_session_seq_id=sampling_session_seq_id,
+            ),
+            json_kind("SaveWeightsForSampler", SaveWeightsForSamplerResponseInternal),
+        ).map(client)
+
+    def create_sampling_client(
+        self,
+        model_path: str,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """A client that samples from saved weights."""
+        return SamplingClient.create(
+            self.holder,
+            model_path=model_path,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        ).result()
+
+    async def create_sampling_client_async(
+        self,
+        model_path: str,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        return await SamplingClient.create(
+            self.holder,
+            model_path=model_path,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
+
+    # --- about the model ----------------------------------------------------------------------
+
+    def get_info(self) -> GetInfoResponse:
+        """What the service knows about the model: base model, rank, optimizer, tokenizer."""
+        return self._info().result()
+
+    async def get_info_async(self) -> GetInfoResponse:
+        return await self._info()
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer. It encodes text as it is: no chat template is applied."""
+        data = self.get_info().model_data
+        return tokenizers.load(_needed(data.model_name, "model_data.model_name"), data.tokenizer_id)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` as it is, with the special tokens that the tokenizer adds."""
+        ids: list[int] = self.get_tokenizer().encode(text)
+        return ids
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of token ids."""
+        text: str = self.get_tokenizer().decode(tokens)
+        return text
+
+    def get_console_url(self) -> str:
+        """This run in the hosted service's web console."""
+        return training_run_console_url(self.model_id)
+
+    def get_telemetry(self) -> Telemetry | None:
+        return self.holder.get_telemetry()
+
+    def _info(self) -> AwaitableConcurrentFuture[GetInfoResponse]:
+        return self.holder.submit(
+            self.holder.api.call,
+            GetInfoResponse,
+            "POST",
+            "/get_info",
+            connection=ConnectionClass.TRAIN,
+            message=GetInfoRequest(model_id=self.model_id),
+        )
+
+    # --- one operation ------------------------------------------------------------------------
+
+    def _operate(
+        self, path: str, message: Callable[[int], Model], kind: ResultKind[T]
+    ) -> AwaitableConcurrentFuture[T]:
+        """Take the next id, send in turn, fetch the result."""
+        message(1)  # a mistake in the arguments is raised here, before an id is taken
+        ids = self._turns.reserve()
+        future = self.holder.submit(self._run_operation, ids[0], path, message(ids[0]), kind)
+        self._release_when_done(future.future(), ids)
+        return future
+
+    async def _run_operation(
+        self, seq_id: int, path: str, message: Model, kind: ResultKind[T]
+    ) -> T:
+        started = time.time()
+        async with self._turns.take(seq_id):
+            promise = await self.holder.api.call(
+                UntypedAPIFuture, "POST", path, connection=ConnectionClass.TRAIN, message=message
+            )
+        return await retrieve(
+            self.holder,
+            promise,
+            kind,
+            roundtrip_seconds=time.time() - started,
+            observer=self._observer,
+        )
+
+    def _release_when_done(self, future: Future[Any], ids: range) -> None:
+        """An operation that was cancelled before it began must not hold up the next."""
+        turns, loop = self._turns, self.holder.get_loop()
+
+        def release(_: Future[Any]) -> None:
+            for seq_id in ids:
+                if not turns.is_finished(seq_id):
+                    loop.call_soon_threadsafe(turns.finish, seq_id)
+
+        future.add_done_callback(release)
+
+
+def load_weights(
+    training: TrainingClient, path: str, with_optimizer: bool, weights_access_token: str | None
+) -> APIFuture[LoadWeightsResponse]:
+    """Load a checkpoint into a model that exists. For users there is
+    `ServiceClient.create_training_client_from_state`, which makes the model, too."""
+    return training._operate(
+        "/load_weights",
+        lambda seq_id: LoadWeightsRequest(
+            model_id=training.model_id,
+            path=path,
+            seq_id=seq_id,
+            optimizer=with_optimizer,
+            weights_access_token=weights_access_token,
+        ),
+        json_kind("LoadWeights", LoadWeightsResponse),
+    )
+
+
+def _settle(future: Future[T], value: T) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_result(value)
+
+
+def _settle_parts(
+    whole: Future[ForwardBackwardOutput],
+    parts: tuple[AwaitableConcurrentFuture[ForwardBackwardOutput], ...],
+) -> None:
+    """Parts that have no result when the whole has ended share its end."""
+    for part in parts:
+        if part.done():
+            continue
+        if whole.cancelled():
+            part.cancel()
+        elif (error := whole.exception()) is not None and (
+            part.future().set_running_or_notify_cancel()
+        ):
+            part.future().set_exception(error)
+
+
+def _needed(value: T | None, name: str) -> T:
+    if value is None:
+        raise TinkerError(f"the service's answer lacks {name!r}")
+    return value
+
+
+def _check_loss_type_input(loss_type_input: str | None) -> None:
+    if loss_type_input is None:
+        return
+    warnings.warn(
+        "loss_type_input is deprecated: a custom loss always receives logprobs; leave it out",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    if loss_type_input != "logprobs":
+        raise ValueError(f"unknown loss_type_input {loss_type_input!r}; known: logprobs")

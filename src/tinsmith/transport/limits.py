@@ -1,0 +1,143 @@
+"""What holds requests back before they are sent: counts, bytes, back-pressure, billing.
+
+All of it lives on the I/O loop and is shared by every client of one service client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from tinsmith.errors import APIError, APIStatusError
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_SECONDS = 1.0
+LARGE_BACKOFF_SECONDS = 5.0
+LARGE_REQUEST_BYTES = 128 * 1024
+RECENT_SECONDS = 10.0
+"""How long after a back-off dispatch stays throttled."""
+THROTTLED_BYTES_FACTOR = 20
+
+
+class ByteBudget:
+    """So many bytes at once. A request is let in while the balance is not negative, so that one
+    larger than the whole budget still goes, alone."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._balance = max_bytes
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @contextlib.asynccontextmanager
+    async def hold(self, num_bytes: int) -> AsyncIterator[None]:
+        await self._admit()
+        self._balance -= num_bytes
+        try:
+            yield
+        finally:
+            self._balance += num_bytes
+            self._wake()
+
+    async def _admit(self) -> None:
+        while self._balance < 0:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                # The turn may have been given to us just before: pass it on.
+                if turn.done() and not turn.cancelled():
+                    self._wake()
+                raise
+            finally:
+                with contextlib.suppress(ValueError):
+                    self._waiting.remove(turn)
+
+    def _wake(self) -> None:
+        if self._balance >= 0:
+            for turn in self._waiting:
+                if not turn.done():
+                    turn.set_result(None)
+
+
+class SampleGate:
+    """How sampling requests leave: at most so many and so many bytes at once, none while the
+    server asked for a pause, and few for a while after one."""
+
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        max_requests: int = 400,
+        max_requests_after_backoff: int = 10,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bytes = ByteBudget(max_bytes)
+        self._count = asyncio.Semaphore(max_requests)
+        self._few = asyncio.Semaphore(max_requests_after_backoff)
+        self._closed_until: float | None = None
+        self._now = now
+
+    @contextlib.asynccontextmanager
+    async def admit(self, num_bytes: int) -> AsyncIterator[None]:
+        async with self._count:
+            if self.is_throttled:
+                async with self._few, self._bytes.hold(num_bytes * THROTTLED_BYTES_FACTOR):
+                    yield
+            else:
+                async with self._bytes.hold(num_bytes):
+                    yield
+
+    async def wait_until_open(self) -> None:
+        # The pause may grow while we wait for its end.
+        while (left := (self._closed_until or 0.0) - self._now()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(left)
+
+    def back_off(self, num_bytes: int, server_delay_seconds: float | None = None) -> None:
+        """Nobody sends until the pause is over: the server's, or our own guess by size."""
+        pause = server_delay_seconds
+        if pause is None:
+            pause = BACKOFF_SECONDS if num_bytes <= LARGE_REQUEST_BYTES else LARGE_BACKOFF_SECONDS
+        self._closed_until = max(self._closed_until or 0.0, self._now() + pause)
+
+    @property
+    def is_throttled(self) -> bool:
+        return self._closed_until is not None and self._now() - self._closed_until < RECENT_SECONDS
+
+
+class BillingPause:
+    """A 402 pauses the client instead of failing it, for a while: a bill can be paid meanwhile."""
+
+    _FORGET_AFTER_SECONDS = 300.0
+    _LOG_EVERY_SECONDS = 60.0
+
+    def __init__(
+        self, max_seconds: float = 3600.0, *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.max_seconds = max_seconds
+        self._now = now
+        self._first: float | None = None
+        self._last = 0.0
+        self._last_logged: float | None = None
+
+    def left_seconds(self, error: APIError) -> float:
+        """How much longer a 402 may pause us; 0 for any other error."""
+        if not isinstance(error, APIStatusError) or error.status_code != 402:
+            return 0.0
+        now = self._now()
+        if self._first is None or now - self._last > self._FORGET_AFTER_SECONDS:
+            self._first, self._last_logged = now, None
+        self._last = now
+        left = self._first + self.max_seconds - now
+        if left > 0 and (
+            self._last_logged is None or now - self._last_logged > self._LOG_EVERY_SECONDS
+        ):
+            self._last_logged = now
+            logger.warning("Paused because of the account's billing status: %s", error.message)
+        elif left <= 0:
+            logger.error("The billing pause lasted %.0f s; giving up.", now - self._first)
+        return max(left, 0.0)

@@ -1,0 +1,105 @@
+"""Downloads: streamed, continued, checked, and confined to their folder."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_server import Answer, Recorded
+
+from tinsmith.client.download import Progress, confined
+from tinsmith.client.rest import RestClient
+from tinsmith.client.service import ServiceClient
+from tinsmith.errors import APIStatusError, TinkerError, ValidationError
+
+PATH = "tinker://r/external_weights/x"
+URLS = "/api/v1/training_runs/r/checkpoints/external_weights/x/external_weights_urls"
+CONTENT = bytes(range(256)) * 4000
+
+
+@pytest.fixture
+def rest(stub: Any, service: ServiceClient) -> RestClient:
+    files = {"model.safetensors": f"{stub.url}/files/model", "a/config.json": f"{stub.url}/files/c"}
+    stub.on(URLS, Answer(200, {"urls": files, "expires": "2030-01-01T00:00:00Z"}))
+    stub.on("/files/c", Answer(200, {"rank": 8}))
+    stub.on("/files/model", serve)
+    return RestClient(service._rest_connection())
+
+
+def serve(request: Recorded) -> Answer:
+    start = int(request.headers.get("range", "bytes=0-")[6:].rstrip("-"))
+    return Answer(206 if start else 200, CONTENT[start:])
+
+
+def test_files_arrive_where_they_belong(stub: Any, rest: RestClient, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    paths = rest.download_checkpoint(PATH, tmp_path, seen.append).result(10)
+    assert paths == [tmp_path / "model.safetensors", tmp_path / "a" / "config.json"]
+    assert paths[0].read_bytes() == CONTENT
+    assert seen[-1].done == seen[-1].total and {p.file for p in seen} == {
+        "model.safetensors",
+        "a/config.json",
+    }
+    assert all("x-api-key" not in r.headers for r in stub.requests if "/files/" in r.path)
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_a_broken_download_is_continued(stub: Any, rest: RestClient, tmp_path: Path) -> None:
+    half = Answer(200, CONTENT[:500_000], fault="truncate")
+    stub.on("/files/model", half, serve)
+    rest.download_checkpoint(PATH, tmp_path).result(10)
+    assert (tmp_path / "model.safetensors").read_bytes() == CONTENT
+    _, second = stub.seen("/files/model")
+    assert second.headers["range"] == "bytes=500000-"
+
+
+def test_a_part_of_an_earlier_process_is_continued(
+    stub: Any, rest: RestClient, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors.part").write_bytes(CONTENT[:1000])
+    rest.download_checkpoint(PATH, tmp_path).result(10)
+    assert (tmp_path / "model.safetensors").read_bytes() == CONTENT
+    assert stub.seen("/files/model")[0].headers["range"] == "bytes=1000-"
+    rest.download_checkpoint(PATH, tmp_path).result(10)
+    assert stub.count("/files/model") == 1, "what is whole is not fetched again"
+
+
+def test_a_server_that_cannot_continue_starts_again(
+    stub: Any, rest: RestClient, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors.part").write_bytes(b"something else")
+    stub.on("/files/model", Answer(416), Answer(200, CONTENT))
+    rest.download_checkpoint(PATH, tmp_path).result(10)
+    assert (tmp_path / "model.safetensors").read_bytes() == CONTENT
+
+
+def test_a_damaged_file_is_not_kept(stub: Any, rest: RestClient, tmp_path: Path) -> None:
+    good = {"x-checksum-sha256": hashlib.sha256(CONTENT).hexdigest()}
+    stub.on("/files/model", Answer(200, b"damaged", good))
+    with pytest.raises(TinkerError, match="damaged on its way"):
+        rest.download_checkpoint(PATH, tmp_path).result(10)
+    assert not list(tmp_path.glob("model*"))
+    stub.on("/files/model", Answer(200, CONTENT, good))
+    rest.download_checkpoint(PATH, tmp_path).result(10)
+
+
+def test_a_refusal_is_not_repeated(stub: Any, rest: RestClient, tmp_path: Path) -> None:
+    stub.on("/files/model", Answer(403, b"expired"))
+    with pytest.raises(APIStatusError, match="expired"):
+        rest.download_checkpoint(PATH, tmp_path).result(10)
+    assert stub.count("/files/model") == 1
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", "a/..", "C:/x", "link/x"])
+def test_names_that_lead_outside_are_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "downloads"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path)
+    with pytest.raises(ValidationError, match="leads out"):
+        confined(folder, name)
+    assert confined(folder, "a/b.json") == folder / "a" / "b.json"

@@ -1,0 +1,589 @@
+"""SamplingClient: back-pressure, limits, lost promises, standstill, other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted_server import Answer, Recorded
+
+from tinsmith.client.api import Api
+from tinsmith.client.queue_state import QueueState
+from tinsmith.client.retries import RetryConfig
+from tinsmith.client.sampling import CLONE_BLOCK, SamplingClient
+from tinsmith.client.service import ServiceClient
+from tinsmith.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    BadRequestError,
+    RequestFailedError,
+    TinkerError,
+    ValidationError,
+)
+from tinsmith.types import ImageChunk, ModelInput, SamplingParams, TensorData
+
+ASAMPLE = "/api/v1/asample"
+RETRIEVE = "/api/v1/retrieve_future"
+PROMPT = ModelInput.from_ints([1, 2, 3])
+PARAMS = SamplingParams(max_tokens=5)
+QUICK = RetryConfig(retry_delay_base=0.001, retry_delay_max=0.002)
+
+
+@pytest.fixture
+def sampler(service: ServiceClient) -> SamplingClient:
+    return service.create_sampling_client(base_model="m", retry_config=QUICK)
+
+
+def make_sampler(
+    stub: Any, make_service: Callable[..., ServiceClient], **flags: Any
+) -> SamplingClient:
+    stub.flags = flags
+    return make_service().create_sampling_client(base_model="m", retry_config=QUICK)
+
+
+def sample(sampler: SamplingClient, prompt: ModelInput = PROMPT) -> Future[Any]:
+    return sampler.sample(prompt, 1, PARAMS)
+
+
+def test_a_sample_has_its_sequences_and_their_ids(stub: Any, sampler: SamplingClient) -> None:
+    response = sampler.sample(PROMPT, 3, PARAMS, include_prompt_logprobs=True).result(5)
+    assert [s.tokens for s in response.sequences] == [[5, 6]] * 3
+    assert [s.sequence_id for s in response.sequences] == ["r1:0", "r1:1", "r1:2"]
+    assert response.prompt_logprobs == [None, -0.5, -0.5]
+    request = stub.seen("/asample")[0]
+    assert request.headers["x-tinker-sampling-backpressure"] == "1"
+    assert request.json() == {
+        "num_samples": 3,
+        "prompt": {"chunks": [{"tokens": [1, 2, 3], "type": "encoded_text"}]},
+        "sampling_params": {"max_tokens": 5, "temperature": 1.0, "top_k": -1, "top_p": 1.0},
+        "sampling_session_id": "s1:sample:0",
+        "seq_id": 0,
+        "prompt_logprobs": True,
+        "topk_prompt_logprobs": 0,
+        "topk_sample_logprobs": 0,
+        "prompt_alt_tokens_k": 0,
+        "record_stability_info": False,
+        "type": "sample",
+    }
+
+
+def test_log_probabilities_of_a_prompt(stub: Any, sampler: SamplingClient) -> None:
+    assert sampler.compute_logprobs(PROMPT).result(5) == [None, -0.5, -0.5]
+    assert sampler.compute_logprobs(PROMPT, 1).result(5) == [None, None, -0.5]
+    assert stub.seen("/asample")[0].json()["sampling_params"]["max_tokens"] == 1
+
+
+def test_images_travel_inside_the_prompt(stub: Any, sampler: SamplingClient) -> None:
+    """S25, S94"""
+    prompt = PROMPT.append(ImageChunk(data=b"\x89PNG", format="png", expected_tokens=7))
+    assert prompt.length == 10
+    sample(sampler, prompt).result(5)
+    chunk = stub.seen("/asample")[0].json()["prompt"]["chunks"][1]
+    assert base64.b64decode(chunk["data"]) == b"\x89PNG" and chunk["type"] == "image"
+
+
+def test_back_pressure_delays_and_does_not_fail(stub: Any, sampler: SamplingClient) -> None:
+    """S57: the same request is sent again, under the same id."""
+    hint = {"retry-after-ms": "5"}
+    original = stub._do_asample
+    stub.on(ASAMPLE, *[Answer(429, headers=hint)] * 3, original)
+    sample(sampler).result(5)
+    assert [r.json()["seq_id"] for r in stub.seen("/asample")] == [0, 0, 0, 0]
+
+
+def test_the_servers_pause_holds_for_all_samplers_of_the_service_client(
+    stub: Any, service: ServiceClient, make_service: Callable[..., ServiceClient]
+) -> None:
+    """S58, S59, S60: shared within, not without."""
+    one = service.create_sampling_client(base_model="m")
+    two = service.create_sampling_client(base_model="m")
+    stranger = make_service(api_key="tml-other").create_sampling_client(base_model="m")
+    refused = False
+
+    def once(request: Recorded) -> Answer:
+        nonlocal refused
+        if not refused:
+            refused = True
+            return Answer(429, headers={"retry-after-ms": "400"})
+        answer: Answer = stub._do_asample(request)
+        return answer
+
+    stub.on(ASAMPLE, once)
+    first = sample(one)
+    while not refused:
+        time.sleep(0.005)
+    time.sleep(0.03)
+    started = time.monotonic()
+    sample(stranger).result(5)
+    assert time.monotonic() - started < 0.3
+    sample(two).result(5)
+    first.result(5)
+    refusal, *others = stub.seen("/asample")
+    ours = [r for r in others if r.json()["sampling_session_id"].startswith("s1")]
+    assert all(r.arrived - refusal.answered > 0.35 for r in ours) and len(ours) == 2
+
+
+def test_few_are_sent_for_a_while_after_back_pressure(stub: Any, sampler: SamplingClient) -> None:
+    """S61: dispatch is throttled after a back-off."""
+    original = stub._do_asample
+
+    async def slow(request: Recorded) -> Answer:
+        await asyncio.sleep(0.01)
+        answer: Answer = original(request)
+        return answer
+
+    stub.on(ASAMPLE, Answer(429, headers={"retry-after-ms": "5"}), slow)
+    sample(sampler).result(5)
+    stub.most_open.clear()
+    for future in [sample(sampler) for _ in range(60)]:
+        future.result(20)
+    assert stub.most_open[ASAMPLE] <= 10
+
+
+def test_two_hundred_samples_do_not_wait_for_each_other(stub: Any, sampler: SamplingClient) -> None:
+    """S65, S111"""
+    original = stub._do_retrieve_future
+
+    async def slow(request: Recorded) -> Answer:
+        await asyncio.sleep(0.1)
+        answer: Answer = await original(request)
+        return answer
+
+    stub.on(RETRIEVE, slow)
+    started = time.monotonic()
+    for future in [sample(sampler) for _ in range(200)]:
+        future.result(20)
+    assert time.monotonic() - started < 5
+    assert sorted(body["seq_id"] for body in stub.samples.values()) == list(range(200))
+
+
+def test_the_service_limits_how_many_are_in_flight(
+    stub: Any, make_service: Callable[..., ServiceClient]
+) -> None:
+    """S66"""
+    sampler = make_sampler(stub, make_service, sample_max_concurrent_requests=5)
+    original = stub._do_retrieve_future
+
+    async def slow(request: Recorded) -> Answer:
+        await asyncio.sleep(0.005)
+        answer: Answer = await original(request)
+        return answer
+
+    stub.on(RETRIEVE, slow)
+    for future in [sample(sampler) for _ in range(40)]:
+        future.result(20)
+    assert stub.most_open[RETRIEVE] <= 5
+
+
+@pytest.mark.parametrize(
+    ("script", "requests"),
+    [
+        ([Answer(503), Answer(408), Answer(fault="reset")], 4),
+        ([Answer(409)] * 6, 7),
+        ([Answer(400, b"")], 2),
+    ],
+)
+def test_a_failed_submission_is_repeated_by_one_layer_only(
+    stub: Any, sampler: SamplingClient, script: list[Answer], requests: int
+) -> None:
+    """S51: the same id each time; nothing is submitted anew."""
+    stub.on(ASAMPLE, *script, stub._do_asample)
+    sample(sampler).result(10)
+    assert [r.json()["seq_id"] for r in stub.seen("/asample")] == [0] * requests
+
+
+def test_a_lost_promise_is_made_again_under_a_new_id(stub: Any, sampler: SamplingClient) -> None:
+    stub.on(RETRIEVE, Answer(410), Answer(410), stub._do_retrieve_future)
+    sample(sampler).result(10)
+    assert [r.json()["seq_id"] for r in stub.seen("/asample")] == [0, 1, 2]
+
+
+def test_no_retries_when_the_service_says_so(
+    stub: Any, make_service: Callable[..., ServiceClient]
+) -> None:
+    sampler = make_sampler(stub, make_service, sample_no_retries=True)
+    stub.on(RETRIEVE, Answer(410))
+    with pytest.raises(TinkerError, match="no longer knows"):
+        sample(sampler).result(5)
+    assert stub.count("/asample") == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (Answer(400, {"detail": "too long"}), BadRequestError),
+        (Answer(200, {"no": "promise"}), APIResponseValidationError),
+    ],
+)
+def test_a_refused_sample_is_not_repeated(
+    stub: Any, sampler: SamplingClient, answer: Answer, error: type[Exception]
+) -> None:
+    stub.on(ASAMPLE, answer)
+    with pytest.raises(error):
+        sample(sampler).result(5)
+    assert stub.count("/asample") == 1
+
+
+def test_a_failed_sample_is_not_repeated(stub: Any, sampler: SamplingClient) -> None:
+    stub.on(RETRIEVE, Answer(200, {"error": "no", "category": "user"}))
+    with pytest.raises(RequestFailedError):
+        sample(sampler).result(5)
+    assert stub.count("/asample") == 1
+
+
+def test_a_standstill_is_an_error_and_slow_progress_is_not(
+    stub: Any, service: ServiceClient
+) -> None:
+    """S67: a black hole is noticed in about the progress timeout."""
+    config = RetryConfig(progress_timeout=0.4)
+    sampler = service.create_sampling_client(base_model="m", retry_config=config)
+    stub.on(RETRIEVE, Answer(fault="stall"))
+    started = time.monotonic()
+    futures = [sample(sampler) for _ in range(5)]
+    for future in futures:
+        with pytest.raises(APIConnectionError, match="appear to be stuck"):
+            future.result(10)
+    assert 0.3 < time.monotonic() - started < 2.0
+    original = stub._do_retrieve_future
+
+    async def slow(request: Recorded) -> Answer:
+        # One after another, each well within the timeout, all together well beyond it.
+        await asyncio.sleep(0.15 * (1 + int(request.json()["request_id"][1:]) % 5))
+        answer: Answer = await original(request)
+        return answer
+
+    stub.on(RETRIEVE, slow)
+    patient = service.create_sampling_client(
+        base_model="m", retry_config=RetryConfig(progress_timeout=1.0)
+    )
+    for future in [sample(patient) for _ in range(5)]:
+        future.result(10)
+
+
+def test_progress_is_logged_now_and_then(
+    stub: Any, sampler: SamplingClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """S68: at most every couple of seconds, whatever the load."""
+    with caplog.at_level("DEBUG", logger="tinsmith.client.retries"):
+        for future in [sample(sampler) for _ in range(100)]:
+            future.result(10)
+    lines = [r for r in caplog.records if "in flight" in r.message]
+    assert 1 <= len(lines) <= 2
+
+
+def test_cancelling_a_sample_reaches_the_service_and_frees_its_place(
+    stub: Any, make_service: Callable[..., ServiceClient]
+) -> None:
+    """S43"""
+    stub.switches = {"sample_cancel_enabled": True}
+    sampler = make_sampler(stub, make_service, sample_max_concurrent_requests=1)
+    stub.on(RETRIEVE, Answer(fault="stall"))
+    stuck = sample(sampler)
+    while not stub.count("/retrieve_future"):
+        time.sleep(0.005)
+    del stub.handlers[RETRIEVE]
+    assert stuck.cancel()
+    sample(sampler).result(5)
+    deadline = time.monotonic() + 5
+    while not stub.count("/cancel_future") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert stub.seen("/cancel_future")[0].json() == {"request_id": "r1"}
+
+
+async def test_a_sample_that_is_no_longer_awaited_is_cancelled(
+    stub: Any, make_service: Callable[..., ServiceClient]
+) -> None:
+    stub.switches = {"sample_cancel_enabled": True}
+    sampler = await asyncio.to_thread(make_sampler, stub, make_service)
+    stub.on(RETRIEVE, Answer(fault="stall"))
+    waiting = asyncio.create_task(sampler.sample_async(PROMPT, 1, PARAMS))
+    assert await comes_true(lambda: stub.count("/retrieve_future") == 1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await comes_true(lambda: stub.count("/cancel_future") == 1)
+
+
+async def comes_true(condition: Callable[[], bool]) -> bool:
+    for _ in range(500):
+        if condition():
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+def test_one_poll_serves_many_samples(
+    stub: Any, make_service: Callable[..., ServiceClient]
+) -> None:
+    """With the poller each result is fetched once, when it is there."""
+    sampler = make_sampler(stub, make_service, sample_use_retrieve_futures=True)
+    for future in [sample(sampler) for _ in range(30)]:
+        future.result(10)
+    assert stub.count("/retrieve_future") == 30
+    polls = [r.json() for r in stub.seen("/retrieve_futures")]
+    assert polls[0]["target"] == {
+        "type": "sampling_session",
+        "sampling_session_id": "s1:sample:0",
+        "cloned_sampler_id": 0,
+    }
+    sample(sampler).result(5)
+    told = {
+        each
+        for poll in stub.seen("/retrieve_futures")
+        for each in poll.json()["retrieved_request_ids"]
+    }
+    assert len(told) >= 29
+
+
+def test_the_poller_forgets_samples_that_were_given_up(
+    stub: Any, make_service: Callable[..., ServiceClient]
+) -> None:
+    sampler = make_sampler(stub, make_service, sample_use_retrieve_futures=True)
+    held = asyncio.Event()
+
+    async def late(request: Recorded) -> Answer:
+        await held.wait()
+        answer: Answer = await stub._do_retrieve_futures(request)
+        return answer
+
+    stub.on("/api/v1/retrieve_futures", late)
+    futures = [sample(sampler) for _ in range(10)]
+    deadline = time.monotonic() + 5
+    while stub.count("/asample") < 10 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for future in futures:
+        future.cancel()
+    time.sleep(0.05)
+    stub._loop.call_soon_threadsafe(held.set)
+    poller = sampler._poller
+    assert poller is not None
+    while (poller._abandoned or poller._early) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not poller._abandoned and not poller._early and not poller._waiting
+
+
+@pytest.mark.parametrize("with_poller", [False, True])
+@pytest.mark.parametrize("call", range(1, 5))
+def test_a_crash_at_any_point_reaches_the_caller(
+    stub: Any,
+    make_service: Callable[..., ServiceClient],
+    monkeypatch: pytest.MonkeyPatch,
+    with_poller: bool,
+    call: int,
+) -> None:
+    """S40, S113: whichever request goes wrong in a way nobody thought of, nobody hangs."""
+    sampler = make_sampler(stub, make_service, sample_use_retrieve_futures=with_poller)
+    original, count = Api.send, itertools.count(1)
+
+    async def crash(self: Api, *args: Any, **options: Any) -> Any:
+        if next(count) == call:
+            raise ZeroDivisionError("crash")
+        return await original(self, *args, **options)
+
+    monkeypatch.setattr(Api, "send", crash)
+    outcomes = []
+    for future in [sample(sampler) for _ in range(3)]:
+        try:
+            outcomes.append(future.result(10))
+        except (ZeroDivisionError, TinkerError) as error:
+            outcomes.append(error)
+    assert len(outcomes) == 3
+    assert any(isinstance(each, Exception) for each in outcomes) or with_poller
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    stub: Any, make_service: Callable[..., ServiceClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Delays and limits are measured with a clock that nobody sets."""
+    jumps = itertools.cycle([1e9, 0.0, 2e9, 5e8])
+    monkeypatch.setattr(time, "time", lambda: next(jumps))
+    sampler = make_sampler(stub, make_service)
+    stub.on(ASAMPLE, Answer(503), Answer(429, headers={"retry-after-ms": "5"}), stub._do_asample)
+    started = time.monotonic()
+    sample(sampler).result(5)
+    assert time.monotonic() - started < 2
+
+
+def test_duplicate_and_early_completions_are_harmless(
+    stub: Any, make_service: Callable[..., ServiceClient]
+) -> None:
+    sampler = make_sampler(stub, make_service, sample_use_retrieve_futures=True)
+    state = {"calls": 0}
+
+    async def twice(request: Recorded) -> Answer:
+        state["calls"] += 1
+        await asyncio.sleep(0.01)
+        every = [{"state": "finished", "request_id": f"r{n}"} for n in range(1, 40)]
+        return Answer(200, {"completions": every * 2, "cursor": state["calls"]})
+
+    stub.on("/api/v1/retrieve_futures", twice)
+    for future in [sample(sampler) for _ in range(10)]:
+        future.result(10)
+
+
+@pytest.mark.parametrize(
+    ("script", "works"),
+    [
+        ([Answer(503, headers={"retry-after-ms": "1"})], True),
+        ([Answer(400, {"d": 1}, headers={"retry-after-ms": "1"})] * 3, True),
+        ([Answer(403, {"detail": "keep out"})], False),
+        ([Answer(200, {"nonsense": 1})], False),
+    ],
+)
+def test_a_poller_that_fails_tells_all_who_wait(
+    stub: Any, make_service: Callable[..., ServiceClient], script: list[Answer], works: bool
+) -> None:
+    """S40: nobody hangs because a background task died."""
+    sampler = make_sampler(stub, make_service, sample_use_retrieve_futures=True)
+    stub.on("/api/v1/retrieve_futures", *script, stub._do_retrieve_futures)
+    futures = [sample(sampler) for _ in range(3)]
+    if works:
+        for future in futures:
+            future.result(10)
+        return
+    for future in [*futures, sample(sampler)]:
+        with pytest.raises(TinkerError, match="waiting for samples"):
+            future.result(10)
+
+
+def test_mistakes_are_found_before_anything_is_sent(stub: Any, sampler: SamplingClient) -> None:
+    wrong: list[dict[str, Any]] = [
+        {"target_prompt_logprobs": TensorData.from_numpy(np.zeros((2, 1), "f4"))},
+        {"target_prompt_logprobs": TensorData.from_numpy(np.zeros(2, "i8"))},
+        {"prompt_alt_tokens_k": -1},
+        {"prompt_logprobs_last_n": 0, "include_prompt_logprobs": True},
+        {"prompt_logprobs_last_n": 1},
+    ]
+    for options in wrong:
+        with pytest.raises(ValidationError):
+            sampler.sample(PROMPT, 1, PARAMS, **options)
+    assert stub.count("/asample") == 0
+
+
+def test_a_service_that_ignores_a_question_does_not_pass_for_an_answer(
+    stub: Any, sampler: SamplingClient
+) -> None:
+    with pytest.raises(TinkerError, match="prompt_alt_tokens_k=2"):
+        sampler.sample(PROMPT, 1, PARAMS, prompt_alt_tokens_k=2).result(5)
+
+
+def test_a_promise_without_sequence_ids_is_an_error(stub: Any, sampler: SamplingClient) -> None:
+    stub.on(
+        ASAMPLE,
+        lambda request: stub.promise(Answer(200, b"", {"content-type": "application/x-protobuf"})),
+    )
+    with pytest.raises(APIResponseValidationError, match="sample_sequence_ids"):
+        sample(sampler).result(5)
+
+
+def test_the_paused_state_can_be_observed(stub: Any, service: ServiceClient) -> None:
+    """S71"""
+    seen = []
+
+    class Watching(SamplingClient):
+        def on_queue_state_change(
+            self, queue_state: QueueState, queue_state_reason: str | None
+        ) -> None:
+            seen.append((queue_state, queue_state_reason))
+
+    sampler = Watching(service.holder, sampling_session_id="s1:sample:0")
+    body = {"type": "try_again", "request_id": "r1", "queue_state": "paused_rate_limit"}
+    stub.on(RETRIEVE, Answer(408, body), stub._do_retrieve_future)
+    sample(sampler).result(5)
+    assert seen == [(QueueState.PAUSED_RATE_LIMIT, None)]
+
+
+def test_a_pickled_client_samples_under_ids_of_its_own(stub: Any, sampler: SamplingClient) -> None:
+    copies = [pickle.loads(pickle.dumps(sampler)) for _ in range(2)]
+    assert copies[0].holder is copies[1].holder is not sampler.holder
+    for each in (sampler, *copies):
+        sample(each).result(5)
+    ids = [body["seq_id"] for body in stub.samples.values()]
+    assert ids[0] == 0 and all(each >= CLONE_BLOCK for each in ids[1:])
+    assert len({each // CLONE_BLOCK for each in ids}) == 3
+    assert stub.count("/client/config") == 1 and stub.count("/create_session") == 1
+
+
+def test_a_copy_asks_for_its_number_when_the_service_gives_them(
+    stub: Any, make_service: Callable[..., ServiceClient]
+) -> None:
+    sampler = make_sampler(stub, make_service, sample_join_sampling_session=True)
+    copy = pickle.loads(pickle.dumps(sampler))
+    for future in [sample(copy) for _ in range(3)]:
+        future.result(5)
+    assert stub.count("/join_sampling_session") == 1
+    assert sorted(body["seq_id"] for body in stub.samples.values()) == [
+        7 * CLONE_BLOCK + n for n in range(3)
+    ]
+
+
+def test_a_handle_holds_no_credential_and_works_in_another_process(
+    stub: Any, sampler: SamplingClient
+) -> None:
+    handle = sampler.get_sampler_handle()
+    assert b"tml-" not in base64.urlsafe_b64decode(handle)
+    code = (
+        "import sys\n"
+        "from tinsmith.client.sampling import SamplingClient\n"
+        "from tinsmith.types import ModelInput, SamplingParams\n"
+        "s = SamplingClient.from_sampler_handle(sys.argv[1], api_key='tml-elsewhere')\n"
+        "r = s.sample(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1)).result(20)\n"
+        "print(r.sequences[0].tokens)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, handle], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[5, 6]", done.stderr
+    assert stub.seen("/asample")[-1].headers["x-api-key"] == "tml-elsewhere"
+    with pytest.raises(ValidationError, match="not a sampler handle"):
+        SamplingClient.from_sampler_handle("bm9wZQ==")
+
+
+def test_our_handles_and_the_official_ones_are_the_same(stub: Any, sampler: SamplingClient) -> None:
+    ours = json.loads(base64.urlsafe_b64decode(sampler.get_sampler_handle()))
+    assert set(ours) == {"session_id", "sampling_session_id", "holder", "record_stability_info"}
+    assert set(ours["holder"]) == {
+        "base_url",
+        "default_headers_overrides",
+        "client_config",
+        "client_dynamic_config",
+        "api_key",
+    }
+    assert ours["holder"]["api_key"] is None
+
+
+def test_fifty_samplers_coexist_and_dropping_some_harms_none(
+    stub: Any, service: ServiceClient
+) -> None:
+    """S74, S78"""
+    samplers = [service.create_sampling_client(base_model="m") for _ in range(50)]
+    assert len({each._sampling_session_id for each in samplers}) == 50
+    del samplers[::2]
+    gc.collect()
+    for future in [sample(each) for each in samplers]:
+        future.result(10)
+
+
+def test_a_path_must_be_a_tinker_path(service: ServiceClient) -> None:
+    with pytest.raises(ValueError, match="tinker://"):
+        service.create_sampling_client(model_path="/weights")
+    with pytest.raises(ValueError, match="model_path or base_model"):
+        service.create_sampling_client()
+
+
+def test_about_the_sampler(stub: Any, sampler: SamplingClient) -> None:
+    assert sampler.get_base_model() == "m"
+    assert asyncio.run(sampler.get_base_model_async()) == "m"
+    assert "x-sdk-method" not in stub.seen("/samplers/s1:sample:0")[0].headers

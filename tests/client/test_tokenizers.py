@@ -1,0 +1,104 @@
+"""Tokenizers: which one, loaded once, offline, without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinsmith.client import tokenizers
+from tinsmith.errors import TinkerError
+
+NAMES = [
+    ("Qwen/Qwen3-8B", None, "Qwen/Qwen3-8B"),
+    ("Qwen/Qwen3-8B:v2", None, "Qwen/Qwen3-8B"),
+    ("Qwen/Qwen3-8B/long", None, "Qwen/Qwen3-8B"),
+    ("meta-llama/Llama-3.1-8B", None, "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"),
+    (
+        "meta-llama/Llama-3.3-70B-Instruct",
+        None,
+        "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer",
+    ),
+    ("meta-llama/Llama-2-7b", None, "meta-llama/Llama-2-7b"),
+    ("anything", "org/tok", "org/tok"),
+    ("anything", "org/tok:rev", "org/tok"),
+    ("meta-llama/Llama-3.1-8B", "org/tok", "org/tok"),
+    ("moonshotai/Kimi-K2.5-Text-Only", None, "moonshotai/Kimi-K2.5"),
+]
+
+
+@pytest.mark.parametrize(("model", "tokenizer_id", "expected"), NAMES)
+def test_names_lead_to_tokenizers(model: str, tokenizer_id: str | None, expected: str) -> None:
+    """S85: the service's word, then families, then the name; no network."""
+    assert tokenizers.choose(model, tokenizer_id).name == expected
+
+
+def test_remote_code_runs_only_in_a_pinned_revision() -> None:
+    assert tokenizers.choose("moonshotai/Kimi-K2-Thinking").revision
+    assert tokenizers.choose("Qwen/Qwen3-8B").revision is None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer on disk, as a hub download would leave it."""
+    pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<s>": 0, "</s>": 1, "<unk>": 2, "hello": 3, "world": 4, "!": 5}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    raw.decoder = decoders.WordPiece()
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    path = tmp_path_factory.mktemp("tokenizer")
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    wrapped.chat_template = "{% for m in messages %}<s> {{ m.content }} </s>{% endfor %}"
+    wrapped.save_pretrained(path)
+    return path
+
+
+def test_a_folder_is_enough(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S87, S90: offline, with the special tokens of the reference."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import AutoTokenizer
+
+    ours: Any = tokenizers.load(str(folder))
+    reference = AutoTokenizer.from_pretrained(str(folder))
+    for text in ("hello world!", "", "hello hello unknown"):
+        assert ours.encode(text) == reference.encode(text)
+    assert ours.decode([3, 4]) == "hello world"
+
+
+def test_text_is_encoded_as_it_is_and_templates_are_the_callers(folder: Path) -> None:
+    """S89: no chat template unless asked for."""
+    tokenizer: Any = tokenizers.load(str(folder))
+    assert tokenizer.encode("hello") == [0, 3]
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+    assert chat == "<s> hello </s>"
+
+
+def test_a_tokenizer_is_loaded_once(folder: Path) -> None:
+    """S86"""
+    assert tokenizers.load(str(folder)) is tokenizers.load(str(folder))
+
+
+def test_tokenizing_imports_no_torch(folder: Path) -> None:
+    """S88"""
+    code = (
+        "import sys\n"
+        "from tinsmith.client import tokenizers\n"
+        f"assert tokenizers.load({str(folder)!r}).encode('world') == [0, 4]\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_tokenizer_in_a_package_of_its_own_is_named() -> None:
+    with pytest.raises(TinkerError, match="tml-tokenizers"):
+        tokenizers.load("TML/some-model")

@@ -1,0 +1,184 @@
+"""Where credentials come from, and how tokens are renewed."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinsmith.errors import TinkerError
+from tinsmith.transport.config import ClientConfig, ProxyRule
+from tinsmith.transport.credentials import CredentialsFile, ManualKey
+from tinsmith.transport.tokens import (
+    CredentialCommand,
+    ExchangedToken,
+    StaticKey,
+    jwt_claims,
+    raw_tokens,
+    static_key,
+)
+
+
+def jwt(**claims: Any) -> str:
+    payload = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
+    return f"eyJhbGciOiJub25lIn0.{payload}.x"
+
+
+def test_the_callers_word_goes_before_the_environments() -> None:
+    """S72, S73: everything that is read, in one place."""
+    env = {
+        "TINKER_BASE_URL": "https://Host:443/base/",
+        "TINKER_API_KEY": "tml-env",
+        "TINKER_CREDENTIAL_CMD": "",
+        "TINKER_PROJECT_ID": "p",
+        "TINKER_TAGS": "a,b,a",
+        "TINKER_TELEMETRY": "off",
+        "CLOUDFLARE_ACCESS_CLIENT_ID": "id",
+        "HTTPS_PROXY": "http://proxy:1",
+        "NO_PROXY": "localhost",
+        "SSL_CERT_FILE": "/certs.pem",
+    }
+    config = ClientConfig.from_env(env, headers={"X-Mine": "1"})
+    assert config.base_url == "https://host/base" and config.api_key == "tml-env"
+    assert config.credential_command is None and config.project_id == "p"
+    assert config.tags == ("a", "b") and config.telemetry is False
+    assert config.headers == {"CF-Access-Client-Id": "id", "X-Mine": "1"}
+    assert config.header_overrides == {"X-Mine": "1"}
+    assert config.proxies == (
+        ProxyRule(url="http://proxy:1", scheme="https", no_proxy="localhost"),
+    )
+    assert config.ca_file == Path("/certs.pem")
+    given = ClientConfig.from_env(env, base_url="http://other", api_key="tml-arg", project_id="q")
+    assert (given.base_url, given.api_key, given.project_id) == ("http://other", "tml-arg", "q")
+    assert "tml-" not in repr(given)
+
+
+def test_the_order_of_credentials(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "credentials.json"
+    none = ClientConfig(credentials_file=file)
+    with pytest.raises(TinkerError, match="auth login"):
+        raw_tokens(none)
+    CredentialsFile(file).add("1", ManualKey(key="tml-stored", name="n"))
+    CredentialsFile(file).set_default("1")
+    assert static_key(none) == "tml-stored"
+    assert isinstance(raw_tokens(none), StaticKey)
+    command = ClientConfig(credentials_file=file, credential_command="echo x")
+    assert isinstance(raw_tokens(command), CredentialCommand), "goes before the stored key"
+    assert static_key(command) is None
+    key = ClientConfig(credentials_file=file, credential_command="echo x", api_key="tml-given")
+    assert isinstance(raw_tokens(key), StaticKey)
+    assert isinstance(raw_tokens(key, command_only=True), CredentialCommand)
+    token = ClientConfig(api_key=jwt(exp=1), credential_command="echo x")
+    assert isinstance(raw_tokens(token, command_only=True), StaticKey), "already what is wanted"
+    wrong = ClientConfig(api_key="sk-123", credential_command="echo x")
+    assert isinstance(raw_tokens(wrong), CredentialCommand)
+    with pytest.raises(TinkerError, match="tml-"):
+        raw_tokens(ClientConfig(api_key="sk-123"))
+    with pytest.raises(TinkerError, match="TINKER_CREDENTIAL_CMD"):
+        raw_tokens(ClientConfig(api_key="tml-x"), command_only=True)
+
+
+def test_the_stored_file_is_the_owners_alone_and_the_official_one(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "credentials.json"
+    store = CredentialsFile(file)
+    store.add("1", ManualKey(key="tml-a", name="a"))
+    store.add("2", ManualKey(key="tml-b", name="b"))
+    store.set_default("2")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    official = pytest.importorskip("tinker.lib.credentials").JsonCredentialStore(file)
+    assert official.get_default_key().key == "tml-b"
+    official.delete_key("2")
+    assert store.default_key() is None
+    with pytest.raises(KeyError):
+        store.set_default("2")
+    store.delete("1")
+    assert store.load().keys == {}
+    assert [each.name for each in file.parent.iterdir()] == ["credentials.json"]
+    file.write_text("{not json")
+    with pytest.raises(TinkerError, match="not a credentials file"):
+        store.load()
+
+
+async def test_a_command_is_run_for_every_token_and_its_failure_is_shown() -> None:
+    assert await CredentialCommand("printf ' tml-x\\n'").token() == "tml-x"
+    with pytest.raises(TinkerError, match="oh no"):
+        await CredentialCommand("echo oh no >&2; exit 3").token()
+
+
+class Issuer:
+    """Hands out tokens of a given lifetime, by a clock the test moves."""
+
+    def __init__(self, lifetime: float) -> None:
+        self.now, self.lifetime, self.issued, self.broken = 0.0, lifetime, 0, False
+
+    async def fetch(self) -> str:
+        await asyncio.sleep(0)
+        if self.broken:
+            raise TinkerError("down")
+        self.issued += 1
+        return jwt(exp=self.now + self.lifetime, n=self.issued)
+
+    def tokens(self) -> ExchangedToken:
+        return ExchangedToken(self.fetch, now=lambda: self.now)
+
+
+async def test_a_token_is_kept_renewed_early_and_never_twice_at_once() -> None:
+    issuer = Issuer(3600)
+    tokens = issuer.tokens()
+    first = await asyncio.gather(*(tokens.token() for _ in range(20)))
+    assert len(set(first)) == 1 and issuer.issued == 1
+    issuer.now = 3200.0
+    assert await tokens.token() == first[0]
+    issuer.now = 3301.0  # within five minutes of the end: renewed behind the caller's back
+    assert await tokens.token() == first[0]
+    await asyncio.sleep(0.01)
+    assert issuer.issued == 2 and jwt_claims(await tokens.token())["n"] == 2
+
+
+async def test_a_token_at_its_end_is_waited_for() -> None:
+    issuer = Issuer(3600)
+    tokens = issuer.tokens()
+    await tokens.token()
+    issuer.now = 3590.0
+    assert jwt_claims(await tokens.token())["n"] == 2
+
+
+async def test_a_failed_renewal_uses_the_old_token_and_pauses() -> None:
+    issuer = Issuer(3600)
+    tokens = issuer.tokens()
+    old = await tokens.token()
+    issuer.broken, issuer.now = True, 3590.0
+    assert await tokens.token() == old
+    issuer.broken = False
+    assert await tokens.token() == old, "not asked again at once"
+    issuer.now += 61
+    assert await tokens.token() != old
+
+
+async def test_without_any_token_a_failure_is_the_callers() -> None:
+    issuer = Issuer(3600)
+    issuer.broken = True
+    tokens = issuer.tokens()
+    with pytest.raises(TinkerError, match="down"):
+        await tokens.token()
+    issuer.broken = False
+    assert await tokens.token()
+
+
+async def test_short_lived_tokens_are_not_renewed_without_pause() -> None:
+    issuer = Issuer(200)
+    tokens = issuer.tokens()
+    for _ in range(50):
+        await tokens.token()
+    await asyncio.sleep(0.01)
+    assert issuer.issued == 1
+    issuer.now = 110.0
+    await tokens.token()
+    await asyncio.sleep(0.01)
+    assert issuer.issued == 2
