@@ -255,7 +255,7 @@ def test_a_thousand_clients_that_are_dropped_leave_nothing(stub: Any) -> None:
         service.create_sampling_client(base_model="m")
         alive.add(service.holder)
         del service
-    use(180)
+    use(975)
     assert settle(lambda: background_tasks() <= tasks and not alive, 20)
     assert len(list(Path("/proc/self/fd").iterdir())) <= sockets + 5
 
