@@ -210,7 +210,9 @@ class ModelInput(_Plain):
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int] | npt.NDArray[Any]) -> Self:
-        return cls(chunks=[EncodedTextChunk(tokens=tokens)])
+        instance = cls.__new__(cls)
+        object.__setattr__(instance, "chunks", [EncodedTextChunk(tokens=tokens)])
+        return instance
 
     @classmethod
     def from_text(cls, text: str, tokenizer: Any) -> Self:
