@@ -1,0 +1,84 @@
+"""`tinsmith serve`: run the service on this machine."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tinsmith.errors import TinkerError
+
+
+@click.command("serve")
+@click.option(
+    "--config", "config_file", type=click.Path(path_type=Path), help="A TOML file of settings."
+)
+@click.option("--host", help="Address to listen on (127.0.0.1).")
+@click.option("--port", type=int, help="Port to listen on (8000; 0 takes a free one).")
+@click.option("--data-dir", type=click.Path(path_type=Path), help="Where everything is kept.")
+@click.option(
+    "--model", "models", multiple=True, metavar="NAME[=SOURCE]", help="A base model to serve."
+)
+@click.option("--engine", help="Which engine does the mathematics: local or fake.")
+@click.option("--device", help="auto, cpu or cuda.")
+@click.option("--dtype", help="auto, float32 or bfloat16.")
+@click.option(
+    "--deterministic/--no-deterministic", default=None, help="Equal to the last bit; slower."
+)
+@click.option("--database-url", help="A Postgres URL instead of a file.")
+@click.option(
+    "--auth/--no-auth", default=None, help="Without keys the server is for loopback only."
+)
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Any other setting.")
+@click.option("--log-level", default="warning", show_default=True)
+@click.option(
+    "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True
+)
+def command(
+    config_file: Path | None,
+    models: tuple[str, ...],
+    settings: tuple[str, ...],
+    log_level: str,
+    log_format: str,
+    **options: Any,
+) -> None:
+    """Run the service. With no option at all it serves a small model on this machine."""
+    import uvloop
+
+    from tinsmith.assembly import engine_factory
+    from tinsmith.server.config import load_config, parse_models
+    from tinsmith.server.serving import serve
+
+    _log_to_stderr(log_level, log_format)
+    try:
+        for entry in settings:
+            name, has_value, value = entry.partition("=")
+            if not has_value:
+                raise click.UsageError(f"--set takes NAME=VALUE, not {entry!r}")
+            options[name.replace("-", "_")] = value
+        if models:
+            options["models"] = parse_models(models)
+        config = load_config(config_file, options)
+        uvloop.run(serve(config, engine_factory(config), _announce))
+    except TinkerError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _announce(url: str, key: str | None) -> None:
+    click.echo(f"Tinsmith serves at {url}")
+    click.echo(f"export TINKER_BASE_URL={url}")
+    if key is not None:
+        click.echo(f"export TINKER_API_KEY={key}")
+        click.echo("The key is shown this once; it is stored as a hash.")
+    sys.stdout.flush()
+
+
+def _log_to_stderr(level: str, form: str) -> None:
+    from tinsmith.server.logs import TEXT_FORMAT, JsonFormatter
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT_FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -1,0 +1,174 @@
+"""Checkpoints: names for weights, who may read them, and when they go.
+
+A checkpoint is a row; its weights lie in a folder whose name the client does not choose. So
+overwriting, copying and deleting are changes of rows, and a folder goes when no row needs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+import uuid
+from typing import Any
+
+from tinsmith.errors import ValidationError
+from tinsmith.server.store.base import (
+    AuditRecord,
+    CheckpointRecord,
+    ModelRecord,
+    Store,
+    WeightsRecord,
+)
+from tinsmith.server.weights import WeightsFolders
+from tinsmith.types import ParsedCheckpointTinkerPath
+
+MIN_TTL_SECONDS = 3600
+MAX_TTL_SECONDS = 10 * 365 * 24 * 3600
+
+_NAME = re.compile(r"[A-Za-z0-9_.:@+=-]{1,200}")
+
+
+def checkpoint_name(name: str | None, seq_id: int) -> str:
+    """A client's name for a checkpoint; unnamed ones are called by their place in the log."""
+    if name is None:
+        return f"{seq_id:06d}"
+    if not _NAME.fullmatch(name) or name.strip(".") == "":
+        raise ValidationError(
+            f"{name[:80]!r} cannot be a checkpoint's name: "
+            "use 1 to 200 letters, digits, and the characters _ . : @ + = -",
+            "path",
+        )
+    return name
+
+
+def check_ttl(ttl_seconds: int | None) -> None:
+    if ttl_seconds is not None and not MIN_TTL_SECONDS <= ttl_seconds <= MAX_TTL_SECONDS:
+        raise ValidationError(
+            f"must be between {MIN_TTL_SECONDS} and {MAX_TTL_SECONDS} seconds, got {ttl_seconds}",
+            "ttl_seconds",
+        )
+
+
+def expiry(ttl_seconds: int | None, created_at: float) -> float | None:
+    return None if ttl_seconds is None else created_at + ttl_seconds
+
+
+class Checkpoints:
+    def __init__(self, store: Store, weights: WeightsFolders) -> None:
+        self._store = store
+        self._weights = weights
+
+    async def readable(self, tinker_path: str, owner: str) -> CheckpointRecord:
+        """The checkpoint at a path, if the owner may read it: it is theirs, or published."""
+        parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+        found = await self._store.get_checkpoint(parsed.training_run_id, parsed.checkpoint_id)
+        if found is None or not (found.owner == owner or found.is_public) or _is_expired(found):
+            raise ValidationError(f"there is no checkpoint {tinker_path[:200]}")
+        return found
+
+    async def owned(self, model_id: str, checkpoint_id: str, owner: str) -> CheckpointRecord | None:
+        found = await self._store.get_checkpoint(model_id, checkpoint_id)
+        if found is None or found.owner != owner or _is_expired(found):
+            return None
+        return found
+
+    async def weights_of(self, checkpoint: CheckpointRecord) -> WeightsRecord:
+        weights = await self._store.get_weights(checkpoint.weights_id)
+        if weights is None:
+            raise ValidationError(f"the weights of {checkpoint.tinker_path} are gone")
+        return weights
+
+    async def publish(self, checkpoint: CheckpointRecord, is_public: bool) -> None:
+        event = "checkpoint_published" if is_public else "checkpoint_unpublished"
+        await self._store.set_checkpoint(
+            checkpoint.model_id,
+            checkpoint.checkpoint_id,
+            {"is_public": is_public},
+            _audit(checkpoint, event),
+        )
+
+    async def set_ttl(self, checkpoint: CheckpointRecord, ttl_seconds: int | None) -> None:
+        check_ttl(ttl_seconds)
+        await self._store.set_checkpoint(
+            checkpoint.model_id,
+            checkpoint.checkpoint_id,
+            {"expires_at": expiry(ttl_seconds, time.time())},
+            _audit(checkpoint, "checkpoint_ttl_set", {"ttl_seconds": ttl_seconds}),
+        )
+
+    async def delete(self, checkpoint: CheckpointRecord, event: str = "checkpoint_deleted") -> None:
+        await self._store.delete_checkpoint(
+            checkpoint.model_id, checkpoint.checkpoint_id, _audit(checkpoint, event)
+        )
+        await self._weights.sweep()
+
+    async def delete_expired(self) -> None:
+        for checkpoint in await self._store.expired_checkpoints(time.time()):
+            await self.delete(checkpoint, "checkpoint_expired")
+
+    async def copy(
+        self,
+        source: CheckpointRecord,
+        owner: str,
+        *,
+        project_id: str | None,
+        ttl_seconds: int | None,
+        idempotency_key: str | None,
+    ) -> CheckpointRecord:
+        """A checkpoint of the owner's with the same weights, under a training run of its own.
+
+        The same idempotency key again gives the same copy.
+        """
+        check_ttl(ttl_seconds)
+        seed = f"{owner}/{idempotency_key}/{source.tinker_path}"
+        run = uuid.uuid5(uuid.NAMESPACE_URL, seed) if idempotency_key else uuid.uuid4()
+        copy_id = f"copy-{run.hex}"
+        existing = await self.owned(copy_id, source.checkpoint_id, owner)
+        if existing is not None:
+            return existing
+        weights = await self.weights_of(source)
+        at = time.time()
+        model = ModelRecord(
+            model_id=copy_id,
+            session_id=None,
+            model_seq_id=None,
+            owner=owner,
+            base_model=weights.base_model,
+            lora=weights.lora,
+            optimizer=weights.optimizer,
+            project_id=project_id,
+            created_at=at,
+            last_request_at=at,
+        )
+        copied = dataclasses.replace(
+            source,
+            model_id=copy_id,
+            owner=owner,
+            created_at=at,
+            is_public=False,
+            expires_at=expiry(ttl_seconds, at),
+        )
+        details = {"source": source.tinker_path}
+        await self._store.add_checkpoint(
+            copied, model, _audit(copied, "checkpoint_copied", details)
+        )
+        return copied
+
+
+def _is_expired(checkpoint: CheckpointRecord) -> bool:
+    return checkpoint.expires_at is not None and checkpoint.expires_at <= time.time()
+
+
+def _audit(
+    checkpoint: CheckpointRecord, event: str, details: dict[str, Any] | None = None
+) -> AuditRecord:
+    return AuditRecord(
+        owner=checkpoint.owner,
+        at=time.time(),
+        area="checkpoints",
+        event=event,
+        details=details or {},
+        model_id=checkpoint.model_id,
+        tinker_path=checkpoint.tinker_path,
+    )

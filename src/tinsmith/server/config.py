@@ -1,0 +1,259 @@
+"""Every setting of the server, in one frozen value.
+
+Settings come from defaults, a TOML file, the environment (`TINSMITH_` and the name in capitals) and
+the command line, each overriding the one before. The environment is read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from tinsmith.errors import ValidationError
+from tinsmith.types.convert import converter
+
+ENVIRONMENT_PREFIX = "TINSMITH_"
+
+
+def default_data_dir() -> Path:
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "share") / "tinsmith"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs authentication."""
+
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+
+    public_url: str | None = None
+    """What clients call the server, where that differs from host and port; used in signed URLs."""
+
+    data_dir: Path = field(default_factory=default_data_dir)
+    """Where the database, weights and logs live."""
+
+    database_url: str | None = None
+    """A Postgres URL; by default an SQLite file in the data folder."""
+
+    auth: bool = True
+    """Whether requests need a key. Without, the server listens on loopback only."""
+
+    engine: str = "local"
+    """Which engine does the mathematics: "local" (PyTorch) or "fake" (a toy, for tests)."""
+
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Base models to serve, name to source; empty serves the small one that comes with us."""
+
+    device: str = "auto"
+    """Where the local engine runs: auto, cpu or cuda."""
+
+    dtype: str = "auto"
+    """Type of the base weights: auto, float32 or bfloat16."""
+
+    deterministic: bool = False
+    """Whether results must be equal to the last bit whatever else runs; slower."""
+
+    fake_pass_seconds: float = 0.0
+    """How long the fake engine pretends to work on a pass or step."""
+
+    fake_token_seconds: float = 0.0
+    """How long the fake engine pretends to work on a sampled token."""
+
+    max_body_bytes: int = 256 * 1024 * 1024
+    """Largest request body, before and after decompression."""
+
+    hold_seconds: float = 30.0
+    """How long a question for a result is held open before the answer is "try again"."""
+
+    metadata_only_bytes: int = 1024 * 1024
+    """Results above this are announced by their size to clients that ask for that."""
+
+    gap_timeout_seconds: float = 600.0
+    """How long an operation waits for one with a lower number that has not arrived."""
+
+    session_timeout_seconds: float = 900.0
+    """After this long without a sign of life a session's models are put on disk."""
+
+    model_retention_seconds: float = 30 * 24 * 3600.0
+    """How long the unsaved state of a model is kept after the last sign of its session."""
+
+    sampler_retention_seconds: float = 24 * 3600.0
+    """How long the unnamed samplers of a silent or finished session are kept."""
+
+    max_batch_tokens: int = 65_536
+    """Most tokens of training passes in one engine call; a longer single pass runs alone."""
+
+    max_loaded_models: int = 32
+    """Most models in the engine's memory; beyond, the one idle longest is put on disk."""
+
+    max_loaded_samplers: int = 64
+    """Most frozen adapters in the engine's memory; beyond, the one idle longest is dropped."""
+
+    snapshot_steps: int = 50
+    """A model's state is saved after this many optimizer steps..."""
+
+    snapshot_seconds: float = 120.0
+    """... or this long after the first operation that is not in the last snapshot ..."""
+
+    snapshot_log_bytes: int = 256 * 1024 * 1024
+    """... or when its log since the last snapshot has grown to this size."""
+
+    max_queued_memory_bytes: int = 1024**3
+    """Most memory for training requests that wait; others are read from disk in their turn."""
+
+    engine_attempts: int = 3
+    """How often an operation may be under way when the engine dies before it is given up."""
+
+    max_queued_samples: int = 4096
+    """Most sampling requests under way; beyond, clients are told to wait."""
+
+    max_queued_sample_bytes: int = 1024**3
+    """Most bytes of prompts under way; beyond, clients are told to wait."""
+
+    sample_result_bytes: int = 512 * 1024 * 1024
+    """Most memory for sampling results that have not been fetched; the oldest go first."""
+
+    sample_retention_seconds: float = 3600.0
+    """How long a sampling result waits to be fetched."""
+
+    training_result_bytes: int = 4 * 1024**3
+    """Most disk for results of training operations; the oldest go first."""
+
+    training_retention_seconds: float = 7 * 24 * 3600.0
+    """How long a result of a training operation waits to be fetched."""
+
+    retrieved_retention_seconds: float = 3600.0
+    """How long a result is kept after it was fetched, in case the answer was lost."""
+
+    signed_url_seconds: int = 3600
+    """How long a download URL is good for."""
+
+    token_seconds: int = 3600
+    """How long a token exchanged for a key is good for."""
+
+    key_max_models: int | None = None
+    """Most models one owner may have in active sessions."""
+
+    key_max_queued_bytes: int | None = None
+    """Most bytes of unfinished training requests of one owner."""
+
+    key_max_stored_bytes: int | None = None
+    """Most bytes of one owner's checkpoints."""
+
+    pjwt_auth_enabled: bool = False
+    """Whether clients exchange their key for short-lived tokens."""
+
+    parallel_fwdbwd_chunks: bool = True
+    """Whether clients send the parts of one pass at the same time."""
+
+    proto_compress_fwdbwd: bool = False
+    """Whether clients compress passes; pays over slow links."""
+
+    create_model_via_load_weights: bool = True
+    """Whether clients resume from a checkpoint in one request."""
+
+    sample_use_retrieve_futures: bool = False
+    """Whether clients wait for all samples of a sampler with one question."""
+
+    custom_loss_server_side: bool = False
+    """Whether clients send traced losses to run here."""
+
+    sample_join_sampling_session: bool = True
+    """Whether further clients of a sampler ask for a number."""
+
+    sample_cancel_enabled: bool = True
+    """Whether clients say when they no longer wait for a sample."""
+
+    def __post_init__(self) -> None:
+        if not self.auth and not self.is_loopback:
+            raise ValidationError(
+                f"a server without authentication listens on loopback only, not on {self.host!r}; "
+                "use --auth, or leave --host away"
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return self.host in ("127.0.0.1", "::1", "localhost")
+
+
+def load_config(
+    file: Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> ServerConfig:
+    """The settings of this process; `options` are those of the command line."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values |= tomllib.loads(file.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ValidationError(f"cannot read the settings in {file}: {error}") from None
+    for name, text in environ.items():
+        if name.startswith(ENVIRONMENT_PREFIX):
+            values[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = text
+    values |= {name: value for name, value in (options or {}).items() if value is not None}
+    return build_config(values)
+
+
+def build_config(values: Mapping[str, Any]) -> ServerConfig:
+    """A config of plain values, as a file or the environment has them."""
+    known = {field.name for field in dataclasses.fields(ServerConfig)}
+    hints = get_type_hints(ServerConfig)
+    checked: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValidationError(f"the server has no setting called {name!r}{hint}")
+        checked[name] = _checked(name, value, hints[name])
+    return ServerConfig(**checked)
+
+
+def _checked(name: str, value: Any, annotation: Any) -> Any:
+    if annotation is Path:
+        return Path(value).expanduser()
+    if isinstance(value, str) and annotation is not str:
+        value = _from_text(name, value, annotation)
+    try:
+        return converter(annotation)(value)
+    except ValidationError as error:
+        raise error.under(name) from None
+
+
+def _from_text(name: str, text: str, annotation: Any) -> Any:
+    if annotation is bool:
+        words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+        if text.lower() not in words:
+            raise ValidationError(f"expected true or false, got {text!r}", name)
+        return words[text.lower()]
+    for kind in (int, float):
+        if kind is annotation or kind in getattr(annotation, "__args__", ()):
+            try:
+                return kind(text)
+            except ValueError:
+                raise ValidationError(f"expected a number, got {text!r}", name) from None
+    if name == "models":
+        return parse_models(text.split(","))
+    return text
+
+
+def parse_models(entries: list[str] | tuple[str, ...]) -> dict[str, str]:
+    """`NAME` or `NAME=SOURCE` each; a bare name is its own source."""
+    models = {}
+    for entry in entries:
+        name, _, source = entry.partition("=")
+        if not name:
+            raise ValidationError(
+                f"{entry!r} names no model; expected NAME or NAME=SOURCE", "models"
+            )
+        models[name] = source or name
+    return models

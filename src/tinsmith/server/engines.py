@@ -1,0 +1,129 @@
+"""The engine's supervisor: starts it, notices its death, starts another.
+
+Each start is a generation. Whoever works with an engine remembers its generation and reports
+trouble under it, so that many reports of one death cause one restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+from tinsmith.engine.base import Capabilities, Engine
+from tinsmith.errors import EngineDiedError, EngineError
+
+logger = logging.getLogger(__name__)
+
+EngineFactory = Callable[[], Awaitable[Engine]]
+
+HEALTH_SECONDS = 2.0
+"""How often an engine that nobody talks to is asked whether it lives."""
+
+_LONGEST_PAUSE_SECONDS = 30.0
+
+
+class EngineSupervisor:
+    def __init__(self, factory: EngineFactory) -> None:
+        self._factory = factory
+        self._engine: Engine | None = None
+        self._is_up = asyncio.Event()
+        self._is_needed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._on_start: list[Callable[[], None]] = []
+        self.generation = 0
+        self.num_restarts = 0
+        self.trouble = "the engine is starting"
+        self.capabilities: Capabilities | None = None
+
+    def on_start(self, callback: Callable[[], None]) -> None:
+        """`callback` is called each time an engine is up."""
+        self._on_start.append(callback)
+
+    @property
+    def is_up(self) -> bool:
+        return self._is_up.is_set()
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._supervise(), name="engine-supervisor")
+
+    async def get(self) -> tuple[Engine, int]:
+        """The present engine and its generation; waits while there is none."""
+        while self._engine is None:
+            await self._is_up.wait()
+        return self._engine, self.generation
+
+    def report(self, generation: int, error: BaseException) -> None:
+        """Somebody's call to the engine of that generation ended with an exception."""
+        if generation == self.generation and self._engine is not None:
+            logger.error("engine %d is in trouble: %s", generation, error)
+            self._down(str(error))
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self._engine is not None:
+            await self._engine.close()
+            self._engine = None
+
+    def _down(self, reason: str) -> None:
+        dead, self._engine = self._engine, None
+        self.trouble = f"the engine is restarting after: {reason}"
+        self._is_up.clear()
+        self._is_needed.set()
+        if dead is not None:
+            self._closing = asyncio.create_task(_close(dead))
+
+    async def _supervise(self) -> None:
+        pause = 0.0
+        while True:
+            await asyncio.sleep(pause)
+            try:
+                engine = await self._factory()
+                self.capabilities = await engine.capabilities()
+            except Exception as error:
+                # Whatever keeps an engine from starting (no torch, no memory) is for people to
+                # read; the server stays up and says so.
+                pause = min(max(0.5, pause * 2), _LONGEST_PAUSE_SECONDS)
+                self.trouble = f"the engine did not start: {error}"
+                logger.exception("the engine did not start; next attempt in %.1f s", pause)
+                continue
+            self.num_restarts += self.generation > 0
+            self.generation += 1
+            self._is_needed.clear()
+            self._engine = engine
+            self._is_up.set()
+            logger.info("engine %d is up", self.generation)
+            for callback in self._on_start:
+                callback()
+            started = asyncio.get_running_loop().time()
+            await self._watch(engine)
+            is_short = asyncio.get_running_loop().time() - started < _LONGEST_PAUSE_SECONDS
+            pause = min(max(0.1, pause * 2), _LONGEST_PAUSE_SECONDS) if is_short else 0.0
+
+    async def _watch(self, engine: Engine) -> None:
+        """Return when the engine is no longer in use."""
+        generation = self.generation
+        while not self._is_needed.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEALTH_SECONDS):
+                    await self._is_needed.wait()
+            if self._is_needed.is_set():
+                return
+            try:
+                health = await engine.health()
+                if not health.alive:
+                    raise EngineDiedError(health.detail)
+            except EngineError as error:
+                self.report(generation, error)
+
+
+async def _close(engine: Engine) -> None:
+    try:
+        await engine.close()
+    except Exception:
+        # It is dead or dying; what it says on the way out changes nothing.
+        logger.debug("closing a dead engine failed", exc_info=True)

@@ -1,0 +1,171 @@
+"""The caller's key, what was done with it, and what it used.
+
+This is a self-hosted service: usage is counted in tokens and bytes, and every amount of money
+is absent rather than invented.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, date, datetime, time, timedelta
+from time import time as now
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinsmith.errors import ValidationError
+from tinsmith.server.auth import Caller
+from tinsmith.server.http import Refusal, answer, nothing, route
+from tinsmith.server.service import Service
+from tinsmith.server.store.base import AuditRecord, UsageRecord
+from tinsmith.types import (
+    ApiKeyDetails,
+    AuditLogEntry,
+    AuditLogResponse,
+    BillingUsageEvent,
+    BillingUsageResponse,
+    CurrentCheckpointStorageUsageItem,
+    CurrentCheckpointStorageUsageResponse,
+    OrganizationDetails,
+    SelfApiKeyResponse,
+    UserDetails,
+)
+
+AREAS = ("all", "checkpoints", "projects", "teams", "organizations")
+_LONGEST_USAGE_DAYS = 14
+_GIGABYTE = 1024**3
+
+
+async def get_own_key(service: Service, caller: Caller, request: Request) -> Response:
+    return answer(
+        SelfApiKeyResponse(
+            key_id=caller.key_id,
+            name=caller.key_name,
+            note=caller.key_note,
+            details=ApiKeyDetails(
+                org_details=OrganizationDetails(name=caller.owner),
+                user_details=UserDetails(email=""),
+            ),
+        )
+    )
+
+
+async def delete_own_key(service: Service, caller: Caller, request: Request) -> Response:
+    if not service.config.auth:
+        raise Refusal(400, "this server runs without authentication; there is no key to revoke")
+    await service.store.revoke_key(caller.key_id, now())
+    service.auth.forget_keys()
+    return nothing()
+
+
+async def audit(service: Service, caller: Caller, request: Request) -> Response:
+    area = request.query_params.get("event_type", "all")
+    if area not in AREAS:
+        raise ValidationError(f"must be one of {', '.join(AREAS)}, got {area[:40]!r}", "event_type")
+    since, until = 0.0, now() + 1
+    if (day := request.query_params.get("day")) is not None:
+        try:
+            start = datetime.combine(date.fromisoformat(day), time(), UTC)
+        except ValueError:
+            raise ValidationError(f"expected YYYY-MM-DD, got {day[:40]!r}", "day") from None
+        since, until = start.timestamp(), (start + timedelta(days=1)).timestamp()
+    wanted = None if area == "all" else area
+    entries = await service.store.list_audit(caller.owner, wanted, since, until)
+    return answer(AuditLogResponse(entries=[_entry(e) for e in entries]))
+
+
+async def usage_events(service: Service, caller: Caller, request: Request) -> Response:
+    start = _hour(request, "starting_on")
+    end = _hour(request, "ending_before")
+    if not start < end <= start + timedelta(days=_LONGEST_USAGE_DAYS):
+        raise ValidationError(
+            f"must be after starting_on and at most {_LONGEST_USAGE_DAYS} days later",
+            "ending_before",
+        )
+    await service.usage.flush()
+    found = await service.store.list_usage(
+        caller.owner, int(start.timestamp() // 3600), int(end.timestamp() // 3600)
+    )
+    sessions: dict[str, Any] = {}
+    for session_id in {u.session_id for u in found if u.session_id}:
+        session = await service.sessions.get(session_id, caller.owner)
+        metadata = None if session is None else session.user_metadata
+        sessions[session_id] = {
+            "user_metadata": metadata and {k: str(v) for k, v in metadata.items()}
+        }
+    return answer(
+        BillingUsageResponse.model_validate(
+            {"data": [_usage_event(caller, u) for u in found], "sessions": sessions}
+        )
+    )
+
+
+async def current_storage(service: Service, caller: Caller, request: Request) -> Response:
+    count, size = await service.store.storage_of(caller.owner)
+    item = CurrentCheckpointStorageUsageItem(
+        project_id=request.query_params.get("project_id"),
+        org_user_urn=caller.user_urn,
+        user_name=caller.owner,
+        checkpoint_count=count,
+        size_bytes=size,
+        size_gigabytes=size / _GIGABYTE,
+    )
+    return answer(CurrentCheckpointStorageUsageResponse(data=[item] if count else []))
+
+
+def _entry(entry: AuditRecord) -> AuditLogEntry:
+    return AuditLogEntry(
+        timestamp=datetime.fromtimestamp(entry.at, UTC),
+        event=entry.event,
+        event_details=entry.details,
+        model_id=entry.model_id,
+        tinker_path=entry.tinker_path,
+    )
+
+
+def _usage_event(caller: Caller, usage: UsageRecord) -> BillingUsageEvent:
+    start = datetime.fromtimestamp(usage.hour * 3600, UTC)
+    if usage.kind == "training":
+        info: dict[str, Any] = {"type": "training", "token_count": usage.count}
+    elif usage.kind == "sampling_sample":
+        info = {"type": "sampling_sample", "token_count": usage.count}
+    else:
+        is_cached = usage.kind == "sampling_prefill_cached"
+        info = {"type": "sampling_prefill", "cached": is_cached, "token_count": usage.count}
+    return BillingUsageEvent.model_validate(
+        {
+            "bucket_start": start,
+            "bucket_end": start + timedelta(hours=1),
+            "base_model": usage.base_model,
+            "user_id": caller.user_urn,
+            "user_name": caller.owner,
+            "session_id": usage.session_id or None,
+            "event_info": info,
+        }
+    )
+
+
+def _hour(request: Request, name: str) -> datetime:
+    text = request.query_params.get(name, "")
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValidationError(f"expected an RFC 3339 time, got {text[:40]!r}", name) from None
+    moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    if (moment.minute, moment.second, moment.microsecond) != (0, 0, 0):
+        raise ValidationError(f"must be a whole hour, got {text[:40]!r}", name)
+    return moment
+
+
+ROUTES = [
+    route("GET", "/auth/apikey/me", get_own_key, gives=SelfApiKeyResponse),
+    route("DELETE", "/auth/apikey/me", delete_own_key),
+    route("GET", "/audit", audit, gives=AuditLogResponse),
+    route("GET", "/billing/usage/events", usage_events, gives=BillingUsageResponse),
+    route(
+        "GET",
+        "/billing/usage/checkpoints/current",
+        current_storage,
+        gives=CurrentCheckpointStorageUsageResponse,
+    ),
+]

@@ -1,0 +1,202 @@
+"""Checkpoints: listing, publishing, expiry, deleting, and fetching their files."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tarfile
+import time
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from pathlib import Path
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+
+from tinsmith.server.auth import Caller
+from tinsmith.server.http import (
+    answer,
+    check_signature,
+    not_found,
+    nothing,
+    open_route,
+    query_int,
+    read_body,
+    route,
+    signed_url,
+)
+from tinsmith.server.service import Service
+from tinsmith.server.store.base import CheckpointRecord
+from tinsmith.types import (
+    Checkpoint,
+    CheckpointArchiveUrlResponse,
+    CheckpointsListResponse,
+    Cursor,
+    ExternalWeightsUrlsResponse,
+    SetCheckpointTtlRequest,
+)
+from tinsmith.wire import dialects
+
+_CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
+
+async def list_run_checkpoints(service: Service, caller: Caller, request: Request) -> Response:
+    run_id = request.path_params["run_id"]
+    model = await service.store.get_model(run_id)
+    if model is None or model.owner != caller.owner:
+        raise not_found("training run", run_id)
+    found = await service.store.list_checkpoints(run_id)
+    return answer(CheckpointsListResponse(checkpoints=[checkpoint_message(c) for c in found]))
+
+
+async def list_checkpoints(service: Service, caller: Caller, request: Request) -> Response:
+    limit = query_int(request, "limit", 100, most=1000)
+    offset = query_int(request, "offset", 0, most=2**53)
+    page = await service.store.list_owner_checkpoints(caller.owner, limit, offset)
+    return answer(
+        CheckpointsListResponse(
+            checkpoints=[checkpoint_message(c) for c in page.items],
+            cursor=Cursor(offset=offset, limit=limit, total_count=page.total),
+        )
+    )
+
+
+async def delete_checkpoint(service: Service, caller: Caller, request: Request) -> Response:
+    await service.checkpoints.delete(await _owned(service, caller, request))
+    return nothing()
+
+
+async def publish(service: Service, caller: Caller, request: Request) -> Response:
+    # Publishing what is public already changes nothing; a 409 would be retried for minutes.
+    await service.checkpoints.publish(await _owned(service, caller, request), is_public=True)
+    return nothing()
+
+
+async def unpublish(service: Service, caller: Caller, request: Request) -> Response:
+    await service.checkpoints.publish(await _owned(service, caller, request), is_public=False)
+    return nothing()
+
+
+async def set_ttl(service: Service, caller: Caller, request: Request) -> Response:
+    checkpoint = await _owned(service, caller, request)
+    body = await read_body(service, request)
+    message = dialects.decode(SetCheckpointTtlRequest, body, service.limits)
+    await service.checkpoints.set_ttl(checkpoint, message.ttl_seconds)
+    return nothing()
+
+
+async def external_weights_urls(service: Service, caller: Caller, request: Request) -> Response:
+    checkpoint = await _owned(service, caller, request)
+    expires = int(time.time()) + service.config.signed_url_seconds
+    urls = {
+        name: signed_url(service, f"/files/{checkpoint.weights_id}/{quote(name)}", expires)
+        for name in service.weights.files(checkpoint.weights_id)
+    }
+    return answer(ExternalWeightsUrlsResponse(urls=urls, expires=_moment(expires)))
+
+
+async def archive(service: Service, caller: Caller, request: Request) -> Response:
+    """For clients up to 0.35.0: the place of a tar file, as JSON or as a redirect."""
+    checkpoint = await _owned(service, caller, request)
+    expires = int(time.time()) + service.config.signed_url_seconds
+    url = signed_url(service, f"/archives/{checkpoint.weights_id}.tar", expires)
+    # Releases up to 0.22.1 read the redirect only; they send two Accept headers.
+    if "application/gzip" not in ",".join(request.headers.getlist("accept")):
+        return answer(CheckpointArchiveUrlResponse(url=url, expires=_moment(expires)))
+    when = format_datetime(_moment(expires), usegmt=True)
+    return Response(status_code=302, headers={"location": url, "expires": when})
+
+
+async def get_file(service: Service, request: Request) -> Response:
+    """One file of some weights, for whoever has a signed URL."""
+    weights_id, name = request.path_params["weights_id"], request.path_params["name"]
+    check_signature(service, request)
+    if name not in service.weights.files(weights_id):
+        raise not_found("file", name)
+    return FileResponse(service.weights.folder(weights_id) / name)
+
+
+async def get_archive(service: Service, request: Request) -> Response:
+    """All files of some weights as a tar, for whoever has a signed URL."""
+    weights_id = request.path_params["weights_id"]
+    check_signature(service, request)
+    if not service.weights.files(weights_id):
+        raise not_found("archive", weights_id)
+    stream = _tar(service.weights.folder(weights_id))
+    return StreamingResponse(stream, media_type="application/x-tar")
+
+
+def checkpoint_message(checkpoint: CheckpointRecord) -> Checkpoint:
+    return Checkpoint.model_validate(
+        {
+            "checkpoint_id": checkpoint.checkpoint_id,
+            "checkpoint_type": checkpoint.checkpoint_type,
+            "time": _moment(checkpoint.created_at),
+            "tinker_path": checkpoint.tinker_path,
+            "size_bytes": checkpoint.size_bytes,
+            "public": checkpoint.is_public,
+            "user_metadata": checkpoint.user_metadata,
+            "expires_at": None if checkpoint.expires_at is None else _moment(checkpoint.expires_at),
+        }
+    )
+
+
+async def _owned(service: Service, caller: Caller, request: Request) -> CheckpointRecord:
+    run_id, checkpoint_id = request.path_params["run_id"], _checkpoint_id(request)
+    found = await service.checkpoints.owned(run_id, checkpoint_id, caller.owner)
+    if found is None:
+        raise not_found("checkpoint", f"tinker://{run_id}/{checkpoint_id}")
+    return found
+
+
+def _checkpoint_id(request: Request) -> str:
+    return f"{request.path_params['kind']}/{request.path_params['name']}"
+
+
+async def _tar(folder: Path) -> AsyncIterator[bytes]:
+    """A tar of a folder as it is read, through a pipe: nothing is written or held as a whole."""
+    reading, writing = os.pipe()
+
+    def write() -> None:
+        with open(writing, "wb") as sink, tarfile.open(fileobj=sink, mode="w|") as tar:  # noqa: PTH123
+            for file in sorted(folder.rglob("*")):
+                tar.add(file, arcname=str(file.relative_to(folder)), recursive=False)
+
+    task = asyncio.create_task(asyncio.to_thread(write))
+    with open(reading, "rb", buffering=0) as source:  # noqa: ASYNC230, PTH123
+        while part := await asyncio.to_thread(source.read, 1 << 20):
+            yield part
+    await task
+
+
+def _moment(at: float) -> datetime:
+    return datetime.fromtimestamp(at, UTC)
+
+
+ROUTES = [
+    route("GET", "/checkpoints", list_checkpoints, gives=CheckpointsListResponse),
+    route(
+        "GET",
+        "/training_runs/{run_id}/checkpoints",
+        list_run_checkpoints,
+        gives=CheckpointsListResponse,
+    ),
+    route(
+        "GET", "/models/{run_id}/checkpoints", list_run_checkpoints, gives=CheckpointsListResponse
+    ),
+    route("POST", f"{_CHECKPOINT}/publish", publish),
+    route("DELETE", f"{_CHECKPOINT}/publish", unpublish),
+    route("PUT", f"{_CHECKPOINT}/ttl", set_ttl, takes=SetCheckpointTtlRequest),
+    route(
+        "GET",
+        f"{_CHECKPOINT}/external_weights_urls",
+        external_weights_urls,
+        gives=ExternalWeightsUrlsResponse,
+    ),
+    route("GET", f"{_CHECKPOINT}/archive", archive, gives=CheckpointArchiveUrlResponse),
+    route("DELETE", _CHECKPOINT, delete_checkpoint),
+    open_route("GET", "/files/{weights_id}/{name:path}", get_file),
+    open_route("GET", "/archives/{weights_id}.tar", get_archive),
+]

@@ -1,0 +1,156 @@
+"""Results: waiting for one, waiting for any of a sampler's, giving one up.
+
+A question is held open until the answer is there or the time is up. "Not yet" is 408 with a body:
+clients ask again at once either way, and this way without a line in their logs.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinsmith.server.auth import Caller
+from tinsmith.server.futures import Outcome
+from tinsmith.server.http import Refusal, answer, not_found, nothing, read_body, route
+from tinsmith.server.sampling import REQUEST_PREFIX
+from tinsmith.server.service import Service
+from tinsmith.server.store.base import OperationRecord
+from tinsmith.types import (
+    CancelFutureRequest,
+    FutureRetrieveRequest,
+    FuturesRetrieveRequest,
+    FuturesRetrieveResponse,
+    MetadataOnlyResponse,
+    RequestErrorCategory,
+    RequestFailedResponse,
+    TryAgainResponse,
+)
+from tinsmith.wire import dialects, proto
+
+
+async def retrieve_future(service: Service, caller: Caller, request: Request) -> Response:
+    body = await read_body(service, request)
+    message = dialects.decode(FutureRetrieveRequest, body, service.limits)
+    request_id = message.request_id
+    if request_id.startswith(REQUEST_PREFIX):
+        outcome = await _sampled(service, caller, request_id)
+    else:
+        outcome = await _trained(service, caller, request_id)
+    if outcome is None:
+        return _try_again(service, request_id)
+    if outcome.error is not None:
+        category = RequestErrorCategory(outcome.category)
+        return answer(RequestFailedResponse(error=outcome.error, category=category))
+    if message.allow_metadata_only and len(outcome.body) > service.config.metadata_only_bytes:
+        return answer(MetadataOnlyResponse(response_payload_size=len(outcome.body)))
+    return _result(outcome, request.headers.get("accept", ""))
+
+
+async def retrieve_futures(service: Service, caller: Caller, request: Request) -> Response:
+    body = await read_body(service, request)
+    message = dialects.decode(FuturesRetrieveRequest, body, service.limits)
+    target = message.target
+    sampler = await service.samplers.get(target.sampling_session_id, caller.owner)
+    if sampler is None:
+        raise not_found("sampling session", target.sampling_session_id)
+    service.sampling.promises.forget(
+        [i for i in message.retrieved_request_ids if _is_own_sample(service, caller, i)]
+    )
+    seconds = service.config.hold_seconds
+    if message.timeout is not None:
+        seconds = min(max(0.0, message.timeout), seconds)
+    found = await service.sampling.completions(
+        sampler.sampler_id, target.cloned_sampler_id, message.prev_cursor, seconds
+    )
+    cursor = max((number for number, _ in found), default=message.prev_cursor)
+    return answer(FuturesRetrieveResponse(completions=[c for _, c in found], cursor=cursor))
+
+
+async def cancel_future(service: Service, caller: Caller, request: Request) -> Response:
+    body = await read_body(service, request)
+    message = dialects.decode(CancelFutureRequest, body, service.limits)
+    if _is_own_sample(service, caller, message.request_id):
+        await service.sampling.cancel(message.request_id)
+    return nothing()
+
+
+async def _sampled(service: Service, caller: Caller, request_id: str) -> Outcome | None:
+    promise = service.sampling.promises.get(request_id)
+    if promise is None or promise.owner != caller.owner:
+        raise Refusal(410, f"the result of {request_id[:80]} is no longer here; send it again")
+    outcome = await service.sampling.promises.wait(promise, service.config.hold_seconds)
+    if outcome is not None:
+        promise.retrieved_at = time.time()
+    return outcome
+
+
+async def _trained(service: Service, caller: Caller, request_id: str) -> Outcome | None:
+    promise = service.promises.get(request_id)
+    if promise is not None:
+        if promise.owner != caller.owner:
+            raise not_found("request", request_id)
+        outcome = await service.promises.wait(promise, service.config.hold_seconds)
+    else:
+        operation = await service.store.get_operation(request_id)
+        if operation is None or operation.owner != caller.owner:
+            raise not_found("request", request_id)
+        outcome = _stored(operation)
+    if outcome is not None:
+        service.retrieved[request_id] = time.time()
+    return outcome
+
+
+def _stored(operation: OperationRecord) -> Outcome | None:
+    if operation.status == "pending":
+        return None
+    if operation.status == "failed":
+        return Outcome(error=operation.error or "", category=operation.category or "unknown")
+    if operation.result_type == "dropped" or operation.result is None:
+        raise Refusal(410, f"the result of {operation.request_id} was kept too long ago to be here")
+    result_type: Literal["output", "json"] = (
+        "output" if operation.result_type == "output" else "json"
+    )
+    return Outcome(result_type=result_type, body=bytes(operation.result))
+
+
+def _result(outcome: Outcome, accept: str) -> Response:
+    if outcome.result_type == "json":
+        return Response(outcome.body, media_type=dialects.JSON_TYPE)
+    if dialects.PROTO_TYPE in accept:
+        return Response(outcome.body, media_type=dialects.PROTO_TYPE)
+    decode = proto.decode_output if outcome.result_type == "output" else proto.decode_sample
+    content_type, body = dialects.encode_result(decode(outcome.body), accept)
+    return Response(body, media_type=content_type)
+
+
+def _try_again(service: Service, request_id: str) -> Response:
+    """Say honestly why there is no result yet."""
+    if not service.engines.is_up:
+        state: Literal["active", "paused_capacity"] = "paused_capacity"
+        reason = service.engines.trouble
+    else:
+        state, reason = "active", None
+    return answer(
+        TryAgainResponse(request_id=request_id, queue_state=state, queue_state_reason=reason), 408
+    )
+
+
+def _is_own_sample(service: Service, caller: Caller, request_id: str) -> bool:
+    promise = service.sampling.promises.get(request_id)
+    return promise is not None and promise.owner == caller.owner
+
+
+ROUTES = [
+    route("POST", "/retrieve_future", retrieve_future, takes=FutureRetrieveRequest),
+    route(
+        "POST",
+        "/retrieve_futures",
+        retrieve_futures,
+        takes=FuturesRetrieveRequest,
+        gives=FuturesRetrieveResponse,
+    ),
+    route("POST", "/cancel_future", cancel_future, takes=CancelFutureRequest),
+]

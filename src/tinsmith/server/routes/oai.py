@@ -1,0 +1,212 @@
+"""The OpenAI-compatible endpoints: poke at a base model or a checkpoint with any OpenAI client.
+
+What a client asks for and we cannot do is refused by name; nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from tinsmith.engine.base import Failure, SampleJob, TokensSampled
+from tinsmith.errors import EngineError, ValidationError
+from tinsmith.server.auth import Caller
+from tinsmith.server.http import Refusal, answer, read_body, route
+from tinsmith.server.oai import (
+    Ask,
+    Asked,
+    choice,
+    completion,
+    error_body,
+    read_chat,
+    read_completion,
+)
+from tinsmith.server.service import Service
+from tinsmith.server.store.base import SamplerRecord
+from tinsmith.server.text import TextModel, TextStream
+from tinsmith.types import ModelInput, SampledSequence, SampleResponse
+from tinsmith.wire import json
+
+PREFIX = "/oai/api/v1"
+
+
+async def list_models(service: Service, caller: Caller, request: Request) -> Response:
+    models = (await service.capabilities()).models
+    page = await service.store.list_owner_checkpoints(caller.owner, 1000, 0)
+    names = [m.name for m in models if m.is_sampleable]
+    names += [c.tinker_path for c in page.items if c.checkpoint_type == "sampler"]
+    data = [{"id": name, "object": "model", "created": 0, "owned_by": "tinsmith"} for name in names]
+    return answer({"object": "list", "data": data})
+
+
+async def completions(service: Service, caller: Caller, request: Request) -> Response:
+    fields = json.parse(await read_body(service, request), service.limits)
+    return await _respond(service, caller, read_completion(fields))
+
+
+async def chat_completions(service: Service, caller: Caller, request: Request) -> Response:
+    fields = json.parse(await read_body(service, request), service.limits)
+    return await _respond(service, caller, read_chat(fields))
+
+
+async def _respond(service: Service, caller: Caller, ask: Ask) -> Response:
+    if service.sampling.is_full:
+        raise Refusal(429, "too many requests are under way; try again", {"retry-after": "1"})
+    sampler = await _sampler(service, caller, ask.model)
+    base = await service.base_model(sampler.base_model)
+    if base is None:
+        raise Refusal(404, f"no base model called {sampler.base_model!r} is served")
+    text = await asyncio.to_thread(service.text_models.get, base)
+    prompts = await asyncio.to_thread(_prompts, text, ask)
+    asked = Asked(
+        ask=ask,
+        answer_id=f"{'chatcmpl' if ask.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        num_prompt_tokens=sum(len(p) for p in prompts),
+    )
+    jobs = [_job(ask, sampler, prompt) for prompt in prompts]
+    if ask.stream:
+        first = _streamed(service, sampler, jobs, asked, text)
+        return StreamingResponse(first, media_type="text/event-stream")
+    responses = await asyncio.gather(*[_run(service, sampler, job) for job in jobs])
+    choices: list[dict[str, Any]] = []
+    for response in responses:
+        for sequence in response.sequences:
+            choices.append(choice(asked, len(choices), _whole(text, ask, sequence), sequence, text))
+    sampled = sum(len(s.tokens) for r in responses for s in r.sequences)
+    return answer(completion(asked, choices, sampled))
+
+
+async def _run(service: Service, sampler: SamplerRecord, job: SampleJob) -> SampleResponse:
+    try:
+        async with aclosing(service.sampling.stream(sampler, job)) as events:
+            async for event in events:
+                if isinstance(event, Failure):
+                    raise _refusal(event)
+                if isinstance(event, SampleResponse):
+                    return event
+    except EngineError as error:
+        raise Refusal(503, f"the engine is restarting: {error}") from None
+    raise Refusal(503, "the engine gave no result")
+
+
+async def _streamed(
+    service: Service,
+    sampler: SamplerRecord,
+    jobs: list[SampleJob],
+    asked: Asked,
+    text: TextModel,
+) -> AsyncIterator[bytes]:
+    """Server-sent events, token by token; leaving gives the job up and frees its place."""
+    try:
+        for number, job in enumerate(jobs):
+            async for chunk in _stream_job(service, sampler, job, number, asked, text):
+                yield _event(chunk)
+    except Refusal as refusal:
+        yield _event(error_body(refusal.status, refusal.detail))
+    except EngineError as error:
+        yield _event(error_body(503, f"the engine is restarting: {error}"))
+    if asked.ask.include_usage:
+        yield _event(asked.usage_chunk())
+    yield b"data: [DONE]\n\n"
+
+
+async def _stream_job(
+    service: Service,
+    sampler: SamplerRecord,
+    job: SampleJob,
+    number: int,
+    asked: Asked,
+    text: TextModel,
+) -> AsyncIterator[dict[str, Any]]:
+    first = number * job.num_samples
+    streams = [TextStream(text, asked.ask.stops) for _ in range(job.num_samples)]
+    for index in range(job.num_samples):
+        if asked.ask.is_chat:
+            yield asked.chunk(first + index, {"role": "assistant", "content": ""})
+    async with aclosing(service.sampling.stream(sampler, job)) as events:
+        async for event in events:
+            if isinstance(event, Failure):
+                raise _refusal(event)
+            if isinstance(event, TokensSampled):
+                new = streams[event.index].add(event.tokens.tolist())
+                asked.num_sampled_tokens += len(event.tokens)
+                logprobs = asked.logprobs(event.tokens.tolist(), event.logprobs.tolist(), text)
+                if new or logprobs is not None:
+                    yield asked.chunk(first + event.index, asked.delta(new), logprobs=logprobs)
+            elif isinstance(event, SampleResponse):
+                for index, sequence in enumerate(event.sequences):
+                    rest = streams[index].finish()
+                    if rest:
+                        yield asked.chunk(first + index, asked.delta(rest))
+                    yield asked.chunk(first + index, asked.delta(""), reason=sequence.stop_reason)
+
+
+async def _sampler(service: Service, caller: Caller, model: str) -> SamplerRecord:
+    """A sampler for this one request: a base model's, or a checkpoint's."""
+    base_model, weights_id = model, None
+    if model.startswith("tinker://"):
+        try:
+            checkpoint = await service.checkpoints.readable(model, caller.owner)
+            weights = await service.checkpoints.weights_of(checkpoint)
+        except ValidationError:
+            raise Refusal(404, f"there is no checkpoint {model[:200]!r}") from None
+        base_model, weights_id = weights.base_model, weights.weights_id
+    elif await service.base_model(model) is None:
+        served = ", ".join(m.name for m in (await service.capabilities()).models)
+        raise Refusal(404, f"no model called {model[:200]!r}; served: {served}")
+    return SamplerRecord(
+        sampler_id="oai",
+        session_id="",
+        sampling_session_seq_id=-1,
+        owner=caller.owner,
+        base_model=base_model,
+        weights_id=weights_id,
+        created_at=time.time(),
+    )
+
+
+def _prompts(text: TextModel, ask: Ask) -> list[list[int]]:
+    if ask.is_chat:
+        return [text.render_chat(ask.messages)]
+    return [p if isinstance(p, list) else text.encode(p) for p in ask.prompts]
+
+
+def _job(ask: Ask, sampler: SamplerRecord, prompt: list[int]) -> SampleJob:
+    return SampleJob(
+        job_id=f"oai-{uuid.uuid4().hex}",
+        base_model=sampler.base_model,
+        sampler_id=sampler.weights_id,
+        prompt=ModelInput.from_ints(prompt),
+        params=ask.params,
+        num_samples=ask.n,
+        topk_sample_logprobs=ask.top_logprobs,
+        stream=ask.stream,
+    )
+
+
+def _whole(text: TextModel, ask: Ask, sequence: SampledSequence) -> str:
+    stream = TextStream(text, ask.stops)
+    return stream.add(sequence.tokens) + stream.finish()
+
+
+def _refusal(failure: Failure) -> Refusal:
+    return Refusal(400 if failure.category == "user" else 503, failure.message)
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.encode(data) + b"\n\n"
+
+
+ROUTES = [
+    route("GET", "/models", list_models, prefix=PREFIX, errors=error_body),
+    route("POST", "/completions", completions, prefix=PREFIX, errors=error_body),
+    route("POST", "/chat/completions", chat_completions, prefix=PREFIX, errors=error_body),
+]

@@ -1,0 +1,33 @@
+"""For those who run the server: is it alive, can it serve, what is it doing."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from tinsmith.server.http import API, answer, open_route
+from tinsmith.server.service import Service
+from tinsmith.types import HealthResponse
+
+
+async def healthz(service: Service, request: Request) -> Response:
+    return answer(HealthResponse(status="ok"))
+
+
+async def readyz(service: Service, request: Request) -> Response:
+    if service.is_draining or not service.engines.is_up:
+        reason = "the server is stopping" if service.is_draining else service.engines.trouble
+        return answer({"status": "not ready", "detail": reason}, 503)
+    return answer({"status": "ready"})
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    return PlainTextResponse(service.metrics.render(), media_type="text/plain; version=0.0.4")
+
+
+ROUTES = [
+    open_route("GET", "/healthz", healthz, prefix=API, gives=HealthResponse),
+    open_route("GET", "/healthz", healthz, prefix="", gives=HealthResponse),
+    open_route("GET", "/readyz", readyz, prefix=""),
+    open_route("GET", "/metrics", metrics, prefix=""),
+]

@@ -1,0 +1,83 @@
+"""Training runs: every model that was ever created, with its newest checkpoints."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinsmith.errors import ValidationError
+from tinsmith.server.auth import Caller
+from tinsmith.server.http import answer, not_found, query_int, route
+from tinsmith.server.routes.checkpoints import checkpoint_message
+from tinsmith.server.service import Service
+from tinsmith.server.store.base import CheckpointRecord, ModelRecord
+from tinsmith.types import Checkpoint, Cursor, LoraConfig, TrainingRun, TrainingRunsResponse
+
+
+async def list_training_runs(service: Service, caller: Caller, request: Request) -> Response:
+    _check_scope(request)
+    limit = query_int(request, "limit", 20, most=1000)
+    offset = query_int(request, "offset", 0, most=2**53)
+    project_id = request.query_params.get("project_id")
+    page = await service.store.list_models(caller.owner, limit, offset, project_id)
+    return answer(
+        TrainingRunsResponse(
+            training_runs=[await _run(service, model) for model in page.items],
+            cursor=Cursor(offset=offset, limit=limit, total_count=page.total),
+        )
+    )
+
+
+async def get_training_run(service: Service, caller: Caller, request: Request) -> Response:
+    run_id = request.path_params["run_id"]
+    is_accessible = _check_scope(request) == "accessible"
+    model = await service.store.get_model(run_id)
+    if model is not None and model.owner != caller.owner:
+        # What is published may be looked at by those who say that they mean others' runs too.
+        checkpoints = await service.store.list_checkpoints(run_id) if is_accessible else []
+        model = model if any(c.is_public for c in checkpoints) else None
+    if model is None:
+        raise not_found("training run", run_id)
+    return answer(await _run(service, model, only_public=model.owner != caller.owner))
+
+
+async def _run(service: Service, model: ModelRecord, *, only_public: bool = False) -> TrainingRun:
+    checkpoints = [
+        c
+        for c in await service.store.list_checkpoints(model.model_id)
+        if c.is_public or not only_public
+    ]
+    return TrainingRun(
+        training_run_id=model.model_id,
+        base_model=model.base_model,
+        model_owner=model.owner,
+        is_lora=True,
+        corrupted=model.is_corrupted,
+        lora_rank=LoraConfig(**model.lora).rank,
+        last_request_time=datetime.fromtimestamp(model.last_request_at, UTC),
+        last_checkpoint=_newest(checkpoints, "training"),
+        last_sampler_checkpoint=_newest(checkpoints, "sampler"),
+        user_metadata=None
+        if model.user_metadata is None
+        else {key: str(value) for key, value in model.user_metadata.items()},
+    )
+
+
+def _newest(checkpoints: list[CheckpointRecord], kind: str) -> Checkpoint | None:
+    found = [c for c in checkpoints if c.checkpoint_type == kind]
+    return checkpoint_message(max(found, key=lambda c: c.created_at)) if found else None
+
+
+def _check_scope(request: Request) -> str:
+    scope = request.query_params.get("access_scope", "owned")
+    if scope not in ("owned", "accessible"):
+        raise ValidationError(f"must be owned or accessible, got {scope[:40]!r}", "access_scope")
+    return scope
+
+
+ROUTES = [
+    route("GET", "/training_runs", list_training_runs, gives=TrainingRunsResponse),
+    route("GET", "/training_runs/{run_id}", get_training_run, gives=TrainingRun),
+]

@@ -1,0 +1,202 @@
+"""Sampling sessions and sampling requests."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from tinsmith.engine.base import SampleJob, TokensSampled
+from tinsmith.errors import EngineError, ValidationError
+from tinsmith.server.auth import Caller
+from tinsmith.server.http import Refusal, answer, not_found, read_body, route
+from tinsmith.server.routes.sessions import active_session
+from tinsmith.server.routes.training import check_base_model
+from tinsmith.server.sampling import sample_job
+from tinsmith.server.service import Service
+from tinsmith.server.store.base import SamplerRecord
+from tinsmith.types import (
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    GetSamplerResponse,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
+    SampleRequest,
+    SampleResponse,
+    UntypedAPIFuture,
+)
+from tinsmith.wire import dialects, json
+
+MAX_SAMPLES = 4096
+"""Most continuations of one prompt in one request."""
+
+_RETRY_AFTER_MS = "1000"
+
+
+async def create_sampling_session(service: Service, caller: Caller, request: Request) -> Response:
+    body = await read_body(service, request)
+    message = dialects.decode(CreateSamplingSessionRequest, body, service.limits)
+    session = await active_session(service, caller, message.session_id)
+    base_model, weights_id = await _source(service, caller, message)
+    sampler = await service.samplers.create(
+        SamplerRecord(
+            sampler_id=f"{session.session_id}:sample:{message.sampling_session_seq_id}",
+            session_id=session.session_id,
+            sampling_session_seq_id=message.sampling_session_seq_id,
+            owner=caller.owner,
+            base_model=base_model,
+            model_path=message.model_path,
+            weights_id=weights_id,
+            created_at=time.time(),
+        )
+    )
+    return answer(CreateSamplingSessionResponse(sampling_session_id=sampler.sampler_id))
+
+
+async def join_sampling_session(service: Service, caller: Caller, request: Request) -> Response:
+    body = await read_body(service, request)
+    message = dialects.decode(JoinSamplingSessionRequest, body, service.limits)
+    sampler = await _owned_sampler(service, caller, message.sampling_session_id)
+    counter = await service.store.join_sampler(sampler.sampler_id)
+    return answer(JoinSamplingSessionResponse(client_counter=counter))
+
+
+async def get_sampler(service: Service, caller: Caller, request: Request) -> Response:
+    sampler = await _owned_sampler(service, caller, request.path_params["sampler_id"])
+    return answer(
+        GetSamplerResponse(
+            sampler_id=sampler.sampler_id,
+            base_model=sampler.base_model,
+            model_path=sampler.model_path,
+        )
+    )
+
+
+async def asample(service: Service, caller: Caller, request: Request) -> Response:
+    body = await read_body(service, request)
+    message = dialects.decode(SampleRequest, body, service.limits)
+    sampler = await _sampler_of(service, caller, message)
+    promise = None
+    if message.seq_id is not None:
+        promise = service.sampling.find(sampler.sampler_id, message.seq_id)
+    if promise is None:
+        _check_room(service)
+        promise = service.sampling.submit(sampler, message)
+    ids = [f"{promise.request_id}:{index}" for index in range(message.num_samples)]
+    return answer(UntypedAPIFuture(request_id=promise.request_id, sample_sequence_ids=ids))
+
+
+async def sample_stream(service: Service, caller: Caller, request: Request) -> Response:
+    """A sample token by token, as server-sent events: `tokens`, `finish` and `error`.
+
+    Beside the protocol: the official client has no such call. A client that leaves frees its place.
+    """
+    body = await read_body(service, request)
+    message = dialects.decode(SampleRequest, body, service.limits)
+    sampler = await _sampler_of(service, caller, message)
+    _check_room(service)
+    job = replace(sample_job(uuid.uuid4().hex, sampler, message), stream=True)
+    return StreamingResponse(_events(service, sampler, job), media_type="text/event-stream")
+
+
+async def _events(service: Service, sampler: SamplerRecord, job: SampleJob) -> AsyncIterator[bytes]:
+    try:
+        async with aclosing(service.sampling.stream(sampler, job)) as events:
+            async for event in events:
+                if isinstance(event, TokensSampled):
+                    tokens, logprobs = event.tokens.tolist(), event.logprobs.tolist()
+                    yield _event("tokens", index=event.index, tokens=tokens, logprobs=logprobs)
+                elif isinstance(event, SampleResponse):
+                    for index, sequence in enumerate(event.sequences):
+                        yield _event("finish", index=index, stop_reason=sequence.stop_reason)
+                else:
+                    yield _event("error", error=event.message, category=event.category)
+    except EngineError as error:
+        yield _event("error", error=f"the engine is restarting: {error}", category="server")
+
+
+def _event(kind: str, **data: object) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + json.encode(data) + b"\n\n"
+
+
+async def _source(
+    service: Service, caller: Caller, message: CreateSamplingSessionRequest
+) -> tuple[str, str | None]:
+    """The base model to sample and the weights to put on it."""
+    if message.model_path is None:
+        if message.base_model is None:
+            raise ValidationError("give base_model or model_path")
+        await check_base_model(service, message.base_model)
+        return message.base_model, None
+    try:
+        checkpoint = await service.checkpoints.readable(message.model_path, caller.owner)
+    except ValidationError:
+        raise not_found("checkpoint", message.model_path) from None
+    weights = await service.checkpoints.weights_of(checkpoint)
+    if message.base_model not in (None, weights.base_model):
+        raise ValidationError(
+            f"{message.model_path} belongs to {weights.base_model!r}", "base_model"
+        )
+    await check_base_model(service, weights.base_model)
+    return weights.base_model, weights.weights_id
+
+
+async def _owned_sampler(service: Service, caller: Caller, sampler_id: str) -> SamplerRecord:
+    sampler = await service.samplers.get(sampler_id, caller.owner)
+    if sampler is None:
+        raise not_found("sampling session", sampler_id)
+    return sampler
+
+
+async def _sampler_of(service: Service, caller: Caller, message: SampleRequest) -> SamplerRecord:
+    """The sampler that a checked request is for."""
+    if message.sampling_session_id is None:
+        raise ValidationError("the request needs this text", "sampling_session_id")
+    sampler = await _owned_sampler(service, caller, message.sampling_session_id)
+    service.sessions.touch(sampler.session_id)
+    _check(message)
+    return sampler
+
+
+def _check_room(service: Service) -> None:
+    if service.sampling.is_full:
+        raise Refusal(
+            429,
+            "too many sampling requests are under way; wait and send this one again",
+            {"retry-after-ms": _RETRY_AFTER_MS, "retry-after": "1"},
+        )
+
+
+def _check(message: SampleRequest) -> None:
+    if not 1 <= message.num_samples <= MAX_SAMPLES:
+        raise ValidationError(
+            f"must be between 1 and {MAX_SAMPLES}, got {message.num_samples}", "num_samples"
+        )
+    if message.record_stability_info:
+        raise ValidationError("this server records none", "record_stability_info")
+
+
+ROUTES = [
+    route(
+        "POST",
+        "/create_sampling_session",
+        create_sampling_session,
+        takes=CreateSamplingSessionRequest,
+        gives=CreateSamplingSessionResponse,
+    ),
+    route(
+        "POST",
+        "/join_sampling_session",
+        join_sampling_session,
+        takes=JoinSamplingSessionRequest,
+        gives=JoinSamplingSessionResponse,
+    ),
+    route("GET", "/samplers/{sampler_id}", get_sampler, gives=GetSamplerResponse),
+    route("POST", "/asample", asample, takes=SampleRequest, gives=UntypedAPIFuture),
+    route("POST", "/sample_stream", sample_stream, takes=SampleRequest),
+]

@@ -1,0 +1,300 @@
+"""Creating models and training them. Everything here is answered with a promise."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinsmith.engine.base import BaseModelInfo
+from tinsmith.errors import ValidationError
+from tinsmith.server.auth import Caller
+from tinsmith.server.http import Refusal, answer, read_body, route
+from tinsmith.server.routes.sessions import active_session
+from tinsmith.server.service import Service
+from tinsmith.server.store.base import (
+    CustomLossRecord,
+    ModelRecord,
+    OperationRecord,
+    SessionRecord,
+)
+from tinsmith.server.submission import owned_model, submit
+from tinsmith.types import (
+    AdamOptimizerConfig,
+    AdamParams,
+    CreateCustomLossRequest,
+    CreateCustomLossResponse,
+    CreateModelRequest,
+    ForwardBackwardRequest,
+    ForwardRequest,
+    GetInfoRequest,
+    GetInfoResponse,
+    LoraConfig,
+    ModelData,
+    OptimizerConfigBase,
+    OptimStepRequest,
+    UnloadModelRequest,
+    UntypedAPIFuture,
+)
+from tinsmith.types.custom_loss import CustomLossInput
+from tinsmith.wire import dialects, json
+
+
+async def create_model(service: Service, caller: Caller, request: Request) -> Response:
+    body = await read_body(service, request)
+    message = dialects.decode(CreateModelRequest, body, service.limits)
+    session = await active_session(service, caller, message.session_id)
+    await check_base_model(service, message.base_model)
+    if message.lora_config is None:
+        raise ValidationError("only LoRA training is served; this is needed", "lora_config")
+    check_optimizer(message.optimizer_config)
+    max_rank = (await service.capabilities()).max_lora_rank
+    if not 1 <= message.lora_config.rank <= max_rank:
+        raise ValidationError(
+            f"must be between 1 and {max_rank}, got {message.lora_config.rank}", "lora_config.rank"
+        )
+    model = new_model(
+        session,
+        message.model_seq_id,
+        message.base_model,
+        message.lora_config,
+        message.user_metadata,
+    )
+    await check_model_limit(service, caller)
+    request_id = await service.recorder.submit(
+        owner=caller.owner,
+        kind="create_model",
+        model_id=model.model_id,
+        seq_id=0,
+        body=body,
+        content_type=dialects.JSON_TYPE,
+        request=message,
+        new_model=model,
+    )
+    return answer(UntypedAPIFuture(request_id=request_id, model_id=model.model_id))
+
+
+async def get_info(service: Service, caller: Caller, request: Request) -> Response:
+    message = dialects.decode(GetInfoRequest, await read_body(service, request), service.limits)
+    model = await owned_model(service, caller, message.model_id)
+    base = await service.base_model(model.record.base_model)
+    return answer(
+        GetInfoResponse(
+            type="get_info",
+            model_id=model.model_id,
+            model_name=model.record.base_model,
+            model_data=ModelData(
+                arch=None if base is None else base.architecture,
+                model_name=model.record.base_model,
+                tokenizer_id=_tokenizer_id(service, base),
+            ),
+            is_lora=True,
+            lora_rank=model.lora.rank,
+        )
+    )
+
+
+async def forward_backward(service: Service, caller: Caller, request: Request) -> Response:
+    return await _pass(service, caller, request, forward_only=False)
+
+
+async def forward(service: Service, caller: Caller, request: Request) -> Response:
+    return await _pass(service, caller, request, forward_only=True)
+
+
+async def _pass(
+    service: Service, caller: Caller, request: Request, *, forward_only: bool
+) -> Response:
+    body = await read_body(service, request)
+    content_type = request.headers.get("content-type", "")
+    return await submit(
+        service,
+        caller,
+        kind=lambda r: "forward" if isinstance(r, ForwardRequest) else "forward_backward",
+        body=body,
+        content_type=content_type,
+        decode=lambda: dialects.decode_pass(
+            body, content_type, forward_only=forward_only, limits=service.limits
+        ),
+    )
+
+
+async def optim_step(service: Service, caller: Caller, request: Request) -> Response:
+    body = await read_body(service, request)
+
+    def check(message: OptimStepRequest, seq_id: int) -> None:
+        if not isinstance(message.optim_params, AdamParams):
+            raise _no_optimizer(message.optim_params.type, "optimizer_params")
+
+    return await submit(
+        service,
+        caller,
+        kind="optim_step",
+        body=body,
+        content_type=dialects.JSON_TYPE,
+        decode=lambda: dialects.decode(OptimStepRequest, body, service.limits),
+        check=check,
+    )
+
+
+async def unload_model(service: Service, caller: Caller, request: Request) -> Response:
+    """Old clients say when they are done with a model; it goes to disk."""
+    body = await read_body(service, request)
+    message = dialects.decode(UnloadModelRequest, body, service.limits)
+    model = await owned_model(service, caller, message.model_id)
+    model.wants_unload = True
+    service.scheduler.wake()
+    # The request has no number, so it is no part of the log: its promise is kept right away.
+    operation = OperationRecord(
+        request_id=uuid.uuid4().hex,
+        model_id=f"{model.model_id}:unload",
+        seq_id=time.time_ns(),
+        owner=caller.owner,
+        kind="unload_model",
+        content_type=dialects.JSON_TYPE,
+        created_at=time.time(),
+        status="done",
+        finished_at=time.time(),
+        result_type="json",
+        result=json.encode({"model_id": model.model_id, "type": "unload_model"}),
+    )
+    await service.store.record(operation)
+    return answer(UntypedAPIFuture(request_id=operation.request_id, model_id=model.model_id))
+
+
+async def create_custom_loss(service: Service, caller: Caller, request: Request) -> Response:
+    body = await read_body(service, request)
+    message = dialects.decode(CreateCustomLossRequest, body, service.limits)
+    session = await active_session(service, caller, message.session_id)
+    _check_loss_inputs(message.inputs)
+    at = time.time()
+    loss_id = f"{session.session_id}:loss:{message.custom_loss_seq_id}"
+    loss = CustomLossRecord(
+        loss_id=loss_id,
+        session_id=session.session_id,
+        custom_loss_seq_id=message.custom_loss_seq_id,
+        owner=caller.owner,
+        name=message.name,
+        definition={
+            "inputs": [i.to_wire() for i in message.inputs],
+            "graph": message.graph.to_wire(),
+        },
+        created_at=at,
+    )
+    result = json.encode(CreateCustomLossResponse(loss_id=loss_id))
+    operation = OperationRecord(
+        request_id=uuid.uuid4().hex,
+        # Uploads are numbered within their session, as operations are within their model.
+        model_id=f"{session.session_id}:loss",
+        seq_id=message.custom_loss_seq_id,
+        owner=caller.owner,
+        kind="create_custom_loss",
+        content_type=dialects.JSON_TYPE,
+        created_at=at,
+        status="done",
+        finished_at=at,
+        result_type="json",
+        result=result,
+        result_bytes=len(result),
+    )
+    recorded = await service.store.add_custom_loss(loss, operation)
+    return answer(UntypedAPIFuture(request_id=recorded.request_id))
+
+
+async def check_base_model(service: Service, name: str) -> None:
+    if await service.base_model(name) is None:
+        served = ", ".join(m.name for m in (await service.capabilities()).models)
+        raise ValidationError(
+            f"no base model called {name[:200]!r}; served: {served}", "base_model"
+        )
+
+
+def check_optimizer(config: OptimizerConfigBase) -> None:
+    if not isinstance(config, AdamOptimizerConfig):
+        raise _no_optimizer(config.type, "optimizer_config")
+
+
+def _no_optimizer(kind: str, path: str) -> ValidationError:
+    return ValidationError(f"no optimizer called {kind[:40]!r}; known: adamw", path)
+
+
+async def check_model_limit(service: Service, caller: Caller) -> None:
+    limit = service.config.key_max_models
+    if limit is None:
+        return
+    count = 0
+    for session in await service.store.active_sessions():
+        if session.owner == caller.owner:
+            count += len(await service.store.models_of_session(session.session_id))
+    if count >= limit:
+        raise Refusal(
+            403, f"this key has {count} models in active sessions; at most {limit} may be"
+        )
+
+
+def new_model(
+    session: SessionRecord,
+    model_seq_id: int,
+    base_model: str,
+    lora: LoraConfig,
+    user_metadata: dict[str, object] | None,
+) -> ModelRecord:
+    """The record of a model to be. A seed is chosen here, so that a rebuilt model begins alike."""
+    at = time.time()
+    seed = secrets.randbits(31) if lora.seed is None else lora.seed
+    return ModelRecord(
+        model_id=f"{session.session_id}:train:{model_seq_id}",
+        session_id=session.session_id,
+        model_seq_id=model_seq_id,
+        owner=session.owner,
+        base_model=base_model,
+        lora=lora.model_copy(update={"seed": seed}).to_wire(),
+        optimizer=AdamOptimizerConfig().to_wire(),
+        user_metadata=user_metadata,
+        project_id=session.project_id,
+        created_at=at,
+        last_request_at=at,
+    )
+
+
+def _tokenizer_id(service: Service, base: BaseModelInfo | None) -> str | None:
+    """Where a client finds the tokenizer: on the same machine, in the model's own folder.
+
+    Clients elsewhere go by the model's name, as they do when this is absent.
+    """
+    if base is None or base.tokenizer_folder is None or not service.config.is_loopback:
+        return None
+    folder = str(base.tokenizer_folder)
+    # Clients cut the id at the first colon.
+    return None if ":" in folder else folder
+
+
+def _check_loss_inputs(inputs: list[CustomLossInput]) -> None:
+    if not 1 <= len(inputs) <= 16 or inputs[0].name != "logprobs":
+        raise ValidationError("1 to 16 inputs, of which 'logprobs' is the first", "inputs")
+
+
+ROUTES = [
+    route("POST", "/create_model", create_model, takes=CreateModelRequest, gives=UntypedAPIFuture),
+    route("POST", "/get_info", get_info, takes=GetInfoRequest, gives=GetInfoResponse),
+    route(
+        "POST",
+        "/forward_backward",
+        forward_backward,
+        takes=ForwardBackwardRequest,
+        gives=UntypedAPIFuture,
+    ),
+    route("POST", "/forward", forward, takes=ForwardRequest, gives=UntypedAPIFuture),
+    route("POST", "/optim_step", optim_step, takes=OptimStepRequest, gives=UntypedAPIFuture),
+    route("POST", "/unload_model", unload_model, takes=UnloadModelRequest, gives=UntypedAPIFuture),
+    route(
+        "POST",
+        "/create_custom_loss",
+        create_custom_loss,
+        takes=CreateCustomLossRequest,
+        gives=UntypedAPIFuture,
+    ),
+]

@@ -1,0 +1,216 @@
+"""Saving and loading weights, asking about them, copying them."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinsmith.errors import ValidationError
+from tinsmith.server.auth import Caller
+from tinsmith.server.checkpoints import check_ttl, checkpoint_name
+from tinsmith.server.http import Refusal, answer, not_found, read_body, route
+from tinsmith.server.operations import LoadRequest, encode_load
+from tinsmith.server.routes.sessions import active_session
+from tinsmith.server.routes.training import (
+    check_base_model,
+    check_model_limit,
+    check_optimizer,
+    new_model,
+)
+from tinsmith.server.service import Service
+from tinsmith.server.store.base import CheckpointRecord
+from tinsmith.server.submission import submit
+from tinsmith.types import (
+    CopyWeightsRequest,
+    CopyWeightsResponse,
+    LoadWeightsRequest,
+    LoraConfig,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+    UntypedAPIFuture,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+)
+from tinsmith.wire import dialects, json
+
+SaveRequest = SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest
+
+
+async def save_weights(service: Service, caller: Caller, request: Request) -> Response:
+    return await _save(service, caller, request, "save_weights", SaveWeightsRequest)
+
+
+async def save_weights_for_sampler(service: Service, caller: Caller, request: Request) -> Response:
+    kind = "save_weights_for_sampler"
+    return await _save(service, caller, request, kind, SaveWeightsForSamplerRequest)
+
+
+async def save_weights_external(service: Service, caller: Caller, request: Request) -> Response:
+    return await _save(
+        service, caller, request, "save_weights_external", SaveWeightsExternalRequest
+    )
+
+
+async def _save(
+    service: Service, caller: Caller, request: Request, kind: str, message: type[SaveRequest]
+) -> Response:
+    body = await read_body(service, request)
+
+    async def check(wanted: SaveRequest, seq_id: int) -> None:
+        checkpoint_name(wanted.path, seq_id)
+        check_ttl(wanted.ttl_seconds)
+        if isinstance(wanted, SaveWeightsExternalRequest) and wanted.age_encryption_recipients:
+            raise ValidationError(
+                "this server does not encrypt exports; leave this away",
+                "age_encryption_recipients",
+            )
+        limit = service.config.key_max_stored_bytes
+        if limit is not None and (await service.store.storage_of(caller.owner))[1] >= limit:
+            raise Refusal(403, f"this key's checkpoints have reached the limit of {limit} bytes")
+
+    return await submit(
+        service,
+        caller,
+        kind=kind,
+        body=body,
+        content_type=dialects.JSON_TYPE,
+        decode=lambda: dialects.decode(message, body, service.limits),
+        check=check,
+    )
+
+
+async def load_weights(service: Service, caller: Caller, request: Request) -> Response:
+    body = await read_body(service, request)
+    if json.parse(body, service.limits).get("model_id") is None:
+        return await _create_from_weights(service, caller, body)
+
+    async def check(load: LoadRequest, seq_id: int) -> None:
+        if load.request.optimizer_config is not None:
+            check_optimizer(load.request.optimizer_config)
+
+    reader = await _reader(service, caller, json.parse(body).get("weights_access_token"))
+    return await submit(
+        service,
+        caller,
+        kind="load_weights",
+        body=body,
+        content_type=dialects.JSON_TYPE,
+        decode=lambda: LoadRequest(
+            dialects.decode(LoadWeightsRequest, body, service.limits), reader
+        ),
+        check=check,
+        encode=encode_load,
+    )
+
+
+async def _create_from_weights(service: Service, caller: Caller, body: bytes) -> Response:
+    """One request instead of three: the model is made in the image of the checkpoint."""
+    message = dialects.decode(LoadWeightsRequest, body, service.limits)
+    if message.session_id is None or message.model_seq_id is None:
+        raise ValidationError("give model_id and seq_id, or session_id and model_seq_id")
+    session = await active_session(service, caller, message.session_id)
+    reader = await _reader(service, caller, message.weights_access_token)
+    weights = await service.checkpoints.weights_of(await _readable(service, message.path, reader))
+    if message.base_model not in (None, weights.base_model):
+        raise ValidationError(
+            f"{message.path} belongs to {weights.base_model!r}, not {message.base_model!r}",
+            "base_model",
+        )
+    await check_base_model(service, weights.base_model)
+    if message.optimizer_config is not None:
+        check_optimizer(message.optimizer_config)
+    lora = LoraConfig(**weights.lora)
+    model = new_model(
+        session, message.model_seq_id, weights.base_model, lora, message.user_metadata
+    )
+    await check_model_limit(service, caller)
+    load = LoadRequest(message, reader)
+    request_id = await service.recorder.submit(
+        owner=caller.owner,
+        kind="load_weights",
+        model_id=model.model_id,
+        seq_id=0,
+        body=encode_load(load),
+        content_type=dialects.JSON_TYPE,
+        request=load,
+        new_model=model,
+    )
+    return answer(UntypedAPIFuture(request_id=request_id, model_id=model.model_id))
+
+
+async def weights_info(service: Service, caller: Caller, request: Request) -> Response:
+    body = await read_body(service, request)
+    message = dialects.decode(WeightsInfoRequest, body, service.limits)
+    checkpoint = await _readable(service, message.tinker_path, caller.owner)
+    weights = await service.checkpoints.weights_of(checkpoint)
+    lora = LoraConfig(**weights.lora)
+    return answer(
+        WeightsInfoResponse(
+            base_model=weights.base_model,
+            is_lora=True,
+            lora_rank=lora.rank,
+            train_unembed=lora.train_unembed,
+            train_mlp=lora.train_mlp,
+            train_attn=lora.train_attn,
+        )
+    )
+
+
+async def copy_weights(service: Service, caller: Caller, request: Request) -> Response:
+    body = await read_body(service, request)
+    message = dialects.decode(CopyWeightsRequest, body, service.limits)
+    token = request.headers.get("x-tinker-weights-access-token") or message.weights_access_token
+    reader = await _reader(service, caller, token)
+    source = await _readable(service, message.source_path, reader)
+    copied = await service.checkpoints.copy(
+        source,
+        caller.owner,
+        project_id=message.destination_project_id,
+        ttl_seconds=message.ttl_seconds,
+        idempotency_key=request.headers.get("x-idempotency-key"),
+    )
+    return answer(CopyWeightsResponse(tinker_path=copied.tinker_path))
+
+
+async def _readable(service: Service, tinker_path: str, reader: str) -> CheckpointRecord:
+    try:
+        return await service.checkpoints.readable(tinker_path, reader)
+    except ValidationError:
+        raise not_found("checkpoint", tinker_path) from None
+
+
+async def _reader(service: Service, caller: Caller, token: object) -> str:
+    """Whose right to read weights is used: the token's owner's, or else the caller's."""
+    if not token:
+        return caller.owner
+    reader = await service.auth.resolve(str(token)) if service.config.auth else caller
+    if reader is None:
+        raise Refusal(403, "the weights access token is not known to this server")
+    return reader.owner
+
+
+ROUTES = [
+    route("POST", "/save_weights", save_weights, takes=SaveWeightsRequest, gives=UntypedAPIFuture),
+    route(
+        "POST",
+        "/save_weights_for_sampler",
+        save_weights_for_sampler,
+        takes=SaveWeightsForSamplerRequest,
+        gives=UntypedAPIFuture,
+    ),
+    route(
+        "POST",
+        "/save_weights_external",
+        save_weights_external,
+        takes=SaveWeightsExternalRequest,
+        gives=UntypedAPIFuture,
+    ),
+    route("POST", "/load_weights", load_weights, takes=LoadWeightsRequest, gives=UntypedAPIFuture),
+    route(
+        "POST", "/weights_info", weights_info, takes=WeightsInfoRequest, gives=WeightsInfoResponse
+    ),
+    route(
+        "POST", "/copy_weights", copy_weights, takes=CopyWeightsRequest, gives=CopyWeightsResponse
+    ),
+]

@@ -1,0 +1,393 @@
+"""What runs next.
+
+Within a model, operations run in the order of their numbers. Between models, passes take turns by
+tokens: the one that has had the fewest goes first. The passes of all models of one base model that
+are ready go to the engine together, up to a budget; while a batch runs the next gathers. Each pass
+is answered as soon as its own part is done, and a model's optimizer step starts the moment its
+last pass is, whatever else of the batch is still running.
+
+An engine that dies takes nothing with it: what was under way goes back to its place in the queue,
+and the models are rebuilt in the next engine. An operation that was under way at several deaths in
+a row runs by itself, and is finally given up, because it may be their cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tinsmith.engine.base import Failure, Pass, Step
+from tinsmith.errors import EngineError
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.endings import Endings
+from tinsmith.server.engines import EngineSupervisor
+from tinsmith.server.execution import (
+    Executor,
+    failed,
+    pass_done,
+    step_done,
+)
+from tinsmith.server.metrics import Metrics
+from tinsmith.server.models import LiveModel, LiveModels
+from tinsmith.server.operations import Operation
+from tinsmith.server.recovery import RebuildError, Recovery
+from tinsmith.server.snapshots import Snapshots
+from tinsmith.server.store.base import Finish, Store
+
+logger = logging.getLogger(__name__)
+
+_HOUSEKEEPING_SECONDS = 1.0
+
+Claim = tuple[LiveModel, Operation]
+
+
+class Scheduler:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        engines: EngineSupervisor,
+        models: LiveModels,
+        endings: Endings,
+        executor: Executor,
+        recovery: Recovery,
+        snapshots: Snapshots,
+        metrics: Metrics,
+        config: ServerConfig,
+        give_up: Callable[[LiveModel, list[int]], Coroutine[Any, Any, None]],
+    ) -> None:
+        """`give_up` records numbers of a model that were waited for in vain."""
+        self._store = store
+        self._engines = engines
+        self._models = models
+        self._endings = endings
+        self._executor = executor
+        self._recovery = recovery
+        self._snapshots = snapshots
+        self._metrics = metrics
+        self._config = config
+        self._give_up = give_up
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_batch_running = False
+        self._turn_tokens = 0.0
+        engines.on_start(self.wake)
+
+    def wake(self) -> None:
+        """Something may have become ready."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        watched_at = 0.0
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HOUSEKEEPING_SECONDS):
+                    await self._wake.wait()
+            if time.monotonic() - watched_at >= _HOUSEKEEPING_SECONDS:
+                watched_at = time.monotonic()
+                self._watch_gaps()
+            self._wake.clear()
+            if self._engines.is_up:
+                self._start_ready()
+
+    async def drain(self) -> None:
+        """Wait for what is under way; nothing new starts once `run` is cancelled."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    # Choosing
+
+    def _start_ready(self) -> None:
+        steps: list[LiveModel] = []
+        passes: list[LiveModel] = []
+        for model in self._models:
+            if model.is_busy:
+                continue
+            if model.failure is not None:
+                self._fail_all(model, model.failure)
+                continue
+            is_loaded = model.generation == self._engines.generation
+            head = model.queue.head()
+            if is_loaded and self._snapshots.is_due(model):
+                self._start(self._take_snapshot(model), model)
+            elif head is None:
+                if is_loaded and model.wants_unload and not len(model.queue):
+                    self._start(self._unload(model), model)
+            elif head.seq_id > 0 and not is_loaded:
+                self._start(self._load(model), model)
+            elif head.is_pass:
+                passes.append(model)
+            elif head.record.kind == "optim_step":
+                steps.append(model)
+            else:
+                self._start(self._run_single(model, model.queue.take()), model)
+        if steps:
+            claims = [(model, model.queue.take()) for model in steps]
+            self._start(self._run_steps(claims), *steps)
+        if passes and not self._is_batch_running:
+            claims = self._claim_passes(passes)
+            self._is_batch_running = True
+            self._start(self._run_passes(claims), *{model for model, _ in claims})
+
+    def _claim_passes(self, ready: list[LiveModel]) -> list[Claim]:
+        """Passes for one batch, in fair turns, in order within each model."""
+        for model in ready:
+            # A model that was idle does not save up turns.
+            model.tokens_served = max(model.tokens_served, self._turn_tokens)
+        claims: list[Claim] = []
+        budget = self._config.max_batch_tokens
+        base_model = min(ready, key=lambda m: m.tokens_served).record.base_model
+        ready = [m for m in ready if m.record.base_model == base_model]
+        while ready:
+            model = min(ready, key=lambda m: m.tokens_served)
+            head = model.queue.head()
+            if head is None or not head.is_pass:
+                ready.remove(model)
+                continue
+            if claims and (head.num_tokens > budget or head.attempts):
+                break
+            claims.append((model, model.queue.take()))
+            self._turn_tokens = model.tokens_served
+            model.tokens_served += max(1, head.num_tokens)
+            model.num_claimed += 1
+            budget -= head.num_tokens
+            if head.attempts:
+                break
+        self._metrics.observe("batch_passes", len(claims))
+        self._metrics.observe("batch_tokens", self._config.max_batch_tokens - budget)
+        return claims
+
+    # Running
+
+    def _start(self, work: Coroutine[Any, Any, None], *models: LiveModel) -> None:
+        for model in models:
+            model.is_busy = True
+            model.last_used_at = time.time()
+            model.gap_since = None
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run_passes(self, claims: list[Claim]) -> None:
+        unfinished = dict(enumerate(claims))
+        engine, generation = await self._engines.get()
+        try:
+            claims = self._still_loaded(claims, generation)
+            items: list[Pass] = []
+            runnable: list[Claim] = []
+            unfinished = dict(enumerate(claims))
+            for index, (model, operation) in enumerate(claims):
+                item = await self._executor.pass_of(model, operation)
+                if isinstance(item, Failure):
+                    del unfinished[index]
+                    self._end_pass(model, operation, failed(operation, item))
+                else:
+                    items.append(item)
+                    runnable.append((model, operation))
+            unfinished = dict(enumerate(runnable))
+            if items:
+                async for index, result in engine.run_passes(items):
+                    model, operation = unfinished.pop(index)
+                    if isinstance(result, Failure):
+                        finish = failed(operation, result)
+                    else:
+                        finish = pass_done(operation, result)
+                    self._end_pass(model, operation, finish)
+        except EngineError as error:
+            self._engines.report(generation, error)
+            # Models whose passes are all done may be busy with something else by now.
+            for model, operation in unfinished.values():
+                self._put_back(model, operation, error)
+                model.num_claimed = 0
+                model.is_busy = False
+        except Exception as error:
+            for model, operation in unfinished.values():
+                self._end_pass(model, operation, self._broken(operation, error))
+        finally:
+            self._is_batch_running = False
+            self.wake()
+
+    def _still_loaded(self, claims: list[Claim], generation: int) -> list[Claim]:
+        """The claims whose models are in this engine; the others go back, it died meanwhile."""
+        kept = []
+        for model, operation in claims:
+            if model.generation == generation:
+                kept.append((model, operation))
+            else:
+                model.queue.put(operation)
+                model.num_claimed = 0
+                model.is_busy = False
+        return kept
+
+    def _end_pass(self, model: LiveModel, operation: Operation, finish: Finish) -> None:
+        self._endings.end(model, operation, finish)
+        model.num_claimed -= 1
+        if model.num_claimed <= 0:
+            # Its part of the batch is done: the step behind it need not wait for the others.
+            model.is_busy = False
+            self.wake()
+
+    async def _run_steps(self, claims: list[Claim]) -> None:
+        engine, generation = await self._engines.get()
+        unfinished = claims
+        try:
+            unfinished = self._still_loaded(claims, generation)
+            steps: list[Step] = [await self._executor.step_of(m, o) for m, o in unfinished]
+            started = time.perf_counter()
+            results = await engine.step(steps) if steps else []
+            self._metrics.observe("step_seconds", time.perf_counter() - started)
+            for (model, operation), result in zip(unfinished, results, strict=True):
+                if isinstance(result, Failure):
+                    self._endings.end(model, operation, failed(operation, result))
+                else:
+                    self._endings.end(model, operation, step_done(operation, result))
+        except EngineError as error:
+            self._engines.report(generation, error)
+            for model, operation in unfinished:
+                self._put_back(model, operation, error)
+        except Exception as error:
+            for model, operation in unfinished:
+                self._endings.end(model, operation, self._broken(operation, error))
+        finally:
+            for model, _ in unfinished:
+                model.is_busy = False
+            self.wake()
+
+    async def _run_single(self, model: LiveModel, operation: Operation) -> None:
+        engine, generation = await self._engines.get()
+        try:
+            if operation.seq_id > 0 and model.generation != generation:
+                model.queue.put(operation)
+                return
+            finish = await self._executor.run(engine, model, operation)
+            if operation.seq_id == 0:
+                if finish.status == "done":
+                    model.generation = generation
+                    self._make_room(model)
+                else:
+                    model.failure = Failure(
+                        f"model {model.model_id} was not created: {finish.error}", "user"
+                    )
+            self._endings.end(model, operation, finish)
+        except EngineError as error:
+            self._engines.report(generation, error)
+            self._put_back(model, operation, error)
+        except Exception as error:
+            self._endings.end(model, operation, self._broken(operation, error))
+        finally:
+            model.is_busy = False
+            self.wake()
+
+    async def _load(self, model: LiveModel) -> None:
+        engine, generation = await self._engines.get()
+        try:
+            self._make_room(model)
+            await self._recovery.rebuild(engine, model)
+            model.generation = generation
+            model.rebuild_attempts = 0
+        except EngineError as error:
+            self._engines.report(generation, error)
+            model.rebuild_attempts += 1
+            if model.rebuild_attempts >= self._config.engine_attempts:
+                model.rebuild_attempts = 0
+                problem = f"the engine died each time model {model.model_id} was rebuilt: {error}"
+                self._fail_all(model, Failure(problem, "server"))
+        except RebuildError as error:
+            logger.exception("model %s cannot be rebuilt", model.model_id)
+            model.failure = Failure(f"model {model.model_id} is lost: {error}", "server")
+            await self._store.set_model(model.model_id, {"is_corrupted": True})
+        except Exception as error:
+            logger.exception("rebuilding model %s failed", model.model_id)
+            problem = f"model {model.model_id} could not be loaded: {type(error).__name__}"
+            self._fail_all(model, Failure(problem, "server"))
+        finally:
+            model.is_busy = False
+            self.wake()
+
+    async def _take_snapshot(self, model: LiveModel) -> None:
+        engine, generation = await self._engines.get()
+        try:
+            if model.generation == generation:
+                await self._snapshots.take(engine, model)
+        except EngineError as error:
+            self._engines.report(generation, error)
+        except Exception:
+            # The log goes on growing; another attempt is made when the next snapshot is due.
+            logger.exception("a snapshot of %s failed", model.model_id)
+            model.oldest_since_snapshot = time.time()
+            model.steps_since_snapshot = model.bytes_since_snapshot = 0
+        finally:
+            model.is_busy = False
+            self.wake()
+
+    async def _unload(self, model: LiveModel) -> None:
+        """Put a model on disk and out of the engine's memory."""
+        engine, generation = await self._engines.get()
+        try:
+            model.wants_unload = False
+            if model.generation == generation:
+                if model.is_changed:
+                    await self._snapshots.take(engine, model)
+                await engine.unload_adapter(model.model_id)
+                logger.info("unloaded %s", model.model_id)
+            model.generation = 0
+        except EngineError as error:
+            self._engines.report(generation, error)
+        except Exception:
+            logger.exception("unloading %s failed", model.model_id)
+        finally:
+            model.is_busy = False
+            self.wake()
+
+    def _make_room(self, incoming: LiveModel) -> None:
+        loaded = [m for m in self._models if m.generation == self._engines.generation]
+        idle = [m for m in loaded if not m.is_busy and not len(m.queue) and m is not incoming]
+        excess = len(loaded) + 1 - self._config.max_loaded_models
+        for model in sorted(idle, key=lambda m: m.last_used_at)[: max(0, excess)]:
+            model.wants_unload = True
+
+    # Ending
+
+    def _put_back(self, model: LiveModel, operation: Operation, error: EngineError) -> None:
+        operation.attempts += 1
+        if operation.attempts < self._config.engine_attempts:
+            model.queue.put(operation)
+            return
+        problem = f"the engine died {operation.attempts} times while this was under way: {error}"
+        self._endings.end(model, operation, failed(operation, Failure(problem, "server")))
+
+    def _broken(self, operation: Operation, error: Exception) -> Finish:
+        logger.exception("operation %s failed", operation.record.request_id, exc_info=error)
+        problem = f"an internal error ended this request ({type(error).__name__}: {error})"
+        return failed(operation, Failure(problem, "server"))
+
+    def _fail_all(self, model: LiveModel, failure: Failure) -> None:
+        for operation in model.queue.drop_all():
+            self._endings.end(model, operation, failed(operation, failure))
+
+    def _watch_gaps(self) -> None:
+        now = time.time()
+        for model in self._models:
+            if model.is_busy or not len(model.queue) or model.queue.head() is not None:
+                model.gap_since = None
+            elif model.gap_since is None:
+                model.gap_since = now
+            elif now - model.gap_since >= self._config.gap_timeout_seconds:
+                self._start(self._end_gap(model, model.queue.missing()), model)
+
+    async def _end_gap(self, model: LiveModel, missing: list[int]) -> None:
+        try:
+            await self._give_up(model, missing)
+            numbers = ", ".join(str(n) for n in missing[:10])
+            waited = self._config.gap_timeout_seconds
+            problem = f"waited {waited:g} s for operation {numbers}, which never arrived"
+            self._fail_all(model, Failure(problem, "user"))
+            for number in missing:
+                model.queue.use_up(number)
+        finally:
+            model.is_busy = False
+            self.wake()

@@ -1,0 +1,212 @@
+"""The service: its parts put together, started and stopped in order.
+
+Routes see this object and nothing behind it. What needs doing now and then (expiry, sweeping,
+counting) is done by one housekeeping task here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tinsmith.engine.base import BaseModelInfo, Capabilities
+from tinsmith.errors import EngineError
+from tinsmith.server.auth import Auth
+from tinsmith.server.checkpoints import Checkpoints
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.endings import Endings
+from tinsmith.server.engines import EngineFactory, EngineSupervisor
+from tinsmith.server.execution import Executor
+from tinsmith.server.futures import Promises
+from tinsmith.server.metrics import Metrics
+from tinsmith.server.models import LiveModels
+from tinsmith.server.recording import Recorder
+from tinsmith.server.recovery import Recovery
+from tinsmith.server.samplers import Samplers
+from tinsmith.server.sampling import Sampling
+from tinsmith.server.scheduler import Scheduler
+from tinsmith.server.sessions import Sessions
+from tinsmith.server.snapshots import Snapshots
+from tinsmith.server.store.base import Store
+from tinsmith.server.text import TextModels
+from tinsmith.server.usage import Usage
+from tinsmith.server.weights import WeightsFolders
+from tinsmith.wire.limits import Limits
+
+logger = logging.getLogger(__name__)
+
+_HOUSEKEEPING_SECONDS = 5.0
+_ROUNDS_PER_RESULT_SWEEP = 12
+_FORGET_SECONDS = 300.0
+_DRAIN_SECONDS = 30.0
+_RECENT_RESULT_BYTES = 64 * 1024 * 1024
+"""Memory for results of training operations; the store has them all."""
+
+
+class Service:
+    def __init__(
+        self,
+        config: ServerConfig,
+        store: Store,
+        secret: bytes,
+        engine_factory: EngineFactory,
+        metrics: Metrics,
+    ) -> None:
+        self.config = config
+        self.store = store
+        self.metrics = metrics
+        self.limits = Limits(max_body_bytes=config.max_body_bytes)
+        self.auth = Auth(store, secret, is_required=config.auth)
+        self.engines = EngineSupervisor(engine_factory)
+        self.promises = Promises(_RECENT_RESULT_BYTES)
+        self.models = LiveModels(store, self.promises)
+        self.sessions = Sessions(store, self.models, config)
+        self.weights = WeightsFolders(Path(config.data_dir) / "weights", store)
+        self.checkpoints = Checkpoints(store, self.weights)
+        self.samplers = Samplers(store, self.weights, config.max_loaded_samplers)
+        self.usage = Usage(store)
+        self.text_models = TextModels()
+        self.sampling = Sampling(
+            engines=self.engines,
+            samplers=self.samplers,
+            usage=self.usage,
+            metrics=metrics,
+            config=config,
+        )
+        self.recorder = Recorder(
+            store,
+            self.models,
+            self.promises,
+            lambda: self.scheduler.wake(),
+            config.max_queued_memory_bytes,
+        )
+        executor = Executor(store, self.weights, self.checkpoints, self.samplers, self.limits)
+        snapshots = Snapshots(store, self.weights, config)
+        endings = Endings(
+            store=store,
+            models=self.models,
+            promises=self.promises,
+            snapshots=snapshots,
+            usage=self.usage,
+            metrics=metrics,
+        )
+        self.scheduler = Scheduler(
+            store=store,
+            engines=self.engines,
+            models=self.models,
+            endings=endings,
+            executor=executor,
+            recovery=Recovery(executor),
+            snapshots=snapshots,
+            metrics=metrics,
+            config=config,
+            give_up=self.recorder.give_up,
+        )
+        self.retrieved: dict[str, float] = {}
+        """Results of training operations that were fetched, not yet written down."""
+        self.url = ""
+        """What clients call this server; set once it listens."""
+        self.is_draining = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._add_gauges()
+
+    async def start(self) -> None:
+        await self.weights.sweep_unknown()
+        await self.engines.start()
+        await self.sessions.welcome_back()
+        for model_id in await self.store.models_with_pending():
+            await self.models.get(model_id)
+        self._tasks = [
+            asyncio.create_task(self.scheduler.run(), name="scheduler"),
+            asyncio.create_task(self._keep_house(), name="housekeeping"),
+        ]
+
+    def begin_drain(self) -> None:
+        """No longer hold questions open; called when the server has been asked to stop."""
+        self.is_draining = True
+        self.promises.close()
+        self.sampling.begin_drain()
+
+    async def stop(self) -> None:
+        """Finish what the engine has in hand, record it, and let go of everything."""
+        self.begin_drain()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.sampling.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                await self.scheduler.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                for model in self.models:
+                    await model.recorded()
+        await self._tidy()
+        await self.engines.close()
+        await self.store.close()
+
+    async def capabilities(self) -> Capabilities:
+        """What the engine can do; waits, but not for ever, for the first engine to be up."""
+        if self.engines.capabilities is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.hold_seconds):
+                    await self.engines.get()
+        if self.engines.capabilities is None:
+            raise EngineError(self.engines.trouble)
+        return self.engines.capabilities
+
+    async def base_model(self, name: str) -> BaseModelInfo | None:
+        return next((m for m in (await self.capabilities()).models if m.name == name), None)
+
+    async def _keep_house(self) -> None:
+        for round_number in itertools.count(1):
+            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+            try:
+                await self._tidy()
+                # It looks at every result that is kept, so not as often.
+                if round_number % _ROUNDS_PER_RESULT_SWEEP == 0:
+                    await self._tidy_results()
+            except Exception:
+                logger.exception("housekeeping failed; it will be tried again")
+
+    async def _tidy(self) -> None:
+        now = time.time()
+        retrieved, self.retrieved = self.retrieved, {}
+        await self.store.mark_retrieved(retrieved)
+        await self.usage.flush()
+        await self.sessions.sweep()
+        await self.sessions.sweep_samplers()
+        await self.checkpoints.delete_expired()
+        await self.weights.sweep()
+        self.sampling.expire()
+        self.promises.expire(retrieved_before=now - 60, finished_before=now - 600)
+        self.models.forget_idle(self.engines.generation, now - _FORGET_SECONDS)
+
+    async def _tidy_results(self) -> None:
+        now = time.time()
+        await self.sessions.retire_models()
+        await self.store.drop_results(
+            retrieved_before=now - self.config.retrieved_retention_seconds,
+            finished_before=now - self.config.training_retention_seconds,
+            max_bytes=self.config.training_result_bytes,
+        )
+
+    def _add_gauges(self) -> None:
+        gauges: dict[str, Callable[[], float]] = {
+            "queued_operations": lambda: sum(len(m.queue) for m in self.models),
+            "live_models": lambda: len(self.models),
+            "loaded_models": lambda: sum(
+                m.generation == self.engines.generation for m in self.models
+            ),
+            "running_samples": lambda: self.sampling.num_running,
+            "sample_result_bytes": lambda: self.sampling.promises.nbytes,
+            "engine_up": lambda: float(self.engines.is_up),
+            "engine_restarts": lambda: self.engines.num_restarts,
+        }
+        for name, read in gauges.items():
+            self.metrics.gauge(name, read)

@@ -1,0 +1,159 @@
+"""Running the application: the data folder's lock, the first key, the HTTP server.
+
+The lock is held as long as the process lives, by the system's own means, so a server that was
+killed leaves nothing behind that the next one would have to clear away.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from tinsmith.errors import TinkerError
+from tinsmith.server.app import build_app
+from tinsmith.server.auth import create_key
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.engines import EngineFactory
+from tinsmith.server.metrics import Metrics
+from tinsmith.server.service import Service
+from tinsmith.server.store.sql import SqlStore, sqlite_url
+
+logger = logging.getLogger(__name__)
+
+_SHUTDOWN_SECONDS = 35
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FIRST_OWNER = "owner"
+
+Announce = Callable[[str, str | None], None]
+"""Hears the server's URL and, at the first start, the key that was made."""
+
+
+class DataFolderInUseError(TinkerError):
+    """Another server has the data folder."""
+
+
+@contextmanager
+def locked(data_dir: Path) -> Iterator[None]:
+    """Keep the data folder to ourselves."""
+    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file = data_dir / "server.lock"
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
+            raise DataFolderInUseError(
+                f"another server (process {holder}) uses the data folder {data_dir}; "
+                "stop it first, or give this one a folder of its own with --data-dir"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+async def serve(config: ServerConfig, engine_factory: EngineFactory, announce: Announce) -> None:
+    """Serve until told to stop (SIGTERM, SIGINT)."""
+    with locked(config.data_dir):
+        metrics = Metrics()
+        store = open_store(config, metrics)
+        await store.prepare()
+        secret = await store.secret("signing")
+        key = None
+        if config.auth and not await store.list_keys():
+            key, _ = await create_key(store, FIRST_OWNER, "first key", "made at the first start")
+        service = Service(config, store, secret, engine_factory, metrics)
+        listener = _listen(config)
+        url = config.public_url or _url(config, listener)
+        service.url = url
+        settings = uvicorn.Config(
+            build_app(service),
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+            backlog=2048,
+        )
+        server = _Server(settings, service, lambda: announce(url, key))
+        with _quiet_signals(server):
+            await server.serve(sockets=[listener])
+
+
+def open_store(config: ServerConfig, metrics: Metrics | None = None) -> SqlStore:
+    """The store of a data folder."""
+    config.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    url = config.database_url or sqlite_url(config.data_dir / "tinsmith.db")
+
+    def on_commit(seconds: float, num_writes: int) -> None:
+        if metrics is not None:
+            metrics.observe("store_commit_seconds", seconds)
+            metrics.observe("store_commit_writes", num_writes)
+
+    return SqlStore(url, config.data_dir / "blobs", on_commit)
+
+
+class _Server(uvicorn.Server):
+    """Says when it is up, and lets go of held questions as soon as it is told to stop."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, on_up: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._service = service
+        self._on_up = on_up
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_up()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.begin_drain()
+        await super().shutdown(sockets)
+
+
+@contextmanager
+def _quiet_signals(server: uvicorn.Server) -> Iterator[None]:
+    """Exit with 0 when asked to stop: uvicorn repeats the signal at the end."""
+
+    def handler(number: int, frame: object) -> None:
+        if not server.should_exit:
+            raise SystemExit(0)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handler) for number in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise TinkerError(f"cannot listen on {config.host}:{config.port}: {error}") from None
+    return listener
+
+
+def _url(config: ServerConfig, listener: socket.socket) -> str:
+    port = listener.getsockname()[1]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
+    return f"http://{f'[{host}]' if ':' in host and host[0] != '[' else host}:{port}"

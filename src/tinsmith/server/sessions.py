@@ -1,0 +1,105 @@
+"""Sessions: who is here, since when, and what happens when they fall silent.
+
+Signs of life are noted in memory and written down now and then; any request of a session counts.
+A silent session's models are put on disk, and come back when they are used again: nobody loses
+work to a laptop that slept. A finished session stays finished.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.models import LiveModels
+from tinsmith.server.store.base import SessionRecord, Store
+from tinsmith.types import CreateSessionRequest
+
+
+class Sessions:
+    def __init__(self, store: Store, models: LiveModels, config: ServerConfig) -> None:
+        self._store = store
+        self._models = models
+        self._config = config
+        self._sessions: dict[str, SessionRecord] = {}
+        self._seen: dict[str, float] = {}
+        self._unwritten: set[str] = set()
+
+    async def create(self, owner: str, request: CreateSessionRequest) -> SessionRecord:
+        now = time.time()
+        session = SessionRecord(
+            session_id=str(uuid.uuid4()),
+            owner=owner,
+            created_at=now,
+            last_seen_at=now,
+            sdk_version=request.sdk_version,
+            tags=request.tags,
+            user_metadata=request.user_metadata or {},
+            project_id=request.project_id,
+            display_name=request.display_name,
+        )
+        await self._store.add_session(session)
+        self._sessions[session.session_id] = session
+        self._seen[session.session_id] = now
+        return session
+
+    async def get(self, session_id: str, owner: str) -> SessionRecord | None:
+        """The owner's session; None when there is none, or it is somebody else's."""
+        session = self._sessions.get(session_id) or await self._store.get_session(session_id)
+        if session is None or session.owner != owner:
+            return None
+        self._sessions.setdefault(session_id, session)
+        return session
+
+    def touch(self, session_id: str) -> None:
+        self._seen[session_id] = time.time()
+        self._unwritten.add(session_id)
+
+    async def set(self, session: SessionRecord, values: dict[str, Any]) -> None:
+        await self._store.set_session(session.session_id, values)
+        self._sessions.pop(session.session_id, None)
+
+    async def finish(self, session: SessionRecord, reason: str, detail: str | None) -> None:
+        """End a session; the first end counts."""
+        if session.state == "active":
+            values = {"state": "finished", "finish_reason": reason, "finish_detail": detail}
+            await self.set(session, values)
+        await self._put_away(session.session_id)
+
+    async def sweep(self) -> None:
+        """Write down signs of life; put away the models of sessions that gave none for long."""
+        unwritten, self._unwritten = self._unwritten, set()
+        await self._store.touch_sessions({key: self._seen[key] for key in unwritten})
+        now = time.time()
+        for session_id, seen in list(self._seen.items()):
+            if now - seen >= self._config.session_timeout_seconds:
+                del self._seen[session_id]
+                self._sessions.pop(session_id, None)
+                await self._put_away(session_id)
+
+    async def sweep_samplers(self) -> None:
+        """Forget the samplers of sessions that have been silent or finished for very long."""
+        limit = time.time() - self._config.sampler_retention_seconds
+        for session_id in await self._store.silent_sessions_with_samplers(limit):
+            if session_id not in self._seen:
+                await self._store.forget_samplers(session_id)
+
+    async def retire_models(self) -> None:
+        """Drop the state of models whose sessions have been silent or finished for very long."""
+        limit = time.time() - self._config.model_retention_seconds
+        for model_id in await self._store.forgotten_models(limit):
+            session_id = model_id.partition(":")[0]
+            if session_id not in self._seen and not self._models.is_live(model_id):
+                await self._store.retire_model(model_id, time.time())
+
+    async def welcome_back(self) -> None:
+        """After a start: every active session has its time to show up again."""
+        for session in await self._store.active_sessions():
+            if time.time() - session.last_seen_at < self._config.session_timeout_seconds:
+                self._seen[session.session_id] = time.time()
+
+    async def _put_away(self, session_id: str) -> None:
+        for model in self._models:
+            if model.record.session_id == session_id:
+                model.wants_unload = True

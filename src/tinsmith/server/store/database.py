@@ -1,0 +1,183 @@
+"""One database, SQLite or Postgres: connections, the writing thread, and the few statements that
+all the tables' modules are built from.
+
+SQLite runs in WAL mode with full sync: a commit is on disk when it returns. All writes go through
+one thread (`writer`), reads through a few more, so the event loop never waits for a disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from tinsmith.server.store import schema
+from tinsmith.server.store.base import (
+    Page,
+    StoreConflictError,
+    StoreInUseError,
+)
+from tinsmith.server.store.blobs import Blobs
+from tinsmith.server.store.migrate import migrate
+from tinsmith.server.store.writer import Writer
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_READ_THREADS = 4
+_LOCK_NUMBER = 0x71A5_1714
+"""What servers of ours lock in a Postgres database; any number that others do not use."""
+
+
+def sqlite_url(file: Path) -> str:
+    return f"sqlite:///{file}"
+
+
+class Database:
+    def __init__(
+        self,
+        url: str,
+        blob_folder: Path,
+        on_commit: Callable[[float, int], None] = lambda seconds, writes: None,
+    ) -> None:
+        """Opens the database, creating or migrating its tables as needed. Blocks; call it once."""
+        self._engine = _create_engine(url)
+        self.insert = sqlite.insert if self._engine.dialect.name == "sqlite" else postgresql.insert
+        migrate(self._engine)
+        self.blobs = Blobs(blob_folder)
+        self._claim: sa.Connection | None = None
+        self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="store-reader")
+        self._writer = Writer(self._engine, on_commit)
+
+    async def prepare(self) -> None:
+        await self.read(self._prepare)
+
+    def _prepare(self) -> None:
+        if self._engine.dialect.name == "postgresql":
+            # A file's lock keeps others off a data folder; this keeps them off a database.
+            self._claim = self._engine.connect()
+            lock = sa.select(sa.func.pg_try_advisory_lock(_LOCK_NUMBER))
+            if not self._claim.execute(lock).scalar_one():
+                raise StoreInUseError(f"another server uses the database {self._engine.url!r}")
+        self.blobs.sweep(self._known_blobs())
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._writer.close)
+        if self._claim is not None:
+            self._claim.close()
+        self._readers.shutdown()
+        self._engine.dispose()
+
+    def connect(self) -> sa.Connection:
+        """A connection for reading, for use in a reader's thread."""
+        return self._engine.connect()
+
+    async def write(self, write: Callable[[sa.Connection], T]) -> T:
+        try:
+            return await self._writer.run(write)
+        except sa.exc.IntegrityError as error:
+            raise StoreConflictError(str(error.orig)) from error
+
+    async def execute(self, statement: sa.UpdateBase) -> int:
+        return await self.write(lambda connection: connection.execute(statement).rowcount)
+
+    async def execute_many(self, statement: sa.UpdateBase, rows: list[dict[str, Any]]) -> None:
+        if rows:
+            await self.write(lambda connection: connection.execute(statement, rows))
+
+    async def read(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
+
+    async def all(self, kind: Callable[..., R], query: sa.Select[Any]) -> list[R]:
+        def read() -> list[R]:
+            with self.connect() as connection:
+                return [kind(**row._mapping) for row in connection.execute(query)]
+
+        return await self.read(read)
+
+    async def one(self, kind: Callable[..., R], query: sa.Select[Any]) -> R | None:
+        found = await self.all(kind, query)
+        return found[0] if found else None
+
+    async def column(self, query: sa.Select[Any]) -> list[str]:
+        def read() -> list[str]:
+            with self.connect() as connection:
+                return list(connection.execute(query).scalars())
+
+        return await self.read(read)
+
+    async def page(
+        self,
+        kind: Callable[..., R],
+        query: sa.Select[Any],
+        order: list[sa.Column[Any]],
+        limit: int,
+        offset: int,
+    ) -> Page:
+        newest_first = query.order_by(*(column.desc() for column in order))
+
+        def read() -> Page:
+            with self.connect() as connection:
+                rows = connection.execute(newest_first.limit(limit).offset(offset))
+                items = [kind(**row._mapping) for row in rows]
+                counted = sa.select(sa.func.count()).select_from(query.subquery())
+                return Page(items, connection.execute(counted).scalar_one())
+
+        return await self.read(read)
+
+    def put_new(self, connection: sa.Connection, table: sa.Table, values: dict[str, Any]) -> bool:
+        """Insert a row unless one with the same key is there; whether it was inserted."""
+        key = next(iter(table.primary_key.columns))
+        statement = self.insert(table).values(values).on_conflict_do_nothing().returning(key)
+        return connection.execute(statement).first() is not None
+
+    def replace(self, connection: sa.Connection, table: sa.Table, values: dict[str, Any]) -> None:
+        statement = self.insert(table).values(values)
+        connection.execute(
+            statement.on_conflict_do_update(
+                index_elements=list(table.primary_key.columns), set_=values
+            )
+        )
+
+    def _known_blobs(self) -> set[str]:
+        table = schema.operations
+        names: set[str] = set()
+        with self.connect() as connection:
+            for column in (table.c.payload_file, table.c.result_file):
+                rows = connection.execute(sa.select(column).where(column.is_not(None)))
+                names.update(rows.scalars())
+        return names
+
+
+def _create_engine(url: str) -> sa.Engine:
+    parsed = sa.make_url(url)
+    if parsed.get_backend_name() == "postgresql" and parsed.drivername == "postgresql":
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    engine = sa.create_engine(parsed, pool_size=_READ_THREADS + 2)
+    if engine.dialect.name == "sqlite":
+        sa.event.listen(engine, "connect", _prepare_sqlite)
+        sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+    return engine
+
+
+def _prepare_sqlite(connection: Any, _: Any) -> None:
+    # The driver's own idea of when a transaction begins breaks savepoints; we say BEGIN ourselves.
+    connection.isolation_level = None
+    for setting in (
+        "journal_mode=WAL",
+        "synchronous=FULL",
+        "busy_timeout=30000",
+        "journal_size_limit=67108864",
+    ):
+        connection.execute(f"PRAGMA {setting}")
+
+
+def fields(record: Any) -> dict[str, Any]:
+    """A record as a row; unlike `asdict` it does not copy payloads."""
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}

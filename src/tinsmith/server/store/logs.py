@@ -1,0 +1,290 @@
+"""Models and their logs: operations from their recording to the end of their results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from tinsmith.server.store import schema
+from tinsmith.server.store.base import (
+    CustomLossRecord,
+    Finish,
+    ModelRecord,
+    OperationRecord,
+    Page,
+    WeightsRecord,
+)
+from tinsmith.server.store.blobs import INLINE_BYTES
+from tinsmith.server.store.database import Database, fields
+
+_LIGHT_COLUMNS = [c for c in schema.operations.c if c.name not in ("payload", "result")]
+
+
+class LogTables(Database):
+    """See `base.Store`."""
+
+    async def record(
+        self, operation: OperationRecord, model: ModelRecord | None = None
+    ) -> tuple[OperationRecord, bool]:
+        values = fields(operation)
+        if operation.payload is not None and len(operation.payload) > INLINE_BYTES:
+            values["payload_file"] = await self.read(self.blobs.write, operation.payload)
+            values["payload"] = None
+
+        def write(connection: sa.Connection) -> tuple[OperationRecord, bool]:
+            is_new = self.put_new(connection, schema.operations, values)
+            if is_new and model is not None:
+                connection.execute(sa.insert(schema.models).values(fields(model)))
+            elif is_new:
+                connection.execute(
+                    sa.update(schema.models)
+                    .where(schema.models.c.model_id == operation.model_id)
+                    .values(last_request_at=operation.created_at)
+                )
+            return (operation if is_new else self._first(connection, operation)), is_new
+
+        return await self.write(write)
+
+    async def finish(self, finishes: Sequence[Finish]) -> None:
+        rows = [await self._end_row(finish) for finish in finishes]
+
+        def write(connection: sa.Connection) -> None:
+            for finish, row in zip(finishes, rows, strict=True):
+                self._finish_one(connection, finish, row)
+
+        await self.write(write)
+
+    async def _end_row(self, finish: Finish) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "status": finish.status,
+            "finished_at": finish.finished_at,
+            "result_type": finish.result_type,
+            "result": finish.result,
+            "result_bytes": len(finish.result or b""),
+            "error": finish.error,
+            "category": finish.category,
+            "weights_id": finish.used_weights_id,
+        }
+        if finish.result is not None and len(finish.result) > INLINE_BYTES:
+            row["result_file"] = await self.read(self.blobs.write, finish.result)
+            row["result"] = None
+        return row
+
+    def _finish_one(self, connection: sa.Connection, finish: Finish, row: dict[str, Any]) -> None:
+        table = schema.operations
+        is_open = sa.and_(table.c.request_id == finish.request_id, table.c.status == "pending")
+        if connection.execute(sa.update(table).where(is_open).values(row)).rowcount != 1:
+            return
+        if finish.weights is not None:
+            connection.execute(sa.insert(schema.weights).values(fields(finish.weights)))
+        if finish.checkpoint is not None:
+            self.replace(connection, schema.checkpoints, fields(finish.checkpoint))
+        if finish.sampler is not None:
+            connection.execute(sa.insert(schema.samplers).values(fields(finish.sampler)))
+        if finish.audit is not None:
+            connection.execute(sa.insert(schema.audit).values(fields(finish.audit)))
+
+    async def get_operation(self, request_id: str) -> OperationRecord | None:
+        table = schema.operations
+        columns = [c for c in table.c if c.name != "payload"]
+        query = sa.select(*columns).where(table.c.request_id == request_id)
+        found = await self.one(OperationRecord, query)
+        if found is None or found.result_file is None:
+            return found
+        return dataclasses.replace(
+            found, result=await self.read(self.blobs.read, found.result_file)
+        )
+
+    async def read_log(self, model_id: str, after_seq_id: int) -> Sequence[OperationRecord]:
+        table = schema.operations
+        query = sa.select(*_LIGHT_COLUMNS).where(
+            table.c.model_id == model_id, table.c.seq_id > after_seq_id
+        )
+        return await self.all(OperationRecord, query.order_by(table.c.seq_id))
+
+    async def read_payload(self, request_id: str) -> bytes:
+        table = schema.operations
+        query = sa.select(table.c.payload, table.c.payload_file)
+
+        def read() -> bytes:
+            with self.connect() as connection:
+                row = connection.execute(query.where(table.c.request_id == request_id)).one()
+            return (
+                bytes(row.payload)
+                if row.payload_file is None
+                else self.blobs.read(row.payload_file)
+            )
+
+        return await self.read(read)
+
+    async def models_with_pending(self) -> Sequence[str]:
+        table = schema.operations
+        query = sa.select(table.c.model_id).where(table.c.status == "pending").distinct()
+        return await self.column(query)
+
+    async def get_model(self, model_id: str) -> ModelRecord | None:
+        table = schema.models
+        return await self.one(ModelRecord, sa.select(table).where(table.c.model_id == model_id))
+
+    async def list_models(
+        self, owner: str, limit: int, offset: int, project_id: str | None = None
+    ) -> Page:
+        table = schema.models
+        query = sa.select(table).where(table.c.owner == owner)
+        if project_id is not None:
+            query = query.where(table.c.project_id == project_id)
+        return await self.page(
+            ModelRecord, query, [table.c.created_at, table.c.model_id], limit, offset
+        )
+
+    async def models_of_session(self, session_id: str) -> Sequence[ModelRecord]:
+        table = schema.models
+        query = sa.select(table).where(table.c.session_id == session_id)
+        return await self.all(ModelRecord, query.order_by(table.c.model_seq_id))
+
+    async def set_model(self, model_id: str, values: Mapping[str, Any]) -> None:
+        table = schema.models
+        await self.execute(
+            sa.update(table).where(table.c.model_id == model_id).values(dict(values))
+        )
+
+    async def record_snapshot(self, model_id: str, seq_id: int, weights: WeightsRecord) -> None:
+        table = schema.operations
+        covered = sa.and_(
+            table.c.model_id == model_id, table.c.seq_id <= seq_id, table.c.status != "pending"
+        )
+
+        def write(connection: sa.Connection) -> list[str]:
+            connection.execute(sa.insert(schema.weights).values(fields(weights)))
+            connection.execute(
+                sa.update(schema.models)
+                .where(schema.models.c.model_id == model_id)
+                .values(snapshot_seq_id=seq_id, snapshot_weights_id=weights.weights_id)
+            )
+            files = connection.execute(
+                sa.select(table.c.payload_file).where(covered, table.c.payload_file.is_not(None))
+            )
+            names = list(files.scalars())
+            connection.execute(
+                sa.update(table)
+                .where(covered)
+                .values(payload=None, payload_file=None, weights_id=None)
+            )
+            return names
+
+        names = await self.write(write)
+        await self.read(self.blobs.delete, names)
+
+    async def forgotten_models(self, seen_before: float) -> Sequence[str]:
+        sessions, models, operations = schema.sessions, schema.models, schema.operations
+        has_pending = sa.exists().where(
+            operations.c.model_id == models.c.model_id, operations.c.status == "pending"
+        )
+        query = (
+            sa.select(models.c.model_id)
+            .join(sessions, sessions.c.session_id == models.c.session_id)
+            .where(models.c.retired_at.is_(None), sessions.c.last_seen_at < seen_before)
+            .where(~has_pending)
+        )
+        return await self.column(query)
+
+    async def retire_model(self, model_id: str, at: float) -> None:
+        table = schema.operations
+        of_model = table.c.model_id == model_id
+
+        def write(connection: sa.Connection) -> list[str]:
+            connection.execute(
+                sa.update(schema.models)
+                .where(schema.models.c.model_id == model_id)
+                .values(retired_at=at, snapshot_weights_id=None)
+            )
+            files = connection.execute(
+                sa.select(table.c.payload_file).where(of_model, table.c.payload_file.is_not(None))
+            )
+            names = list(files.scalars())
+            connection.execute(
+                sa.update(table)
+                .where(of_model)
+                .values(payload=None, payload_file=None, weights_id=None)
+            )
+            return names
+
+        names = await self.write(write)
+        await self.read(self.blobs.delete, names)
+
+    async def mark_retrieved(self, retrieved: Mapping[str, float]) -> None:
+        table = schema.operations
+        statement = (
+            sa.update(table)
+            .where(table.c.request_id == sa.bindparam("id"))
+            .values(retrieved_at=sa.bindparam("at"))
+        )
+        rows = [{"id": key, "at": at} for key, at in retrieved.items()]
+        await self.execute_many(statement, rows)
+
+    async def drop_results(
+        self, *, retrieved_before: float, finished_before: float, max_bytes: int
+    ) -> int:
+        table = schema.operations
+        has_result = table.c.result_bytes > 0
+
+        def write(connection: sa.Connection) -> tuple[int, list[str]]:
+            kept = connection.execute(
+                sa.select(
+                    table.c.request_id,
+                    table.c.result_file,
+                    table.c.result_bytes,
+                    table.c.retrieved_at,
+                    table.c.finished_at,
+                )
+                .where(has_result)
+                .order_by(table.c.finished_at.desc())
+            )
+            held, drop = 0, []
+            for row in kept:
+                held += row.result_bytes
+                is_old = row.finished_at < finished_before or (
+                    row.retrieved_at is not None and row.retrieved_at < retrieved_before
+                )
+                if is_old or held > max_bytes:
+                    held -= row.result_bytes
+                    drop.append(row)
+            for start in range(0, len(drop), 500):
+                ids = [row.request_id for row in drop[start : start + 500]]
+                connection.execute(
+                    sa.update(table)
+                    .where(table.c.request_id.in_(ids))
+                    .values(result=None, result_file=None, result_bytes=0, result_type="dropped")
+                )
+            return len(drop), [row.result_file for row in drop if row.result_file]
+
+        count, names = await self.write(write)
+        await self.read(self.blobs.delete, names)
+        return count
+
+    async def add_custom_loss(
+        self, loss: CustomLossRecord, operation: OperationRecord
+    ) -> OperationRecord:
+        def write(connection: sa.Connection) -> OperationRecord:
+            if not self.put_new(connection, schema.operations, fields(operation)):
+                return self._first(connection, operation)
+            connection.execute(sa.insert(schema.custom_losses).values(fields(loss)))
+            return operation
+
+        return await self.write(write)
+
+    async def get_custom_loss(self, loss_id: str) -> CustomLossRecord | None:
+        table = schema.custom_losses
+        return await self.one(CustomLossRecord, sa.select(table).where(table.c.loss_id == loss_id))
+
+    def _first(self, connection: sa.Connection, operation: OperationRecord) -> OperationRecord:
+        table = schema.operations
+        found = connection.execute(
+            sa.select(*_LIGHT_COLUMNS).where(
+                table.c.model_id == operation.model_id, table.c.seq_id == operation.seq_id
+            )
+        )
+        return OperationRecord(**found.one()._mapping)

@@ -1,0 +1,33 @@
+"""Bringing a database's tables up to date, from any released version.
+
+Each change of the tables is a step in `migrations/versions`; alembic knows which have been taken.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+
+def migrate(engine: sa.Engine) -> None:
+    """Take the steps that are missing, all or none."""
+    config = _config()
+    with engine.begin() as connection:
+        present = MigrationContext.configure(connection).get_current_revision()
+        if present == ScriptDirectory.from_config(config).get_current_head():
+            return
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    # Alembic's default splits on spaces, which a path may contain.
+    config.set_main_option("path_separator", "os")
+    return config

@@ -1,0 +1,30 @@
+"""Tokens counted per owner and hour: in memory first, then added to the store now and then."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+from tinsmith.server.store.base import Store, UsageRecord
+
+
+class Usage:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._counts: dict[tuple[str, int, str, str, str], int] = defaultdict(int)
+
+    def count(self, owner: str, base_model: str, session_id: str, kind: str, amount: int) -> None:
+        if amount:
+            hour = int(time.time() // 3600)
+            self._counts[owner, hour, base_model, session_id, kind] += amount
+
+    async def flush(self) -> None:
+        counts, self._counts = self._counts, defaultdict(int)
+        entries = [
+            UsageRecord(
+                owner=owner, hour=hour, base_model=model, session_id=session, kind=kind, count=count
+            )
+            for (owner, hour, model, session, kind), count in counts.items()
+        ]
+        if entries:
+            await self._store.add_usage(entries)

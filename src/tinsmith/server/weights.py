@@ -1,0 +1,70 @@
+"""Folders of weights in the data folder.
+
+A folder's name is an id of ours, never something a client chose, so nothing can point outside.
+Folders that no record refers to are swept away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import uuid
+from pathlib import Path
+
+from tinsmith.engine.base import SnapshotInfo, SnapshotKind
+from tinsmith.server.store.base import ModelRecord, Store, WeightsRecord
+
+logger = logging.getLogger(__name__)
+
+
+class WeightsFolders:
+    def __init__(self, root: Path, store: Store) -> None:
+        self._root = root
+        self._store = store
+        root.mkdir(parents=True, exist_ok=True)
+
+    def new(self) -> tuple[str, Path]:
+        """A fresh id, and the folder (which does not exist yet) that belongs to it."""
+        weights_id = uuid.uuid4().hex
+        return weights_id, self._root / weights_id
+
+    def folder(self, weights_id: str) -> Path:
+        return self._root / weights_id
+
+    def files(self, weights_id: str) -> list[str]:
+        """The names of the files, relative to the folder."""
+        folder = self.folder(weights_id)
+        return sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+
+    async def sweep(self) -> None:
+        """Delete the folders that nothing refers to."""
+        stray = await self._store.unreferenced_weights()
+        if stray:
+            await self._store.forget_weights(stray)
+            await asyncio.to_thread(self._delete, [self.folder(name) for name in stray])
+
+    async def sweep_unknown(self) -> None:
+        """Delete folders without a record: left behind when a save did not end. At start only."""
+        folders = await asyncio.to_thread(lambda: list(self._root.iterdir()))
+        unknown = [f for f in folders if await self._store.get_weights(f.name) is None]
+        await asyncio.to_thread(self._delete, unknown)
+
+    def _delete(self, folders: list[Path]) -> None:
+        for folder in folders:
+            logger.info("deleting weights %s", folder.name)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def weights_record(
+    weights_id: str, model: ModelRecord, kind: SnapshotKind, info: SnapshotInfo, at: float
+) -> WeightsRecord:
+    return WeightsRecord(
+        weights_id=weights_id,
+        kind=kind,
+        base_model=model.base_model,
+        lora=model.lora,
+        optimizer=model.optimizer,
+        size_bytes=info.size_bytes,
+        created_at=at,
+    )

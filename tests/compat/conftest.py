@@ -1,0 +1,226 @@
+"""Fixtures for driving our server with the official client, each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+class ServerProcess:
+    """`tinsmith serve` on a free loopback port, in its own process."""
+
+    def __init__(self, data_dir: Path, *options: str) -> None:
+        self.data_dir = data_dir
+        self.options = options
+        self.url = ""
+        self.key = ""
+        self.port = 0
+        self.process: subprocess.Popen[str] | None = None
+        self.script_environment: dict[str, str] = {}
+        """Set for every script that is run against this server."""
+
+    def start(self) -> ServerProcess:
+        command = [sys.executable, "-m", "tinsmith.cli", "serve"]
+        if "--engine" not in self.options:
+            command += ["--engine", "fake"]
+        command += ["--port", str(self.port), "--data-dir", str(self.data_dir), *self.options]
+        log = (self.data_dir.parent / "server.log").open("a")
+        with log:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env=_clean_environment()
+            )
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if found := re.match(r"export TINKER_BASE_URL=(.*)", line):
+                self.url = found[1]
+                # A restarted server must be found under the same address.
+                self.port = int(self.url.rpartition(":")[2])
+                break
+        else:
+            raise AssertionError((self.data_dir.parent / "server.log").read_text())
+        key_file = self.data_dir.parent / "key"
+        if not key_file.exists():
+            match = re.match(r"export TINKER_API_KEY=(.*)", self.process.stdout.readline())
+            assert match is not None
+            key_file.write_text(match[1])
+        self.key = key_file.read_text()
+        self._wait_until_ready()
+        return self
+
+    def kill(self) -> None:
+        """As `kill -9` does: no goodbye."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def stop(self) -> int:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(timeout=30)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+    def run(
+        self, script: str, *arguments: str, timeout: float = 120, package: Path | None = None
+    ) -> str:
+        """Run an official-client script against this server; its output."""
+        process = self.start_script(script, *arguments, package=package)
+        out, err = process.communicate(timeout=timeout)
+        assert process.returncode == 0, out + err + self.log()
+        return out
+
+    def start_script(
+        self, script: str, *arguments: str, package: Path | None = None
+    ) -> subprocess.Popen[str]:
+        """`package` is a folder with another release of the official client."""
+        environment = (
+            _clean_environment()
+            | {
+                "PYTHONPATH": "" if package is None else str(package),
+                "TINKER_BASE_URL": self.url,
+                "TINKER_API_KEY": self.key,
+            }
+            | self.script_environment
+        )
+        return subprocess.Popen(
+            [sys.executable, str(SCRIPTS / script), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def log(self) -> str:
+        return (self.data_dir.parent / "server.log").read_text()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(f"{self.url}/readyz", timeout=5):
+                    return
+            except urllib.error.HTTPError as error:
+                error.close()
+                time.sleep(0.05)
+        raise AssertionError("the server did not become ready: " + self.log())
+
+
+def _clean_environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER_", "TINSMITH_"))}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+StartServer = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[StartServer]:
+    servers: list[ServerProcess] = []
+
+    def start(*options: str) -> ServerProcess:
+        server = ServerProcess(tmp_path / "data", *options)
+        (tmp_path / "data").mkdir(exist_ok=True)
+        servers.append(server.start())
+        return server
+
+    yield start
+    for server in servers:
+        assert server.process is not None
+        if server.process.poll() is None:
+            server.stop()
+
+
+@pytest.fixture
+def official_release() -> Callable[[str], Path]:
+    """Gives a folder with a release of the official client, fetched once per machine.
+
+    Only the package itself: its dependencies are those of the test environment.
+    """
+    return _fetch_release
+
+
+def _fetch_release(version: str) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")))
+    folder = cache / "tinsmith-tests" / f"tinker-{version}"
+    if not (folder / "tinker").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+        fetched = subprocess.run(
+            [*command, str(folder), f"tinker=={version}"], capture_output=True, text=True
+        )
+        if fetched.returncode != 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            pytest.skip(f"tinker {version} could not be fetched: {fetched.stderr[-300:]}")
+    return folder
+
+
+TINY = "tiny"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama of 97 tokens, one per character."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("the local engine needs torch")
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    names = ["<pad>", "<bos>", "<eos>", *(chr(32 + i) for i in range(94))]
+    tokenizer = Tokenizer(models.BPE(vocab={n: i for i, n in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    ).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.role[0] }}:{{ message.content }} {% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    return folder
+
+
+@pytest.fixture
+def start_local_server(start_server: StartServer, tiny_model: Path) -> StartServer:
+    """A server with the real engine, deterministic, on the tiny model."""
+
+    def start(*options: str) -> ServerProcess:
+        engine = ("--engine", "local", "--device", "cpu", "--deterministic")
+        server = start_server(*engine, "--model", f"{TINY}={tiny_model}", *options)
+        server.script_environment = {"MODEL": TINY, "LEARNING_RATE": "0.01", "COUNT": "1030"}
+        return server
+
+    return start

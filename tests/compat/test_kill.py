@@ -1,0 +1,92 @@
+"""`kill -9` in mid-work: the same unmodified client, still waiting, gets its results."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from .conftest import ServerProcess, StartServer
+
+STEPS = "12"
+
+
+@pytest.mark.parametrize("kill_after_steps", [1, 6])
+def test_a_killed_server_loses_nothing_that_it_answered(
+    start_server: StartServer, kill_after_steps: int
+) -> None:
+    server = start_server("--set", "fake_pass_seconds=0.1", "--set", "snapshot_steps=4")
+    undisturbed = server.run("long_training.py", STEPS).splitlines()
+    process = server.start_script("long_training.py", STEPS)
+    assert process.stdout is not None
+    lines = [process.stdout.readline().strip() for _ in range(kill_after_steps)]
+    server.kill()
+    time.sleep(0.5)
+    server.start()
+    rest, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors + server.log()
+    assert lines + rest.splitlines() == undisturbed
+
+
+def test_a_second_server_on_the_same_folder_is_refused_with_a_clear_message(
+    start_server: StartServer,
+) -> None:
+    first = start_server()
+    second = type(first)(first.data_dir)
+    with pytest.raises(AssertionError, match=r"another server .* uses the data folder"):
+        second.start()
+    assert second.process is not None and second.process.wait(timeout=10) == 1
+    assert second.process.stdout is not None
+    second.process.stdout.close()
+
+
+def _engine_process(server: ServerProcess) -> int:
+    """The newest engine process of a server."""
+    assert server.process is not None
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    engines = [
+        int(child)
+        for child in children
+        if b"tinsmith.engine.local.process" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    return engines[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["engine", "server"])
+def test_a_real_model_ends_with_the_same_bits_whoever_is_killed(
+    start_local_server: StartServer, victim: str
+) -> None:
+    server = start_local_server("--set", "snapshot_steps=15")
+    steps = "40"
+    undisturbed = server.run("long_training.py", steps).splitlines()
+    process = server.start_script("long_training.py", steps)
+    assert process.stdout is not None
+    lines = [process.stdout.readline().strip() for _ in range(3)]
+    if victim == "engine":
+        os.kill(_engine_process(server), signal.SIGKILL)
+    else:
+        server.kill()
+        server.start()
+    rest, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors + server.log()
+    assert lines + rest.splitlines() == undisturbed
+    assert any(line.startswith("probe") for line in rest.splitlines())
+
+
+@pytest.mark.slow
+def test_tenants_who_train_at_once_get_the_bits_that_each_gets_alone(
+    start_local_server: StartServer,
+) -> None:
+    server = start_local_server()
+    alone = server.run("long_training.py", "10")
+    together = [server.start_script("long_training.py", "10") for _ in range(3)]
+    for process in together:
+        output, errors = process.communicate(timeout=120)
+        assert output == alone, errors

@@ -1,0 +1,86 @@
+"""Our own client against our server, over the wire, as a user's process would."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import tinsmith
+from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.filterwarnings("ignore::tinsmith.client.warn.ExperimentalWarning")
+
+
+@pytest.fixture
+def service(start_server: Any) -> Iterator[tinsmith.ServiceClient]:
+    server = start_server()
+    client = tinsmith.ServiceClient(base_url=server.url, api_key=server.key)
+    yield client
+    client.close("success").result(10)
+
+
+@pytest.fixture
+def model(service: tinsmith.ServiceClient) -> str:
+    name = service.get_server_capabilities().supported_models[0].model_name
+    assert name is not None
+    return name
+
+
+def datum(tokens: list[int]) -> Datum:
+    return Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+    )
+
+
+def test_training_lowers_the_loss_and_a_checkpoint_resumes(
+    service: tinsmith.ServiceClient, model: str
+) -> None:
+    training = service.create_lora_training_client(model, rank=4)
+    data = [datum([1, 2, 3, 4, 5])] * 4
+    losses = []
+    for _ in range(5):
+        output = training.forward_backward(data, "cross_entropy")
+        training.optim_step(AdamParams(learning_rate=0.1)).result(20)
+        losses.append(output.result(20).metrics["loss:sum"])
+    assert losses == sorted(losses, reverse=True)
+    path = training.save_state("here").result(20).path
+    resumed = service.create_training_client_from_state_with_optimizer(path)
+    both = [
+        client.forward(data, "cross_entropy").result(20).metrics["loss:sum"]
+        for client in (training, resumed)
+    ]
+    assert both[0] == both[1]
+
+
+def test_a_stream_gives_the_tokens_of_the_sample(
+    service: tinsmith.ServiceClient, model: str
+) -> None:
+    """S92: token by token, the same tokens as the whole sample."""
+    sampler = service.create_sampling_client(base_model=model)
+    prompt = ModelInput.from_ints([1, 2, 3])
+    params = SamplingParams(max_tokens=12, seed=7, stop=[])
+    whole = sampler.sample(prompt, 1, params).result(20).sequences[0]
+    pieces = list(sampler.stream(prompt, params))
+    assert [token for piece in pieces for token in piece.tokens] == whole.tokens
+    assert pieces[-1].stop_reason == whole.stop_reason
+    assert len(pieces) > 1
+
+
+def test_a_stream_that_is_left_frees_its_place(service: tinsmith.ServiceClient, model: str) -> None:
+    """S43"""
+    sampler = service.create_sampling_client(base_model=model)
+    prompt, params = ModelInput.from_ints([1]), SamplingParams(max_tokens=100, stop=[])
+    for _ in range(3):
+        for _piece in sampler.stream(prompt, params):
+            break
+    assert sampler.sample(prompt, 1, SamplingParams(max_tokens=2, stop=[])).result(20)
+
+
+def test_a_mistake_is_a_prompt_error_of_ours(service: tinsmith.ServiceClient) -> None:
+    with pytest.raises(tinsmith.TinkerError, match="no-such-model"):
+        service.create_lora_training_client("no-such-model")

@@ -1,0 +1,423 @@
+"""What every store promises, tried on SQLite and on a real Postgres in a temporary folder."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from tinsmith.server.store import schema
+from tinsmith.server.store.base import (
+    AuditRecord,
+    CheckpointRecord,
+    CustomLossRecord,
+    Finish,
+    KeyRecord,
+    ModelRecord,
+    OperationRecord,
+    SamplerRecord,
+    SessionRecord,
+    Store,
+    StoreInUseError,
+    UsageRecord,
+    WeightsRecord,
+)
+from tinsmith.server.store.sql import SqlStore, sqlite_url
+
+
+def _as_postgres_user() -> list[str]:
+    """Postgres refuses to run as root; its own user does."""
+    if os.geteuid() != 0:
+        return []
+    try:
+        pwd.getpwnam("postgres")
+    except KeyError:
+        pytest.skip("Postgres does not run as root, and there is no user called postgres")
+    return ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    binaries = [Path(p) for p in sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)]
+    folder = next((b for b in binaries if (b / "initdb").exists()), None)
+    if folder is None:
+        pytest.skip("Postgres is not installed (Debian: apt install postgresql)")
+    pytest.importorskip("psycopg", reason="the Postgres driver is not installed")
+    prefix = _as_postgres_user()
+    root = Path(subprocess.check_output([*prefix, "mktemp", "-d"], text=True).strip())
+    data = root / "data"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": "/"}
+    subprocess.run(
+        [*prefix, str(folder / "initdb"), "-D", str(data), "-U", "t", "-A", "trust", "-E", "UTF8"],
+        check=True,
+        **quiet,  # type: ignore[call-overload]  # plain keywords of run
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["-h", "127.0.0.1", "-p", str(port), "-k", str(root)]
+    server = subprocess.Popen(
+        [*prefix, str(folder / "postgres"), "-D", str(data), *options],
+        **quiet,  # type: ignore[call-overload]  # plain keywords of Popen
+    )
+    url = f"postgresql+psycopg://t@127.0.0.1:{port}/postgres"
+    try:
+        _wait_for(url)
+        yield url
+    finally:
+        server.send_signal(signal.SIGINT)  # Postgres's fast stop
+        server.wait(timeout=20)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _wait_for(url: str) -> None:
+    engine = sa.create_engine(url, poolclass=sa.NullPool)
+    for _ in range(200):
+        try:
+            with engine.connect():
+                return
+        except sa.exc.OperationalError:
+            time.sleep(0.05)
+    raise AssertionError("Postgres did not start")
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return sqlite_url(tmp_path / "store.db")
+    url: str = request.getfixturevalue("postgres_url")
+    engine = sa.create_engine(url, poolclass=sa.NullPool)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("DROP SCHEMA public CASCADE")
+        connection.exec_driver_sql("CREATE SCHEMA public")
+    return url
+
+
+@pytest.fixture
+async def store(url: str, tmp_path: Path) -> AsyncIterator[Store]:
+    store = SqlStore(url, tmp_path / "blobs")
+    yield store
+    await store.close()
+
+
+SESSION = SessionRecord(
+    session_id="s", owner="o", created_at=1.5, last_seen_at=1.5, sdk_version="0.36.0", tags=["a"]
+)
+MODEL = ModelRecord(
+    model_id="s:train:0",
+    session_id="s",
+    model_seq_id=0,
+    owner="o",
+    base_model="b",
+    lora={"rank": 4},
+    optimizer={"type": "adamw"},
+    created_at=2.0,
+    last_request_at=2.0,
+)
+
+
+def operation(seq_id: int, **fields: object) -> OperationRecord:
+    values: dict[str, object] = {
+        "request_id": f"r{seq_id}",
+        "model_id": MODEL.model_id,
+        "seq_id": seq_id,
+        "owner": "o",
+        "kind": "forward_backward",
+        "content_type": "application/x-protobuf",
+        "payload": b"payload",
+        "payload_bytes": 7,
+        "created_at": 3.0,
+    }
+    return OperationRecord(**(values | fields))  # type: ignore[arg-type]  # a test's shorthand
+
+
+def weights(weights_id: str, kind: str = "training") -> WeightsRecord:
+    return WeightsRecord(
+        weights_id=weights_id,
+        kind=kind,
+        base_model="b",
+        lora={"rank": 4},
+        optimizer={"type": "adamw"},
+        size_bytes=10,
+        created_at=4.0,
+    )
+
+
+def checkpoint(name: str, weights_id: str, **fields: object) -> CheckpointRecord:
+    values: dict[str, object] = {
+        "model_id": MODEL.model_id,
+        "checkpoint_id": f"weights/{name}",
+        "owner": "o",
+        "checkpoint_type": "training",
+        "weights_id": weights_id,
+        "size_bytes": 10,
+        "created_at": 4.0,
+    }
+    return CheckpointRecord(**(values | fields))  # type: ignore[arg-type]  # a test's shorthand
+
+
+AUDIT = AuditRecord(owner="o", at=5.0, area="checkpoints", event="e", details={"n": 1})
+
+
+async def test_the_migrated_tables_are_the_declared_ones(store: Store, url: str) -> None:
+    engine = sa.create_engine(url, poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection)
+        assert compare_metadata(context, schema.metadata) == []
+
+
+async def test_a_secret_is_made_once(store: Store) -> None:
+    first = await store.secret("a")
+    assert len(first) == 32
+    assert await store.secret("a") == first != await store.secret("b")
+
+
+async def test_keys_are_added_listed_and_revoked(store: Store) -> None:
+    key = await store.add_key(KeyRecord(owner="o", name="n", key_hash="h", created_at=1.0))
+    assert key.key_id > 0
+    assert await store.list_keys() == [key]
+    assert await store.revoke_key(key.key_id, 2.0)
+    assert not await store.revoke_key(key.key_id, 3.0)
+    assert (await store.list_keys())[0].revoked_at == 2.0
+
+
+async def test_a_repeated_number_finds_the_first_operation(store: Store) -> None:
+    """S35."""
+    recorded, is_new = await store.record(operation(0), MODEL)
+    assert is_new and recorded.request_id == "r0"
+    again, is_new = await store.record(operation(0, request_id="other"), MODEL)
+    assert not is_new and again.request_id == "r0"
+    assert await store.get_model(MODEL.model_id) == MODEL
+
+
+async def test_numbers_recorded_at_the_same_time_are_recorded_once(store: Store) -> None:
+    await store.record(operation(0), MODEL)
+    answers = await asyncio.gather(
+        *[store.record(operation(1, request_id=f"x{n}")) for n in range(20)]
+    )
+    assert len({record.request_id for record, _ in answers}) == 1
+    assert sum(is_new for _, is_new in answers) == 1
+
+
+@pytest.mark.parametrize("size", [10, 300_000])
+async def test_payloads_and_results_of_any_size_come_back(store: Store, size: int) -> None:
+    payload, result = os.urandom(size), os.urandom(size)
+    await store.record(operation(0, payload=payload), MODEL)
+    assert await store.read_payload("r0") == payload
+    end = Finish(
+        request_id="r0", status="done", finished_at=5.0, result_type="output", result=result
+    )
+    await store.finish([end])
+    found = await store.get_operation("r0")
+    assert found is not None and bytes(found.result or b"") == result
+    assert (found.status, found.result_type, found.result_bytes) == ("done", "output", size)
+
+
+async def test_an_operation_ends_once(store: Store) -> None:
+    await store.record(operation(0), MODEL)
+    end = Finish(request_id="r0", status="done", finished_at=5.0, result_type="json", result=b"1")
+    await store.finish([end])
+    await store.finish([dataclasses.replace(end, status="failed", error="late")])
+    found = await store.get_operation("r0")
+    assert found is not None and found.status == "done" and found.error is None
+
+
+async def test_the_log_is_read_in_order_and_pending_models_are_known(store: Store) -> None:
+    await store.record(operation(0), MODEL)
+    for seq_id in (3, 1, 2):
+        await store.record(operation(seq_id))
+    assert [o.seq_id for o in await store.read_log(MODEL.model_id, 0)] == [1, 2, 3]
+    assert await store.models_with_pending() == [MODEL.model_id]
+
+
+async def test_a_snapshot_drops_the_payloads_that_it_covers(store: Store) -> None:
+    for seq_id in range(3):
+        payload = os.urandom(100_000 if seq_id == 1 else 10)
+        await store.record(operation(seq_id, payload=payload), MODEL if seq_id == 0 else None)
+    ends = [Finish(request_id=f"r{n}", status="done", finished_at=5.0) for n in (0, 1)]
+    await store.finish(ends)
+    await store.record_snapshot(MODEL.model_id, 1, weights("w", "exact"))
+    model = await store.get_model(MODEL.model_id)
+    assert model is not None
+    assert (model.snapshot_seq_id, model.snapshot_weights_id) == (1, "w")
+    log = await store.read_log(MODEL.model_id, -1)
+    assert [o.payload_file for o in log] == [None, None, None]
+    assert len(await store.read_payload("r2")) == 10
+    assert await store.unreferenced_weights() == []
+    await store.record_snapshot(MODEL.model_id, 1, weights("w2", "exact"))
+    assert await store.unreferenced_weights() == ["w"]
+
+
+async def test_weights_are_kept_while_anything_refers_to_them(store: Store) -> None:
+    await store.record(operation(0), MODEL)
+    end = Finish(
+        request_id="r0",
+        status="done",
+        finished_at=5.0,
+        weights=weights("w"),
+        checkpoint=checkpoint("a", "w"),
+        audit=AUDIT,
+    )
+    await store.finish([end])
+    await store.add_sampler(_sampler("s:sample:0", 0))
+    assert await store.delete_checkpoint(MODEL.model_id, "weights/a", AUDIT)
+    assert not await store.delete_checkpoint(MODEL.model_id, "weights/a", AUDIT)
+    assert await store.unreferenced_weights() == []
+    await store.forget_samplers("s")
+    assert await store.unreferenced_weights() == ["w"]
+    await store.forget_weights(["w"])
+    assert await store.get_weights("w") is None
+
+
+def _sampler(sampler_id: str, number: int) -> SamplerRecord:
+    return SamplerRecord(
+        sampler_id=sampler_id,
+        session_id="s",
+        sampling_session_seq_id=number,
+        owner="o",
+        base_model="b",
+        weights_id="w",
+        created_at=4.0,
+    )
+
+
+async def test_a_sampler_is_made_once_and_counts_its_clients(store: Store) -> None:
+    first = await store.add_sampler(_sampler("s:sample:0", 0))
+    again = await store.add_sampler(dataclasses.replace(first, sampler_id="x", base_model="c"))
+    assert again == first
+    assert await asyncio.gather(*[store.join_sampler("s:sample:0") for _ in range(5)]) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+    assert len(await store.samplers_of_session("s")) == 1
+
+
+async def test_lists_come_in_pages_newest_first(store: Store) -> None:
+    for number in range(5):
+        await store.add_session(
+            dataclasses.replace(SESSION, session_id=f"s{number}", created_at=float(number))
+        )
+    await store.add_session(dataclasses.replace(SESSION, session_id="other", owner="p"))
+    page = await store.list_sessions("o", 2, 1)
+    assert [s.session_id for s in page.items] == ["s3", "s2"]
+    assert page.total == 5
+
+
+async def test_a_session_is_changed_touched_and_found_again(store: Store) -> None:
+    await store.add_session(SESSION)
+    assert await store.get_session("s") == SESSION
+    await store.touch_sessions({"s": 9.0})
+    await store.set_session("s", {"state": "finished", "finish_reason": "success"})
+    found = await store.get_session("s")
+    assert found is not None
+    assert (found.last_seen_at, found.state, found.finish_reason) == (9.0, "finished", "success")
+    assert await store.active_sessions() == []
+
+
+async def test_checkpoints_are_changed_listed_and_expire(store: Store) -> None:
+    await store.add_checkpoint(checkpoint("a", "w"), MODEL, AUDIT)
+    await store.add_checkpoint(checkpoint("b", "w", created_at=6.0), None, AUDIT)
+    await store.set_checkpoint(MODEL.model_id, "weights/a", {"expires_at": 7.0}, AUDIT)
+    assert [c.checkpoint_id for c in await store.expired_checkpoints(8.0)] == ["weights/a"]
+    page = await store.list_owner_checkpoints("o", 10, 0)
+    assert [c.checkpoint_id for c in page.items] == ["weights/b", "weights/a"]
+    assert await store.storage_of("o") == (2, 20)
+    assert len(await store.list_audit("o", "checkpoints", 0.0, 10.0)) == 3
+    assert await store.list_audit("o", "projects", 0.0, 10.0) == []
+
+
+async def test_results_are_dropped_by_age_and_by_size(store: Store) -> None:
+    for seq_id in range(4):
+        await store.record(operation(seq_id), MODEL if seq_id == 0 else None)
+        end = Finish(
+            request_id=f"r{seq_id}",
+            status="done",
+            finished_at=10.0 + seq_id,
+            result_type="json",
+            result=b"x" * 100,
+        )
+        await store.finish([end])
+    await store.mark_retrieved({"r3": 20.0})
+    dropped = await store.drop_results(retrieved_before=21.0, finished_before=11.0, max_bytes=150)
+    assert dropped == 3  # r3 was fetched, r0 is old, r1 is beyond the bytes
+    left = [(await store.get_operation(f"r{n}")).result_bytes for n in range(4)]  # type: ignore[union-attr]  # all exist
+    assert left == [0, 0, 100, 0]
+
+
+async def test_a_custom_loss_is_kept_once(store: Store) -> None:
+    loss = CustomLossRecord(
+        loss_id="s:loss:0",
+        session_id="s",
+        custom_loss_seq_id=0,
+        owner="o",
+        name="n",
+        definition={"graph": {"nodes": []}},
+        created_at=1.0,
+    )
+    upload = operation(0, model_id="s:loss", status="done")
+    assert (await store.add_custom_loss(loss, upload)).request_id == "r0"
+    again = dataclasses.replace(upload, request_id="again")
+    assert (await store.add_custom_loss(loss, again)).request_id == "r0"
+    assert await store.get_custom_loss("s:loss:0") == loss
+
+
+async def test_usage_adds_up(store: Store) -> None:
+    entry = UsageRecord(owner="o", hour=5, base_model="b", session_id="s", kind="training", count=7)
+    await store.add_usage([entry, entry])
+    await store.add_usage([entry])
+    assert await store.list_usage("o", 5, 6) == [dataclasses.replace(entry, count=21)]
+    assert await store.list_usage("o", 6, 9) == []
+
+
+async def test_a_failing_write_does_not_take_its_neighbours_with_it(store: Store) -> None:
+    await store.add_session(SESSION)
+    answers = await asyncio.gather(
+        store.add_session(dataclasses.replace(SESSION, session_id="t")),
+        store.add_session(SESSION),
+        store.add_session(dataclasses.replace(SESSION, session_id="u")),
+        return_exceptions=True,
+    )
+    assert [isinstance(a, Exception) for a in answers] == [False, True, False]
+    assert (await store.list_sessions("o", 10, 0)).total == 3
+
+
+async def test_what_was_written_is_there_after_reopening(url: str, tmp_path: Path) -> None:
+    first = SqlStore(url, tmp_path / "blobs")
+    await first.record(operation(0, payload=b"x" * 200_000), MODEL)
+    await first.close()
+    stray = tmp_path / "blobs" / "ab" / "abcd"
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_bytes(b"left over")
+    second = SqlStore(url, tmp_path / "blobs")
+    assert stray.exists(), "only the server itself sweeps; its tools must not"
+    await second.prepare()
+    assert await second.read_payload("r0") == b"x" * 200_000
+    assert not stray.exists(), "a file whose row never came is swept away"
+    await second.close()
+
+
+async def test_a_second_server_on_one_database_is_refused(url: str, tmp_path: Path) -> None:
+    if url.startswith("sqlite"):
+        pytest.skip("an SQLite file lies in the data folder, which has a lock of its own")
+    first, second = (SqlStore(url, tmp_path / name) for name in ("a", "b"))
+    await first.prepare()
+    with pytest.raises(StoreInUseError, match="another server"):
+        await second.prepare()
+    await first.close()
+    await second.close()

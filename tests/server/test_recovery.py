@@ -1,0 +1,296 @@
+"""Nothing that was answered is lost: not with an engine, not with the server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .conftest import Api, StartServer, TestServer
+
+
+async def _steps(api: Api, model: str, first: int, count: int) -> list[str]:
+    """Send `count` pairs of pass and step, numbered from `first`; their request ids."""
+    ids = []
+    for index in range(count):
+        seq_id = first + 2 * index
+        ids.append(await api.send_pass(model, seq_id))
+        ids.append(await api.send_step(model, seq_id + 1))
+    return ids
+
+
+async def _undisturbed(api: Api, count: int) -> float:
+    model = await api.model()
+    for request_id in await _steps(api, model, 1, count):
+        await api.result(request_id)
+    return await api.loss(model, 2 * count + 1)
+
+
+async def test_an_engine_that_dies_in_mid_step_costs_nothing(start_server: StartServer) -> None:
+    server = await start_server(fake_pass_seconds=0.05)
+    api = server.api
+    expected = await _undisturbed(api, 5)
+    model = await api.model()
+    ids = await _steps(api, model, 1, 5)
+    await api.result(ids[3])
+    server.kill_engine()
+    for request_id in ids:
+        await api.result(request_id)
+    assert await api.loss(model, 11) == expected
+    assert len(server.engines) == 2
+
+
+async def test_an_engine_that_dies_while_idle_is_replaced_before_the_next_request(
+    server: TestServer,
+) -> None:
+    api = server.api
+    model = await api.model()
+    for request_id in await _steps(api, model, 1, 2):
+        await api.result(request_id)
+    before = await api.loss(model, 5)
+    server.kill_engine()
+    assert await api.loss(model, 6) == before
+
+
+async def test_a_step_that_failed_fails_again_in_the_replay_and_nothing_else_does(
+    server: TestServer,
+) -> None:
+    api = server.api
+    models = [await api.model(), await api.model()]
+    losses = []
+    for model in models:
+        await api.result(await api.send_pass(model, 1))
+        failure, category = await api.failure(await api.send_step(model, 2, learning_rate=-1.0))
+        assert (category, "learning_rate" in failure) == ("user", True)
+        if model == models[1]:
+            server.kill_engine()
+        await api.result(await api.send_step(model, 3))
+        losses.append(await api.loss(model, 4))
+    assert losses[0] == losses[1]
+
+
+async def test_an_operation_that_kills_the_engine_each_time_is_given_up(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(fake_pass_seconds=0.3)
+    model = await server.api.model()
+    request_id = await server.api.send_pass(model, 1)
+
+    async def kill_each() -> None:
+        for number in range(1, 4):
+            await server.until(lambda n=number: _is_working(server, n))
+            await asyncio.sleep(0.05)
+            server.kill_engine()
+
+    async with asyncio.timeout(20):
+        killer = asyncio.create_task(kill_each())
+        error, category = await server.api.failure(request_id)
+        await killer
+    assert "died 3 times" in error and category == "server"
+    assert await server.api.loss(model, 2) > 0
+
+
+def _is_working(server: TestServer, number: int) -> bool:
+    return len(server.engines) >= number and server.service.scheduler._is_batch_running
+
+
+async def test_samplers_live_through_the_death_of_the_engine(server: TestServer) -> None:
+    api = server.api
+    model = await api.model()
+    for request_id in await _steps(api, model, 1, 2):
+        await api.result(request_id)
+    body = {"model_id": model, "seq_id": 5, "sampling_session_seq_id": 0}
+    saved = await api.ok("/save_weights_for_sampler", body)
+    sampler = (await api.result(saved["request_id"]))["sampling_session_id"]
+    before = await api.sample(sampler, 0, prompt_logprobs=True)
+    await api.result(await api.send_pass(model, 6))
+    await api.result(await api.send_step(model, 7, learning_rate=1.0))
+    server.kill_engine()
+    after = await api.sample(sampler, 1, prompt_logprobs=True)
+    assert after.prompt_logprobs == before.prompt_logprobs
+    assert [s.tokens for s in after.sequences] == [s.tokens for s in before.sequences]
+
+
+async def test_a_sample_under_way_starts_again_when_the_engine_dies(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(fake_token_seconds=0.02)
+    api = server.api
+    session = await api.session()
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tinsmith/fake"}
+    sampler = (await api.ok("/create_sampling_session", body))["sampling_session_id"]
+    sampling = {"max_tokens": 20, "seed": 3, "stop": []}
+    expected = await api.sample(sampler, 0, sampling_params=sampling)
+    running = asyncio.create_task(api.sample(sampler, 1, sampling_params=sampling))
+    await asyncio.sleep(0.2)
+    server.kill_engine()
+    response = await running
+    assert [s.tokens for s in response.sequences] == [s.tokens for s in expected.sequences]
+
+
+async def test_a_restarted_server_resolves_the_ids_it_gave_out(start_server: StartServer) -> None:
+    server = await start_server(fake_pass_seconds=0.05)
+    expected = await _undisturbed(server.api, 4)
+    model = await server.api.model()
+    ids = await _steps(server.api, model, 1, 4)
+    await server.api.result(ids[2])
+    await server.stop()
+    server = await start_server()
+    for request_id in ids:
+        await server.api.result(request_id)
+    assert await server.api.loss(model, 9) == expected
+
+
+@pytest.mark.parametrize("policy", [{"snapshot_steps": 2}, {"snapshot_log_bytes": 500}])
+async def test_a_snapshot_shortens_the_log_and_changes_nothing(
+    start_server: StartServer, policy: dict[str, int]
+) -> None:
+    server = await start_server(**policy)
+    expected = await _undisturbed(server.api, 6)
+    model = await server.api.model()
+    for request_id in await _steps(server.api, model, 1, 6):
+        await server.api.result(request_id)
+    record = await server.service.store.get_model(model)
+    assert record is not None and record.snapshot_seq_id > 2
+    server.kill_engine()
+    assert await server.api.loss(model, 13) == expected
+
+
+async def test_a_snapshot_keeps_gradients_that_are_not_applied_yet(
+    start_server: StartServer,
+) -> None:
+    """A snapshot between two passes of one batch must hold the first one's gradient."""
+    server = await start_server()
+    api = server.api
+    expected_model, model = await api.model(), await api.model()
+    for each in (expected_model, model):
+        await api.result(await api.send_pass(each, 1))
+        if each is model:
+            live = await server.service.models.get(model)
+            assert live is not None
+            engine, _ = await server.service.engines.get()
+            await server.service.scheduler._snapshots.take(engine, live)
+            server.kill_engine()
+        await api.result(await api.send_pass(each, 2))
+        await api.result(await api.send_step(each, 3))
+    assert await api.loss(model, 4) == await api.loss(expected_model, 4)
+
+
+async def test_a_load_is_replayed_although_its_checkpoint_was_deleted(server: TestServer) -> None:
+    api = server.api
+    model = await api.model()
+    for request_id in await _steps(api, model, 1, 2):
+        await api.result(request_id)
+    saved = await api.ok("/save_weights", {"model_id": model, "seq_id": 5, "path": "a"})
+    path = (await api.result(saved["request_id"]))["path"]
+    await api.result(await api.send_pass(model, 6))
+    await api.result(await api.send_step(model, 7, learning_rate=1.0))
+    body = {"model_id": model, "seq_id": 8, "path": path, "optimizer": True}
+    await api.result((await api.ok("/load_weights", body))["request_id"])
+    before = await api.loss(model, 9)
+    url = f"/api/v1/training_runs/{model}/checkpoints/weights/a"
+    assert (await api.http.delete(url, headers=api.headers)).status_code == 204
+    server.kill_engine()
+    assert await api.loss(model, 10) == before
+
+
+async def test_idle_models_go_to_disk_and_come_back(start_server: StartServer) -> None:
+    server = await start_server(max_loaded_models=1)
+    api = server.api
+    models = [await api.model(seed=n) for n in range(3)]
+    for model in models:
+        for request_id in await _steps(api, model, 1, 2):
+            await api.result(request_id)
+    losses = [await api.loss(model, 5) for model in models]
+    await server.until(lambda: sum(m.generation > 0 for m in server.service.models) <= 1)
+    assert [await api.loss(model, 6) for model in models] == losses
+
+
+async def test_weights_without_a_record_are_swept_away_at_the_start(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    stray = tmp_path / "data" / "weights" / "0123"
+    stray.mkdir(parents=True)
+    await start_server()
+    assert not stray.exists()
+
+
+async def test_results_are_forgotten_after_their_time(start_server: StartServer) -> None:
+    server = await start_server(training_retention_seconds=0.0)
+    api = server.api
+    model = await api.model()
+    request_id = await api.send_pass(model, 1)
+    await api.result(request_id)
+    await server.service._tidy_results()
+    server.service.promises.forget([request_id])
+    response = await api.retrieve(request_id)
+    assert response.status_code == 410
+    operation = await server.service.store.get_operation(request_id)
+    assert operation is not None
+    assert operation.result is None
+
+
+async def test_two_saves_that_claim_one_sampler_do_not_wedge_the_log(server: TestServer) -> None:
+    api = server.api
+    session = await api.session()
+    models = [await api.create_model(session, number) for number in range(2)]
+    body = {"seq_id": 1, "sampling_session_seq_id": 0}
+    promises = await asyncio.gather(
+        *[api.ok("/save_weights_for_sampler", {"model_id": m, **body}) for m in models]
+    )
+    bodies = [(await api.retrieve(p["request_id"])).json() for p in promises]
+    assert sorted("error" in b for b in bodies) == [False, True]
+    for model in models:
+        assert await api.loss(model, 2) > 0
+
+
+async def test_models_that_nobody_uses_are_forgotten_and_found_again(server: TestServer) -> None:
+    api = server.api
+    model = await api.model()
+    for request_id in await _steps(api, model, 1, 2):
+        await api.result(request_id)
+    before = await api.loss(model, 5)
+    live = await server.service.models.get(model)
+    assert live is not None
+    live.wants_unload = True
+    server.service.scheduler.wake()
+    await server.until(lambda: live.is_idle(server.service.engines.generation))
+    server.service.models.forget_idle(server.service.engines.generation, live.last_used_at + 1)
+    assert len(server.service.models) == 0
+    assert await api.loss(model, 6) == before
+
+
+async def test_an_engine_that_cannot_start_is_said_to_be_the_trouble(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(broken="no such device", hold_seconds=0.1)
+    response = await server.api.get("/get_server_capabilities")
+    assert response.status_code == 503 and "no such device" in response.json()["detail"]
+    ready = await server.api.http.get("/readyz")
+    assert ready.status_code == 503 and "no such device" in ready.json()["detail"]
+    assert (await server.api.http.get("/healthz")).status_code == 200
+
+
+async def test_the_state_of_a_model_long_forgotten_is_dropped_and_that_is_said(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    server = await start_server()
+    model = await server.api.model()
+    for request_id in await _steps(server.api, model, 1, 1):
+        await server.api.result(request_id)
+    await server.api.post(f"/sessions/{model.partition(':')[0]}/finish", {"reason": {}})
+    await server.stop()
+    server = await start_server(session_timeout_seconds=0.0, model_retention_seconds=0.0)
+    await server.service._tidy_results()
+    await server.service._tidy()
+    assert list_folder(tmp_path / "data" / "weights") == []
+    error, category = await server.api.failure(await server.api.send_pass(model, 3))
+    assert "not used for very long" in error and category == "user"
+
+
+def list_folder(folder: Path) -> list[Path]:
+    return list(folder.iterdir())

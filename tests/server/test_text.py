@@ -1,0 +1,87 @@
+"""Text as it streams: whole characters, and nothing from a stop string on."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from tinsmith.errors import ValidationError
+from tinsmith.server.oai import read_chat, read_completion
+from tinsmith.server.text import TextModel, TextStream
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Bytes:
+    """One token per byte."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+def _stream(*stops: str) -> TextStream:
+    return TextStream(cast(TextModel, Bytes()), stops)
+
+
+@pytest.mark.parametrize("text", ["plain", "ünïcödé ✓ done", "日本語"])
+def test_every_way_to_cut_a_text_streams_the_same_characters(text: str) -> None:
+    """S91."""
+    data = text.encode()
+    for first, second in itertools.combinations(range(len(data) + 1), 2):
+        stream = _stream()
+        parts = [data[:first], data[first:second], data[second:]]
+        pieces = [stream.add(list(part)) for part in parts]
+        assert "".join(pieces) + stream.finish() == text
+        assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_nothing_of_a_stop_string_is_ever_sent() -> None:
+    data = b"one two END three"
+    for cut in range(len(data)):
+        stream = _stream("END", "TWO")
+        pieces = stream.add(list(data[:cut])) + stream.add(list(data[cut:])) + stream.finish()
+        assert pieces == "one two "
+
+
+def test_what_only_looked_like_a_stop_string_is_sent_after_all() -> None:
+    stream = _stream("END")
+    assert stream.add(list(b"an E")) == "an "
+    assert stream.add(list(b"N")) == ""
+    assert stream.add(list(b"gine")) == "ENgine"
+    stream = _stream("END")
+    assert stream.add(list(b"EN")) + stream.finish() == "EN"
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "nonsense": 1}, "nonsense"),
+        ({"prompt": "a", "n": 0}, "n:"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValidationError, match=word):
+        read_completion({"model": "m", **fields})
+
+
+def test_settings_that_ask_for_nothing_are_accepted() -> None:
+    ask = read_completion(
+        {"model": "m", "prompt": ["a", "b"], "presence_penalty": 0, "best_of": 1, "suffix": None}
+    )
+    assert ask.prompts == ("a", "b") and ask.params.max_tokens == 16
+
+
+def test_chat_messages_may_be_texts_or_text_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    ask = read_chat({"model": "m", "messages": [{"role": "user", "content": parts}]})
+    assert ask.messages == ({"role": "user", "content": "ab"},)
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    with pytest.raises(ValidationError, match=r"messages\[0\]"):
+        read_chat({"model": "m", "messages": [{"role": "user", "content": image}]})
