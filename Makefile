@@ -11,7 +11,7 @@ help:
 	@echo "make demo          start a server, fine-tune the embedded model, sample before and after"
 	@echo "make test          everything: lint, types, and all tests"
 	@echo "make lint types    one check each"
-	@echo "make schema        write the JSON schema of all messages"
+	@echo "make schema        write the generated reference pages"
 	@echo "make docs          check that the documentation is fresh"
 	@echo "make bench         benchmarks, as ratios against the official package"
 	@echo "make requirements  every requirement with the tests that cite it"
@@ -43,6 +43,7 @@ format: $(STAMP)
 
 schema: $(STAMP)
 	$(BIN)/python tools/write_schema.py
+	$(BIN)/python tools/write_compatibility.py
 
 docs: $(STAMP)
 	$(BIN)/python -m pytest tests/architecture -q

@@ -1,20 +1,14 @@
-"""What `make demo` shows today. The full demonstration needs the client and the server."""
+"""What `make demo` runs: `tinsmith demo`, after a look at the Python that runs it."""
 
-from __future__ import annotations
+import sys
 
-import tinsmith
-from tinsmith.wire import proto
+if sys.version_info < (3, 11):  # noqa: UP036  # the environment may be older than the project
+    sys.exit(
+        f"Tinsmith needs Python 3.11 or later and this is {sys.version.split()[0]}; "
+        "remove .venv and run: make demo PYTHON=python3.11"
+    )
+
+from tinsmith.cli.__main__ import main
 
 if __name__ == "__main__":
-    datum = tinsmith.Datum(
-        model_input=tinsmith.ModelInput.from_ints([1, 2, 3]),
-        loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 1.0]},
-    )
-    request = tinsmith.types.ForwardBackwardRequest(
-        tinsmith.types.ForwardBackwardInput([datum], "cross_entropy"), "model", 1
-    )
-    body = proto.encode_pass(request)
-    print("This is a placeholder: training and sampling come with the server and the client.")
-    print(f"What exists is the vocabulary and its wire form. One datum:\n  {datum}")
-    print(f"as a request body, {len(body)} bytes:\n  {body.hex()}")
-    print(f"decoded again, equal: {proto.decode_pass(body) == request}")
+    main(["demo", *sys.argv[1:]])

@@ -1,64 +1,14 @@
 """Tinsmith: an open training service for language models.
 
-This module is the public surface: the names and nothing else. The clients are loaded when first
-used, so that a program that only builds data does not wait for them.
+This module is the public surface: the names and nothing else. What is behind a name is loaded when
+it is first used, so that a program waits only for what it needs.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
-from tinsmith import types
-from tinsmith.errors import (
-    APIConnectionError,
-    APIError,
-    APIResponseValidationError,
-    APIStatusError,
-    APITimeoutError,
-    AuthenticationError,
-    BadRequestError,
-    BillingError,
-    ConflictError,
-    InternalServerError,
-    NotFoundError,
-    PermissionDeniedError,
-    RateLimitError,
-    RequestFailedError,
-    TinkerError,
-    UnprocessableEntityError,
-)
-from tinsmith.types import (
-    AdamOptimizerConfig,
-    AdamParams,
-    Checkpoint,
-    CheckpointType,
-    Datum,
-    DimuonOptimizerConfig,
-    DimuonParams,
-    DmelChunk,
-    EncodedTextChunk,
-    ForwardBackwardOutput,
-    LoraConfig,
-    ModelID,
-    ModelInput,
-    ModelInputChunk,
-    OptimParams,
-    OptimStepRequest,
-    OptimStepResponse,
-    ParsedCheckpointTinkerPath,
-    PromptProvenanceSpan,
-    SampledProvenanceSpan,
-    SampledSequence,
-    SampleRequest,
-    SampleResponse,
-    SamplingParams,
-    StopReason,
-    TensorData,
-    TensorDtype,
-    TrainingRun,
-)
-
 if TYPE_CHECKING:
-    from tinsmith import auth
+    from tinsmith import auth, types
     from tinsmith.client.admin import AdminClient
     from tinsmith.client.custom_loss import LossHandle, PerDatumLossFn
     from tinsmith.client.futures import APIFuture, as_completed
@@ -68,29 +18,121 @@ if TYPE_CHECKING:
     from tinsmith.client.service import ServiceClient
     from tinsmith.client.training import TrainingClient
     from tinsmith.client.warn import ExperimentalWarning
+    from tinsmith.errors import (
+        APIConnectionError,
+        APIError,
+        APIResponseValidationError,
+        APIStatusError,
+        APITimeoutError,
+        AuthenticationError,
+        BadRequestError,
+        BillingError,
+        ConflictError,
+        InternalServerError,
+        NotFoundError,
+        PermissionDeniedError,
+        RateLimitError,
+        RequestFailedError,
+        TinkerError,
+        UnprocessableEntityError,
+    )
+    from tinsmith.types import (
+        AdamOptimizerConfig,
+        AdamParams,
+        Checkpoint,
+        CheckpointType,
+        Datum,
+        DimuonOptimizerConfig,
+        DimuonParams,
+        DmelChunk,
+        EncodedTextChunk,
+        ForwardBackwardOutput,
+        LoraConfig,
+        ModelID,
+        ModelInput,
+        ModelInputChunk,
+        OptimParams,
+        OptimStepRequest,
+        OptimStepResponse,
+        ParsedCheckpointTinkerPath,
+        PromptProvenanceSpan,
+        SampledProvenanceSpan,
+        SampledSequence,
+        SampleRequest,
+        SampleResponse,
+        SamplingParams,
+        StopReason,
+        TensorData,
+        TensorDtype,
+        TrainingRun,
+    )
 
 __title__ = "tinsmith"
 __version__ = "0.1.0"
 
 _LOADED_ON_USE = {
+    "APIConnectionError": "tinsmith.errors",
+    "APIError": "tinsmith.errors",
     "APIFuture": "tinsmith.client.futures",
+    "APIResponseValidationError": "tinsmith.errors",
+    "APIStatusError": "tinsmith.errors",
+    "APITimeoutError": "tinsmith.errors",
+    "AdamOptimizerConfig": "tinsmith.types",
+    "AdamParams": "tinsmith.types",
     "AdminClient": "tinsmith.client.admin",
+    "AuthenticationError": "tinsmith.errors",
+    "BadRequestError": "tinsmith.errors",
+    "BillingError": "tinsmith.errors",
+    "Checkpoint": "tinsmith.types",
+    "CheckpointType": "tinsmith.types",
+    "ConflictError": "tinsmith.errors",
+    "Datum": "tinsmith.types",
+    "DimuonOptimizerConfig": "tinsmith.types",
+    "DimuonParams": "tinsmith.types",
+    "DmelChunk": "tinsmith.types",
+    "EncodedTextChunk": "tinsmith.types",
     "ExperimentalWarning": "tinsmith.client.warn",
+    "ForwardBackwardOutput": "tinsmith.types",
+    "InternalServerError": "tinsmith.errors",
+    "LoraConfig": "tinsmith.types",
     "LossHandle": "tinsmith.client.custom_loss",
+    "ModelID": "tinsmith.types",
+    "ModelInput": "tinsmith.types",
+    "ModelInputChunk": "tinsmith.types",
+    "NotFoundError": "tinsmith.errors",
+    "OptimParams": "tinsmith.types",
+    "OptimStepRequest": "tinsmith.types",
+    "OptimStepResponse": "tinsmith.types",
+    "ParsedCheckpointTinkerPath": "tinsmith.types",
     "PerDatumLossFn": "tinsmith.client.custom_loss",
+    "PermissionDeniedError": "tinsmith.errors",
+    "PromptProvenanceSpan": "tinsmith.types",
+    "RateLimitError": "tinsmith.errors",
+    "RequestFailedError": "tinsmith.errors",
     "RequestOptions": "tinsmith.client.options",
     "RestClient": "tinsmith.client.rest",
+    "SampleRequest": "tinsmith.types",
+    "SampleResponse": "tinsmith.types",
+    "SampledProvenanceSpan": "tinsmith.types",
+    "SampledSequence": "tinsmith.types",
     "SamplingClient": "tinsmith.client.sampling",
+    "SamplingParams": "tinsmith.types",
     "ServiceClient": "tinsmith.client.service",
+    "StopReason": "tinsmith.types",
+    "TensorData": "tinsmith.types",
+    "TensorDtype": "tinsmith.types",
     "Timeout": "tinsmith.client.options",
+    "TinkerError": "tinsmith.errors",
     "TrainingClient": "tinsmith.client.training",
+    "TrainingRun": "tinsmith.types",
+    "UnprocessableEntityError": "tinsmith.errors",
     "as_completed": "tinsmith.client.futures",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name == "auth":
-        return importlib.import_module("tinsmith.auth")
+    if name in ("auth", "types"):
+        return importlib.import_module(f"tinsmith.{name}")
     if name not in _LOADED_ON_USE:
         raise AttributeError(f"module 'tinsmith' has no attribute {name!r}")
     value: object = getattr(importlib.import_module(_LOADED_ON_USE[name]), name)

@@ -138,7 +138,9 @@ class TinkerFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _take_names(module: ModuleType, source: ModuleType) -> None:
-    for name, value in vars(source).items():
+    # What `tinsmith` loads on use is in its __all__ alone until then.
+    for name in dict.fromkeys([*vars(source), *getattr(source, "__all__", ())]):
+        value = getattr(source, name)
         if not name.startswith("__") and not isinstance(value, ModuleType):
             setattr(module, name, value)
 

@@ -1,5 +1,6 @@
 """Files that are generated from the code are fresh."""
 
+import importlib.util
 from pathlib import Path
 
 import jsonschema
@@ -12,6 +13,15 @@ ROOT = Path(__file__).parents[2]
 def test_the_schema_in_the_repository_is_the_generated_one() -> None:
     """S2: run `make schema` after changing a type."""
     assert (ROOT / "docs" / "reference" / "schema.json").read_text() == schema_text()
+
+
+def test_the_compatibility_page_is_the_generated_one() -> None:
+    """Run `make schema` after changing the scripts that drive the official client."""
+    spec = importlib.util.spec_from_file_location("page", ROOT / "tools/write_compatibility.py")
+    assert spec and spec.loader
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert (ROOT / "docs" / "reference" / "compatibility.md").read_text() == tool.page()
 
 
 def test_the_schema_is_a_valid_schema() -> None:

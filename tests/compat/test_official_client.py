@@ -29,6 +29,15 @@ def test_the_rest_client_sees_runs_checkpoints_sessions_and_usage(
     assert server.run("rest.py").strip() == "ok"
 
 
+def test_every_asynchronous_twin_gives_what_its_sibling_gives(start_server: StartServer) -> None:
+    """S44"""
+    assert start_server().run("async_twins.py").strip() == "ok"
+
+
+def test_a_small_reinforcement_learning_loop_raises_its_reward(start_server: StartServer) -> None:
+    assert start_server().run("small_rl.py").strip() == "ok"
+
+
 def test_clones_handles_rich_samples_and_custom_losses_work(start_server: StartServer) -> None:
     """S57, S74, S81."""
     server = start_server("--set", "fake_token_seconds=0.001")

@@ -1,0 +1,71 @@
+"""`python -m tinsmith.cli`, and the entry point of the `tinsmith` command."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from tinsmith.cli.failures import explained
+from tinsmith.cli.lazy import LazyGroup
+from tinsmith.cli.output import Output
+
+COMMANDS = {
+    name: f"tinsmith.cli.{module}"
+    for name, module in {
+        "auth": "auth",
+        "billing": "billing",
+        "chat": "chat",
+        "checkpoint": "checkpoint",
+        "demo": "demo",
+        "doctor": "doctor",
+        "export": "export",
+        "key": "key",
+        "model": "model",
+        "run": "run",
+        "sample": "sample",
+        "serve": "serve",
+        "session": "session",
+        "top": "top",
+        "train": "train",
+        "version": "version",
+    }.items()
+}
+
+
+class _Root(LazyGroup):
+    def invoke(self, ctx: click.Context) -> object:
+        with explained():
+            return super().invoke(ctx)
+
+
+@click.group(cls=_Root, modules=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--format",
+    "-f",
+    "form",
+    type=click.Choice(["table", "json"]),
+    default="table",
+    show_default=True,
+    help="How results are shown.",
+)
+@click.option("--json", "is_json", is_flag=True, help="The same as --format json.")
+@click.pass_context
+def cli(ctx: click.Context, form: str, is_json: bool) -> None:
+    """Train and sample language models: a service, and a client for it.
+
+    Begin with `tinsmith demo`. Commands that talk to a server find it in TINKER_BASE_URL and
+    TINKER_API_KEY, which `tinsmith serve` prints.
+    """
+    ctx.obj = Output(is_json=is_json or form == "json")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    try:
+        cli(arguments, prog_name="tinsmith")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

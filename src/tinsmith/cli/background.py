@@ -1,0 +1,115 @@
+"""A server of one's own for a while: `tinsmith serve` as a child process on a loopback port."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinsmith.cli.failures import CommandError
+
+START_SECONDS = 180.0
+"""Longest wait for a server to be ready; loading a model from a cold disk may take a minute."""
+
+_STOP_SECONDS = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundServer:
+    url: str
+    process: subprocess.Popen[str]
+
+
+@contextmanager
+def serving(
+    data_dir: Path, *, port: int = 0, options: Sequence[str] = ()
+) -> Iterator[BackgroundServer]:
+    """A server that is ready when the block begins, and gone when it ends however it ends."""
+    command = [sys.executable, "-m", "tinsmith.cli", "serve", "--data-dir", str(data_dir)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *options]
+    with tempfile.TemporaryFile("w+") as log, _terminated_as_interrupted():
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=_plain_environment()
+        )
+        try:
+            url = _announced_url(process)
+            if url is None or not _is_ready(process, url):
+                raise CommandError(_last_words(process, log))
+            yield BackgroundServer(url, process)
+        finally:
+            _stop(process)
+
+
+def _plain_environment() -> dict[str, str]:
+    """Without settings that are meant for another server."""
+    return {name: text for name, text in os.environ.items() if not name.startswith("TINSMITH_")}
+
+
+def _announced_url(process: subprocess.Popen[str]) -> str | None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.match(r"export TINKER_BASE_URL=(\S+)", line):
+            return found[1]
+    process.wait(_STOP_SECONDS)  # it closed its output, so it is about to end
+    return None
+
+
+def _is_ready(process: subprocess.Popen[str], url: str) -> bool:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/readyz", timeout=10):
+                return True
+        except urllib.error.HTTPError as error:
+            error.close()  # it answers, but its engine is not up yet
+        except OSError:
+            pass
+        time.sleep(0.1)
+    return False
+
+
+def _last_words(process: subprocess.Popen[str], log: object) -> str:
+    if process.poll() is None:
+        return f"the server was not ready within {START_SECONDS:.0f} seconds; is the machine busy?"
+    log.seek(0)  # type: ignore[attr-defined]  # a temporary file has no public type
+    lines = [line.strip() for line in log.read().splitlines() if line.strip()]  # type: ignore[attr-defined]
+    reason = lines[-1].removeprefix("Error: ") if lines else f"exit code {process.returncode}"
+    if "cannot listen" in reason:
+        reason += "; choose another with --port, or leave it away to get a free one"
+    return f"the server could not start: {reason}"
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Being told to end (SIGTERM) must run the clean-up, or the child would live on."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

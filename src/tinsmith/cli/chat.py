@@ -1,0 +1,115 @@
+"""`tinsmith chat`: talk to a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinsmith.cli.output import Output, with_output
+from tinsmith.cli.sampling_options import params, sampler, with_sampling_options
+
+if TYPE_CHECKING:
+    from tinsmith.cli.conversation import Message, Tokenizer
+    from tinsmith.client.sampling import SamplingClient
+
+_PIECE_TOKENS = 8
+"""The protocol answers with whole samples. Asking for a few tokens at a time, each time with what
+came before, draws the same text with the same odds and shows it as it comes."""
+
+_HELP = (
+    "Commands: /reset forgets the conversation, /system TEXT sets the system prompt, /exit ends."
+)
+
+
+@click.command("chat")
+@click.argument("model")
+@click.option("--system", help="The system prompt.")
+@with_sampling_options
+@with_output
+def command(
+    output: Output, /, model: str, system: str | None, tokenizer_source: str | None, **options: Any
+) -> None:
+    """Talk to MODEL, a base model's name or a tinker:// path of sampler weights.
+
+    Lines from a pipe are turns of one conversation. With --json each turn is one line of JSON.
+    """
+    import json
+
+    from tinsmith.cli.tokenizer import load_tokenizer
+    from tinsmith.client.service import ServiceClient
+
+    is_live = sys.stdin.isatty() and not output.is_json
+    with ServiceClient() as service:
+        client = sampler(service, model)
+        tokenizer = load_tokenizer(client.get_base_model(), tokenizer_source)
+        if is_live:
+            click.echo(f"Talking to {model}. {_HELP}", err=True)
+        messages = _beginning(system)
+        for line in _turns(is_live):
+            word, _, rest = line.partition(" ")
+            if word in ("/exit", "/quit"):
+                return
+            if word in ("/reset", "/system"):
+                system = rest.strip() or None if word == "/system" else system
+                messages = _beginning(system)
+                continue
+            messages.append({"role": "user", "content": line})
+            reply = ""
+            for piece in _reply(client, tokenizer, messages, **options):
+                reply += piece
+                if not output.is_json:
+                    click.echo(piece, nl=False)
+            if output.is_json:
+                click.echo(json.dumps({"user": line, "assistant": reply}))
+            else:
+                click.echo()
+            messages.append({"role": "assistant", "content": reply})
+
+
+def _beginning(system: str | None) -> list[Message]:
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def _turns(is_live: bool) -> Iterator[str]:
+    while True:
+        try:
+            line = input("\n> " if is_live else "").strip()
+        except EOFError:
+            return
+        if line:
+            yield line
+
+
+def _reply(
+    client: SamplingClient,
+    tokenizer: Tokenizer,
+    messages: list[Message],
+    *,
+    max_tokens: int,
+    **options: Any,
+) -> Iterator[str]:
+    """The next turn of the assistant, piece by piece."""
+    from tinsmith.cli import conversation
+    from tinsmith.types import ModelInput
+
+    prompt = conversation.prompt_tokens(tokenizer, messages)
+    ends = conversation.end_tokens(tokenizer)
+    spoken: list[int] = []
+    shown = ""
+    while len(spoken) < max_tokens:
+        wanted = min(_PIECE_TOKENS, max_tokens - len(spoken))
+        request = params(max_tokens=wanted, stop=ends, **options)
+        response = client.sample(ModelInput.from_ints(prompt + spoken), 1, request).result()
+        sequence = response.sequences[0]
+        spoken += sequence.tokens
+        text = conversation.reply_text(tokenizer, spoken)
+        is_done = sequence.stop_reason == "stop" or len(spoken) >= max_tokens
+        # A character may be cut in two between pieces; it is shown when it is whole.
+        if text.startswith(shown) and (is_done or not text.endswith("\ufffd")):
+            yield text[len(shown) :]
+            shown = text
+        if is_done:
+            return

@@ -1,0 +1,114 @@
+"""From an error to one sentence on the error stream and an exit code; never a traceback.
+
+The sentences for what a service refuses have the words of the official command, because scripts
+read them.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import click
+
+from tinsmith import errors
+
+
+class CommandError(click.ClickException):
+    """A command cannot do what it was asked: `Error: message`, details below it, exit code 1."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, details: str | None = None) -> None:
+        super().__init__(message)
+        self.details = details
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        stream = sys.stderr if file is None else file
+        click.echo(f"Error: {self.message}", file=stream)
+        if self.details:
+            click.echo(self.details, file=stream)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Errors that are meant for the user leave as a `CommandError`; mistakes of ours do not."""
+    try:
+        yield
+    except errors.TinkerError as error:
+        raise _explain(error) from error
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tinsmith"):
+            raise
+        raise CommandError(
+            f"this command needs the package {error.name!r}, which is not installed",
+            "Install everything with: pip install 'tinsmith[all]'",
+        ) from error
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise  # the reader of our output has seen enough; click ends quietly
+        if error.errno == errno.ENOSPC:
+            where = f" ({error.filename})" if error.filename else ""
+            raise CommandError(
+                f"no space is left on the disk{where}; free some, and run it again"
+            ) from error
+        raise CommandError(str(error)) from error
+
+
+# The first that fits is used: an error's class before the class it is derived from.
+_TITLES: tuple[tuple[type[errors.APIError], str, str], ...] = (
+    (errors.NotFoundError, "Resource not found", ""),
+    (
+        errors.AuthenticationError,
+        "Authentication failed",
+        "Please check your API key or authentication credentials.\n",
+    ),
+    (
+        errors.BillingError,
+        "Billing issue",
+        "There is a billing issue with your account. Please check that billing is set up.\n",
+    ),
+    (
+        errors.PermissionDeniedError,
+        "Permission denied",
+        "You don't have permission to access this resource.\n",
+    ),
+    (errors.BadRequestError, "Invalid request", ""),
+    (errors.UnprocessableEntityError, "Invalid data provided", ""),
+    (
+        errors.RateLimitError,
+        "Rate limit exceeded",
+        "Please wait a moment before trying again.\n",
+    ),
+    (
+        errors.InternalServerError,
+        "Internal server error",
+        "The service met an error of its own; its log says which. Please try again later.\n",
+    ),
+    (
+        errors.APITimeoutError,
+        "Request timeout",
+        "The service did not answer in time. Please try again.\n",
+    ),
+    (
+        errors.APIConnectionError,
+        "Connection failed",
+        "Is a server running at TINKER_BASE_URL? `tinsmith serve` starts one, "
+        "`tinsmith doctor` looks for the cause.\n",
+    ),
+)
+
+
+def _explain(error: errors.TinkerError) -> CommandError:
+    if not isinstance(error, errors.APIError):
+        return CommandError(str(error))
+    details = f"Details: {error.message}"
+    for kind, title, advice in _TITLES:
+        if isinstance(error, kind):
+            return CommandError(title, advice + details)
+    if isinstance(error, errors.APIStatusError):
+        return CommandError(f"API error (status {error.status_code})", details)
+    return CommandError("API error occurred", details)

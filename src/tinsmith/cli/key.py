@@ -1,0 +1,135 @@
+"""`tinsmith key`: who may use a server. Works on its data folder, so no server needs to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from tinsmith.cli.failures import CommandError
+from tinsmith.cli.output import Output, Table, time_text, with_output
+
+if TYPE_CHECKING:
+    from tinsmith.server.config import ServerConfig
+    from tinsmith.server.store.base import KeyRecord
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _where(function: F) -> F:
+    """The options that say which server's keys are meant; the same as those of `serve`."""
+    for option in (
+        click.option("--database-url", help="The server's Postgres URL, if it uses one."),
+        click.option(
+            "--data-dir", type=click.Path(path_type=Path), help="The server's data folder."
+        ),
+        click.option(
+            "--config", "config_file", type=click.Path(path_type=Path), help="Its settings file."
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+@click.group("key")
+def command() -> None:
+    """Create, list and revoke the keys of a server on this machine."""
+
+
+@command.command("create")
+@click.argument("name", default="key")
+@click.option(
+    "--owner",
+    default="owner",
+    show_default=True,
+    help="Who it is for. Keys of one owner see the same runs; other owners' are invisible.",
+)
+@click.option("--note", default="", help="A remark to keep with it.")
+@_where
+@with_output
+def create(output: Output, /, name: str, owner: str, note: str, **where: Any) -> None:
+    """Create a key and print it. It is stored as a hash: this is the one time it is shown."""
+    from tinsmith.cli import keyring
+
+    key, record = keyring.create(_config(**where), owner, name, note)
+    if output.is_json:
+        output.show_json({"key": key, **_facts(record)})
+        return
+    output.note(f"Key {record.key_id} ({name}) for {owner}; it is shown this once.")
+    click.echo(key)
+
+
+@command.command("list")
+@_where
+@with_output
+def list_keys(output: Output, /, **where: Any) -> None:
+    """List keys, those that were revoked too."""
+    from tinsmith.cli import keyring
+
+    records = keyring.list_keys(_config(**where))
+    output.show(
+        {"keys": [_facts(record) for record in records]},
+        Table(
+            ["Key ID", "Name", "Owner", "Created", "Status", "Note"],
+            [
+                [
+                    str(record.key_id),
+                    record.name,
+                    record.owner,
+                    time_text(_moment(record.created_at)),
+                    "Active" if record.revoked_at is None else "Revoked",
+                    record.note,
+                ]
+                for record in records
+            ],
+            None if records else "No keys",
+        ),
+    )
+
+
+@command.command("revoke")
+@click.argument("key_id", type=int)
+@_where
+@with_output
+def revoke(output: Output, /, key_id: int, **where: Any) -> None:
+    """Make a key useless. A running server refuses it within seconds."""
+    from tinsmith.cli import keyring
+
+    if not keyring.revoke(_config(**where), key_id):
+        raise CommandError(
+            f"There is no active key {key_id}", "Run 'tinsmith key list' to see the keys there are."
+        )
+    if output.is_json:
+        output.show_json({"revoked": key_id})
+    else:
+        click.echo(f"Revoked key {key_id}.")
+
+
+def _config(config_file: Path | None, **options: Any) -> ServerConfig:
+    from tinsmith.server.config import load_config
+
+    config = load_config(config_file, options)
+    if config.database_url is None and not config.data_dir.exists():
+        raise CommandError(
+            f"There is no data folder {config.data_dir}",
+            "Give the server's with --data-dir, or start it once: tinsmith serve",
+        )
+    return config
+
+
+def _facts(record: KeyRecord) -> dict[str, Any]:
+    return {
+        "key_id": record.key_id,
+        "name": record.name,
+        "owner": record.owner,
+        "note": record.note,
+        "created_at": _moment(record.created_at),
+        "revoked_at": None if record.revoked_at is None else _moment(record.revoked_at),
+    }
+
+
+def _moment(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

@@ -1,0 +1,52 @@
+"""The keys of a data folder, read and changed whether or not a server runs on it.
+
+A running server looks at its keys every few seconds, so a change is felt without a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from tinsmith.server import auth
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.store.base import KeyRecord
+from tinsmith.server.store.sql import SqlStore, sqlite_url
+
+T = TypeVar("T")
+
+
+def create(config: ServerConfig, owner: str, name: str, note: str = "") -> tuple[str, KeyRecord]:
+    """A fresh key and its record. Only the hash is kept: this is the one time the key is seen."""
+    return _with_store(config, lambda store: auth.create_key(store, owner, name, note))
+
+
+def list_keys(config: ServerConfig) -> Sequence[KeyRecord]:
+    """All keys, those that were revoked too."""
+    return _with_store(config, lambda store: store.list_keys())
+
+
+def revoke(config: ServerConfig, key_id: int) -> bool:
+    """False when there is no such key, or it is revoked already."""
+    return _with_store(config, lambda store: store.revoke_key(key_id, time.time()))
+
+
+def _with_store(config: ServerConfig, use: Callable[[SqlStore], Awaitable[T]]) -> T:
+    config.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    url = config.database_url or sqlite_url(config.data_dir / "tinsmith.db")
+
+    async def run(blob_folder: Path) -> T:
+        # A store clears its blob folder of files that no row names when it is opened. A running
+        # server may be writing one at this moment, so ours is another folder; keys need none.
+        store = await asyncio.to_thread(SqlStore, url, blob_folder)
+        try:
+            return await use(store)
+        finally:
+            await store.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(run(Path(folder)))

