@@ -198,8 +198,11 @@ async def test_a_load_is_replayed_although_its_checkpoint_was_deleted(server: Te
     assert await api.loss(model, 10) == before
 
 
-async def test_idle_models_go_to_disk_and_come_back(start_server: StartServer) -> None:
-    server = await start_server(max_loaded_models=1)
+@pytest.mark.parametrize("limit", [{"max_loaded_models": 1}, {"max_engine_bytes": 1}])
+async def test_idle_models_go_to_disk_and_come_back(
+    start_server: StartServer, limit: dict[str, int]
+) -> None:
+    server = await start_server(**limit)
     api = server.api
     models = [await api.model(seed=n) for n in range(3)]
     for model in models:

@@ -94,6 +94,9 @@ class ServerConfig:
     max_loaded_models: int = 32
     """Most models in the engine's memory; beyond, the one idle longest is put on disk."""
 
+    max_engine_bytes: int | None = None
+    """Memory of the engine beyond which idle models go to disk; None counts models alone."""
+
     max_loaded_samplers: int = 64
     """Most frozen adapters in the engine's memory; beyond, the one idle longest is dropped."""
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tinsmith.engine.base import Failure, Pass, Step
+from tinsmith.engine.base import Engine, Failure, Pass, Step
 from tinsmith.errors import EngineError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.endings import Endings
@@ -124,9 +124,9 @@ class Scheduler:
             elif head.record.kind == "optim_step":
                 steps.append(model)
             else:
-                self._start(self._run_single(model, model.queue.take()), model)
+                self._start(self._run_single(model, self._take(model)), model)
         if steps:
-            claims = [(model, model.queue.take()) for model in steps]
+            claims = [(model, self._take(model)) for model in steps]
             self._start(self._run_steps(claims), *steps)
         if passes and not self._is_batch_running:
             claims = self._claim_passes(passes)
@@ -150,7 +150,7 @@ class Scheduler:
                 continue
             if claims and (head.num_tokens > budget or head.attempts):
                 break
-            claims.append((model, model.queue.take()))
+            claims.append((model, self._take(model)))
             self._turn_tokens = model.tokens_served
             model.tokens_served += max(1, head.num_tokens)
             model.num_claimed += 1
@@ -160,6 +160,11 @@ class Scheduler:
         self._metrics.observe("batch_passes", len(claims))
         self._metrics.observe("batch_tokens", self._config.max_batch_tokens - budget)
         return claims
+
+    def _take(self, model: LiveModel) -> Operation:
+        operation = model.queue.take()
+        self._metrics.observe("wait_seconds", time.time() - operation.record.created_at)
+        return operation
 
     # Running
 
@@ -267,7 +272,7 @@ class Scheduler:
             if operation.seq_id == 0:
                 if finish.status == "done":
                     model.generation = generation
-                    self._make_room(model)
+                    await self._make_room(engine, model)
                 else:
                     model.failure = Failure(
                         f"model {model.model_id} was not created: {finish.error}", "user"
@@ -285,7 +290,7 @@ class Scheduler:
     async def _load(self, model: LiveModel) -> None:
         engine, generation = await self._engines.get()
         try:
-            self._make_room(model)
+            await self._make_room(engine, model)
             await self._recovery.rebuild(engine, model)
             model.generation = generation
             model.rebuild_attempts = 0
@@ -343,10 +348,17 @@ class Scheduler:
             model.is_busy = False
             self.wake()
 
-    def _make_room(self, incoming: LiveModel) -> None:
+    async def _make_room(self, engine: Engine, incoming: LiveModel) -> None:
+        """Mark idle models for the disk, the longest idle first, where there are too many.
+
+        While the engine holds more memory than it should, one goes for each that comes.
+        """
         loaded = [m for m in self._models if m.generation == self._engines.generation]
-        idle = [m for m in loaded if not m.is_busy and not len(m.queue) and m is not incoming]
         excess = len(loaded) + 1 - self._config.max_loaded_models
+        limit = self._config.max_engine_bytes
+        if limit is not None and (await engine.health()).memory_bytes > limit:
+            excess = max(excess, 1)
+        idle = [m for m in loaded if not m.is_busy and not len(m.queue) and m is not incoming]
         for model in sorted(idle, key=lambda m: m.last_used_at)[: max(0, excess)]:
             model.wants_unload = True
 
