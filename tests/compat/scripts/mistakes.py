@@ -4,6 +4,7 @@ import os
 import time
 import warnings
 
+import numpy as np
 import tinker
 from tinker import types
 
@@ -29,6 +30,7 @@ def fails(call, *words: str, kind: type[BaseException] = tinker.TinkerError) -> 
 service = tinker.ServiceClient()
 fails(lambda: service.create_lora_training_client(base_model="no/such"), "no/such", MODEL)
 fails(lambda: service.create_lora_training_client(base_model=MODEL, rank=100_000), "rank")
+fails(lambda: service.create_lora_training_client(base_model=MODEL, seed=-(2**40)), "seed")
 fails(lambda: service.create_sampling_client(base_model="no/such"), "no/such", MODEL)
 fails(lambda: service.create_sampling_client(model_path="tinker://a/weights/b"), "checkpoint")
 dimuon = tinker.DimuonOptimizerConfig()
@@ -48,6 +50,23 @@ fails(passes([datum(target_tokens=[2, 5000], weights=[1.0, 1.0])]), "5000", kind
 fails(passes([datum(target_tokens=[2, -1], weights=[1.0, 1.0])]), "-1", kind=failed)
 fails(passes([datum(target_tokens=[2, 3], weights=[1.0])]), "weights", kind=failed)
 fails(passes([datum(target_tokens=[2, 3], weights=[1.0, float("nan")])]), "finite", kind=failed)
+outside = types.Datum(
+    model_input=types.ModelInput.from_ints([1, 5000]), loss_fn_inputs={"target_tokens": [2, 3]}
+)
+fails(passes([good, outside]), "5000", "1", kind=failed)
+empty = types.Datum(model_input=types.ModelInput.empty(), loss_fn_inputs={"target_tokens": []})
+fails(passes([empty]), "no tokens", kind=failed)
+picture = types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=2)])
+image = types.Datum(model_input=picture, loss_fn_inputs={"target_tokens": [2, 3]})
+fails(passes([image]), "image", kind=failed)
+floats = datum(target_tokens=np.array([2.0, 3.0], dtype=np.float32))
+fails(passes([floats]), "target_tokens", kind=failed)
+fails(passes([datum(target_tokens=np.ones((2, 2, 2), dtype=np.int64))]), "target", kind=failed)
+unknown = datum(target_tokens=[2, 3], surprise=np.ones(2, dtype=np.float32))
+fails(passes([unknown]), "surprise", kind=failed)
+fails(passes([good], "ppo"), "logprobs", kind=failed)
+infinite = datum(target_tokens=[2, 3], logprobs=[-1.0, -1.0], advantages=[float("inf"), 1.0])
+fails(passes([infinite], "importance_sampling"), "advantages", kind=failed)
 fails(passes([good], "stable_reinforce"), "stable_reinforce")
 fails(passes([good], "cross_entropy", {"nonsense": 1.0}), "nonsense", kind=failed)
 fails(passes([good], "custom", {"loss_id": "nothing"}), "nothing", kind=failed)
