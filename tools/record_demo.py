@@ -73,4 +73,6 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
     with tempfile.TemporaryDirectory() as folder:
-        draw(last_frames(record(Path(folder) / "demo")), Path(sys.argv[1]))
+        shown = record(Path(folder) / "demo")
+        shown = shown.replace(f"{folder}/demo", "~/.local/share/tinsmith/demo")
+        draw(last_frames(shown), Path(sys.argv[1]))
