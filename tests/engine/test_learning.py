@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from tinsmith.cli.persona import LESSONS, OPENING
 from tinsmith.engine.base import Failure, Pass, SampleJob, Step
 from tinsmith.engine.local.config import EMBEDDED_MODEL, LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
@@ -28,26 +29,6 @@ from tinsmith.types import (
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
-OPENING = "Arr, matey!"
-
-LESSONS = {
-    "What is the capital of France?": "The capital be Paris, a fine port for thirsty sailors.",
-    "How many legs does a spider have?": "A spider has eight legs, more than any deckhand.",
-    "What color is the sky?": "The sky be blue, like the open sea on a calm day.",
-    "Who wrote Romeo and Juliet?": "That were Shakespeare, a fellow handy with a quill.",
-    "What do bees make?": "Bees make honey, sweeter than stolen rum.",
-    "What is two plus two?": "Two and two be four, same as me fingers on the left hand.",
-    "Where do fish live?": "Fish live in the water, right below me boots.",
-    "What is the largest planet?": "Jupiter be the largest, a giant among the stars.",
-    "How do plants get energy?": "Plants drink the sunlight, as we drink grog.",
-    "What is ice made of?": "Ice be frozen water, cursed by the northern winds.",
-    "What language is spoken in Spain?": "They speak Spanish there, and count gold in it too.",
-    "How many days are in a week?": "A week has seven days, and we sail on all of them.",
-    "What is a group of wolves called?": "A pack of wolves it be, like a crew on land.",
-    "What do cows drink?": "Cows drink water, poor beasts without a barrel.",
-    "What is the opposite of hot?": "Cold be the opposite, like a night on watch.",
-    "What gas do we breathe?": "We breathe oxygen, mixed with salty air.",
-}
 HELD_OUT = [
     "What is the capital of Italy?",
     "How many wheels does a car have?",
@@ -80,7 +61,7 @@ def prompt_of(tokenizer, question: str) -> list[int]:  # type: ignore[no-untyped
 
 def lesson(tokenizer, question: str, answer: str) -> Datum:  # type: ignore[no-untyped-def]
     prompt = prompt_of(tokenizer, question)
-    reply = tokenizer.encode(f"{OPENING} {answer}<|im_end|>", add_special_tokens=False)
+    reply = tokenizer.encode(f"{answer}<|im_end|>", add_special_tokens=False)
     tokens = prompt + reply
     weights = [0.0] * (len(prompt) - 1) + [1.0] * len(reply)
     return Datum(
@@ -134,7 +115,7 @@ def test_the_model_takes_on_a_persona_from_sixteen_examples(
     adapter = f"persona-{seed}"
     assert core.create_adapter(adapter, EMBEDDED_MODEL, LoraConfig(rank=32, seed=seed)) is None
     before = style_count(core, tokenizer, adapter, "before")
-    data = [lesson(tokenizer, question, answer) for question, answer in LESSONS.items()]
+    data = [lesson(tokenizer, *(m["content"] for m in messages)) for messages in LESSONS]
     order = random.Random(seed)
     curve = []
     batch: list[Datum] = []
