@@ -50,7 +50,9 @@ def lesson(question):
     # Positions of the question teach nothing: any token will do there, with weight zero.
     targets = [[0] * options.top_k for _ in asked[1:]]
     weights = [[0.0] * options.top_k for _ in asked[1:]]
+    assert scored.topk_prompt_logprobs is not None
     for choices in scored.topk_prompt_logprobs[len(instructed) :]:
+        assert choices is not None
         probabilities = [math.exp(logprob) for _, logprob in choices]
         targets.append([token for token, _ in choices])
         weights.append([each / sum(probabilities) for each in probabilities])

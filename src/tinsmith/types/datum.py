@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -13,6 +13,12 @@ from tinsmith.errors import ValidationError
 from tinsmith.types.convert import kind_of
 from tinsmith.types.inputs import ModelInput
 from tinsmith.types.tensors import TensorData, TensorDtype, is_torch_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+    import torch
 
 LossFnInputs = dict[str, TensorData]
 LossFnOutput = dict[str, TensorData]
@@ -77,6 +83,18 @@ class Datum:
     """Where the input tokens came from: runs that cover them in order, without gaps."""
     loss_fn_input_spans: ProvenanceSpans | None = None
     """The same for `target_tokens`."""
+
+    if TYPE_CHECKING:
+        # What may be given is wider than what is kept: `as_tensor` takes lists and arrays too.
+        def __init__(
+            self,
+            model_input: ModelInput,
+            loss_fn_inputs: Mapping[
+                str, TensorData | Sequence[Any] | npt.NDArray[Any] | torch.Tensor
+            ] = ...,
+            model_input_spans: ProvenanceSpans | None = None,
+            loss_fn_input_spans: ProvenanceSpans | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         inputs = {key: as_tensor(key, value) for key, value in self.loss_fn_inputs.items()}
