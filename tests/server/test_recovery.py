@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tinsmith.engine.fake import FakeEngine
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from tinsmith.engine.base import Step
 
     from .conftest import Api, StartServer, TestServer
 
@@ -57,8 +62,17 @@ async def test_an_engine_that_dies_while_idle_is_replaced_before_the_next_reques
 
 
 async def test_a_step_that_failed_fails_again_in_the_replay_and_nothing_else_does(
-    server: TestServer,
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It may have dropped a gradient, so a replay without it would end elsewhere."""
+    taken: list[tuple[FakeEngine, float]] = []
+    take_step = FakeEngine.step
+
+    async def recorded(engine: FakeEngine, steps: Sequence[Step]) -> Any:
+        taken.extend((engine, step.params.learning_rate) for step in steps)
+        return await take_step(engine, steps)
+
+    monkeypatch.setattr(FakeEngine, "step", recorded)
     api = server.api
     models = [await api.model(), await api.model()]
     losses = []
@@ -71,6 +85,7 @@ async def test_a_step_that_failed_fails_again_in_the_replay_and_nothing_else_doe
         await api.result(await api.send_step(model, 3))
         losses.append(await api.loss(model, 4))
     assert losses[0] == losses[1]
+    assert [rate for engine, rate in taken if engine is server.engines[1]] == [-1.0, 0.1]
 
 
 async def test_an_operation_that_kills_the_engine_each_time_is_given_up(
