@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parent / "scripts"
+REPOSITORY = Path(__file__).parents[2]
 
 
 class ServerProcess:
@@ -79,29 +80,29 @@ class ServerProcess:
         return code
 
     def run(
-        self, script: str, *arguments: str, timeout: float = 120, package: Path | None = None
+        self, script: str, *arguments: str, timeout: float = 120, python: str = sys.executable
     ) -> str:
         """Run an official-client script against this server; its output."""
-        process = self.start_script(script, *arguments, package=package)
+        process = self.start_script(script, *arguments, python=python)
         out, err = process.communicate(timeout=timeout)
         assert process.returncode == 0, out + err + self.log()
         return out
 
     def start_script(
-        self, script: str, *arguments: str, package: Path | None = None
+        self, script: str, *arguments: str, python: str = sys.executable
     ) -> subprocess.Popen[str]:
-        """`package` is a folder with another release of the official client."""
+        """`python` may belong to an environment with another release of the official client."""
         environment = (
             _clean_environment()
             | {
-                "PYTHONPATH": "" if package is None else str(package),
+                "PYTHONPATH": "",
                 "TINKER_BASE_URL": self.url,
                 "TINKER_API_KEY": self.key,
             }
             | self.script_environment
         )
         return subprocess.Popen(
-            [sys.executable, str(SCRIPTS / script), *arguments],
+            [python, str(SCRIPTS / script), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -149,26 +150,34 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
 
 
 @pytest.fixture
-def official_release() -> Callable[[str], Path]:
-    """Gives a folder with a release of the official client, fetched once per machine.
-
-    Only the package itself: its dependencies are those of the test environment.
-    """
-    return _fetch_release
+def official_release() -> Callable[[str], str]:
+    """Gives the interpreter of an environment with that release, made once per machine."""
+    return _release_environment
 
 
-def _fetch_release(version: str) -> Path:
+def _release_environment(version: str) -> str:
+    """The release with its own dependencies, as a user of it would install them."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")))
-    folder = cache / "tinsmith-tests" / f"tinker-{version}"
-    if not (folder / "tinker").exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-        fetched = subprocess.run(
-            [*command, str(folder), f"tinker=={version}"], capture_output=True, text=True
+    environment = cache / "tinsmith-tests" / f"tinker-{version}-{sys.version_info.minor}"
+    python = environment / "bin" / "python"
+    finished = environment / "finished"
+    if not finished.exists():
+        shutil.rmtree(environment, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+        # Our versions, so that nothing changes under the test.
+        pins = environment / "constraints.txt"
+        lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
+        pins.write_text("\n".join(line for line in lines if not line.startswith("tinker==")))
+        install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+        installed = subprocess.run(
+            [*install, "--no-compile", "-c", str(pins), f"tinker=={version}"],
+            capture_output=True,
+            text=True,
         )
-        if fetched.returncode != 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            pytest.skip(f"tinker {version} could not be fetched: {fetched.stderr[-300:]}")
-    return folder
+        if installed.returncode != 0:
+            pytest.fail(f"tinker {version} could not be installed: {installed.stderr[-300:]}")
+        finished.touch()
+    return str(python)
 
 
 TINY = "tiny"
