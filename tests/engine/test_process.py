@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import queue
 import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -127,6 +129,19 @@ def test_questions_are_answered_before_queued_work() -> None:
         Request(3, "capabilities", ()),
     )
     assert [reply.number for reply in replies[:2]] == [2, 3]
+
+
+def test_health_tells_how_long_the_engine_has_worked() -> None:
+    """Only the turns count, not the waiting between them."""
+    inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
+    replies: list[Reply] = []
+    seconds = itertools.count(step=10.0)
+    worker = Worker(StubCore(), inbox, replies.extend, clock=lambda: next(seconds))
+    inbox.put(Request(1, "step", ((Step(adapter_id="a", params=AdamParams()),),)))
+    threading.Timer(0.2, lambda: [inbox.put(m) for m in (Request(2, "health", ()), None)]).start()
+    worker.run()
+    (health,) = [r.value for r in replies if isinstance(r, Result) and r.number == 2]
+    assert health.busy_seconds == 10.0
 
 
 def test_a_sample_waits_for_the_freeze_that_makes_its_sampler() -> None:

@@ -76,6 +76,8 @@ class Health:
     running_samples: int = 0
     waiting_samples: int = 0
     memory_bytes: int = 0
+    busy_seconds: float = 0.0
+    """Time spent computing since the engine started; the rest it has waited for work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
-from tinsmith.engine.base import Capabilities, Engine
+from tinsmith.engine.base import Capabilities, Engine, Health
 from tinsmith.errors import EngineDiedError, EngineError
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ class EngineSupervisor:
         self.num_restarts = 0
         self.trouble = "the engine is starting"
         self.capabilities: Capabilities | None = None
+        self.health = Health(alive=False)
+        """As last heard, every few seconds."""
 
     def on_start(self, callback: Callable[[], None]) -> None:
         """`callback` is called each time an engine is up."""
@@ -114,9 +116,9 @@ class EngineSupervisor:
             if self._is_needed.is_set():
                 return
             try:
-                health = await engine.health()
-                if not health.alive:
-                    raise EngineDiedError(health.detail)
+                self.health = await engine.health()
+                if not self.health.alive:
+                    raise EngineDiedError(self.health.detail)
             except EngineError as error:
                 self.report(generation, error)
 

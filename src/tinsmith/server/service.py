@@ -207,6 +207,8 @@ class Service:
             "sample_result_bytes": lambda: self.sampling.promises.nbytes,
             "engine_up": lambda: float(self.engines.is_up),
             "engine_restarts": lambda: self.engines.num_restarts,
+            "engine_busy_seconds": lambda: self.engines.health.busy_seconds,
+            "engine_memory_bytes": lambda: self.engines.health.memory_bytes,
         }
         for name, read in gauges.items():
             self.metrics.gauge(name, read)

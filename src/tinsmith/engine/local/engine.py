@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
@@ -151,16 +152,8 @@ class LocalEngine:
             async with asyncio.timeout(HEALTH_SECONDS):
                 self._last_health = await self._call("health")
         except TimeoutError:
-            last = self._last_health
-            return Health(
-                alive=True,
-                detail=f"busy: no answer within {HEALTH_SECONDS:g} s",
-                num_adapters=last.num_adapters,
-                num_samplers=last.num_samplers,
-                running_samples=last.running_samples,
-                waiting_samples=last.waiting_samples,
-                memory_bytes=last.memory_bytes,
-            )
+            detail = f"busy: no answer within {HEALTH_SECONDS:g} s"
+            return dataclasses.replace(self._last_health, detail=detail)
         except EngineDiedError as error:
             return Health(alive=False, detail=str(error))
         return self._last_health

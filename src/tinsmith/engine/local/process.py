@@ -17,6 +17,7 @@ It ignores Ctrl-C, because when to stop is for the owner to decide. The mathemat
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import importlib
 import logging
@@ -144,6 +145,7 @@ class Worker:
         self._jobs: dict[str, int] = {}
         self._training_seconds = 0.0
         self._sampling_seconds = 0.0
+        self._busy_seconds = 0.0
 
     def run(self) -> None:
         """Work until the socket closes."""
@@ -239,7 +241,9 @@ class Worker:
     def _timed(self, turn: Callable[[], None]) -> float:
         start = self._clock()
         turn()
-        return self._clock() - start
+        taken = self._clock() - start
+        self._busy_seconds += taken
+        return taken
 
     def _training_turn(self) -> None:
         if self._passes is None:
@@ -300,6 +304,8 @@ class Worker:
     def _call(self, request: Request) -> None:
         try:
             value = getattr(self._core, request.method)(*request.arguments)
+            if isinstance(value, Health):
+                value = dataclasses.replace(value, busy_seconds=self._busy_seconds)
         # One request's failure must not stop the loop; the owner is told.
         except Exception as error:
             self._report([request.number], request.method, error)
