@@ -78,7 +78,7 @@ def round_trips(package: str, url: str, key: str, calls: int) -> dict[str, float
     sdk: Any = importlib.import_module(package)
     service = sdk.ServiceClient(base_url=url, api_key=key)
     training = service.create_lora_training_client(base_model=MODEL, rank=4)
-    sampler = training.save_weights_and_get_sampling_client("now")
+    sampler = training.save_weights_and_get_sampling_client()
     data = [
         sdk.Datum(
             model_input=sdk.ModelInput.from_ints(list(range(1, 33))),

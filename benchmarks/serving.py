@@ -45,12 +45,17 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(*options: str) -> Iterator[Server]:
-    """Start a server with these options, and stop it at the end."""
+def serve(*options: str, data_dir: str | None = None) -> Iterator[Server]:
+    """Start a server with these options, and stop it at the end.
+
+    Without a data folder it has one of its own, which goes with it. In one that was used before,
+    no key is made, and the server has none to tell.
+    """
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as folder:
         command = [sys.executable, "-m", "tinsmith.cli", "serve", "--port", "0"]
-        command += ["--data-dir", f"{folder}/data", *options]
+        command += ["--data-dir", str(data_dir or Path(folder, "data")), *options]
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER_", "TINSMITH_"))}
+        is_new = data_dir is None or not any(Path(data_dir).iterdir())
         started = time.monotonic()
         with Path(folder, "log").open("w") as log:
             process = subprocess.Popen(
@@ -62,15 +67,14 @@ def serve(*options: str) -> Iterator[Server]:
             for line in process.stdout:
                 if found := re.match(r"export (TINKER_\w+)=(.*)", line):
                     exported[found[1]] = found[2]
-                if len(exported) == 2:
+                if len(exported) == (2 if is_new else 1):
                     break
             else:
                 raise SystemExit(Path(folder, "log").read_text())
             _wait_until_ready(exported["TINKER_BASE_URL"])
             ready_after = time.monotonic() - started
-            yield Server(
-                exported["TINKER_BASE_URL"], exported["TINKER_API_KEY"], process.pid, ready_after
-            )
+            url, key = exported["TINKER_BASE_URL"], exported.get("TINKER_API_KEY", "")
+            yield Server(url, key, process.pid, ready_after)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
