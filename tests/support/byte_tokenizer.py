@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -14,13 +15,14 @@ TEMPLATE = (
 )
 
 
-def save(folder: Path) -> Path:
-    """Write it into `folder`, as transformers loads it."""
+def save(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> Path:
+    """Write it into `folder`, as transformers loads it. Each merge is one more token."""
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<end>": 0} | {letter: i for i, letter in enumerate(alphabet[:255], 1)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    vocabulary |= {a + b: 256 + number for number, (a, b) in enumerate(merges)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
