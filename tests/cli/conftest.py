@@ -118,8 +118,8 @@ def official(server: Server) -> Iterator[Official]:
     assert driver.stdout is not None
     pipes = driver.stdin, driver.stdout
 
-    def official(*arguments: str) -> Finished:
-        print(json.dumps(arguments), file=pipes[0], flush=True)
+    def official(*arguments: str, stdin: str = "") -> Finished:
+        print(json.dumps([arguments, stdin]), file=pipes[0], flush=True)
         return Finished(*json.loads(pipes[1].readline()))
 
     yield official
@@ -130,3 +130,61 @@ def official(server: Server) -> Iterator[Official]:
 def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer's folder for the fake engine."""
     return byte_tokens.save(tmp_path_factory.mktemp("tokenizer"))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Checkpoints on a server with the tiny model, and what the sampler makes of some tokens."""
+
+    server: Server
+    run_id: str
+    state: str
+    external: str
+    tokens: list[int]
+    scores: list[float | None]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small model of random numbers, with a tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    folder = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return byte_tokens.save(folder, merges=[("i", "t")])
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    """A server on the local engine, whose checkpoints are PEFT adapters."""
+    options = ("--engine", "local", "--device", "cpu", "--model", f"test/tiny={tiny_model}")
+    tokens = list(range(3, 20))
+    datum = Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+    )
+    with live_server.serving(tmp_path_factory.mktemp("server"), *options) as server:
+        with ServiceClient(base_url=server.url, api_key=server.key) as service:
+            training = service.create_lora_training_client("test/tiny", rank=4)
+            for _ in range(5):
+                training.forward_backward([datum], "cross_entropy")
+                training.optim_step(AdamParams(learning_rate=0.05))
+            state = training.save_state("final").result().path
+            external = training.save_weights_external("final").result().path
+            sampler = training.save_weights_and_get_sampling_client()
+            scores = sampler.compute_logprobs(ModelInput.from_ints(tokens)).result()[1:]
+        yield Trained(server, training.model_id, state, external, tokens, scores)

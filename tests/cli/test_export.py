@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import byte_tokenizer as byte_tokens
-import live_server
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tinsmith.cli.merging import merge
-from tinsmith.client.service import ServiceClient
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.sources import model_folder
 from tinsmith.errors import ValidationError
-from tinsmith.types import AdamParams, Datum, ModelInput
 
 if TYPE_CHECKING:
-    from .conftest import Paths, Run
+    from .conftest import Paths, Run, Trained
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -108,80 +103,34 @@ def test_a_checkpoint_is_exported_as_it_is(
     assert sampler.exit_code == 1
 
 
-TOKENS = list(range(3, 20))
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model of random numbers, with a tokenizer."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=258,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    folder = tmp_path_factory.mktemp("base")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return byte_tokens.save(folder, merges=[("i", "t")])
-
-
-@pytest.fixture(scope="module")
-def trained(
-    base: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[dict[str, str], str, list[float]]]:
-    """A server with the tiny model, a checkpoint on it, and log-probabilities under that."""
-    options = ("--engine", "local", "--device", "cpu", "--model", f"tiny={base}")
-    datum = Datum(
-        model_input=ModelInput.from_ints(TOKENS[:-1]),
-        loss_fn_inputs={"target_tokens": TOKENS[1:], "weights": [1.0] * (len(TOKENS) - 1)},
-    )
-    with live_server.serving(tmp_path_factory.mktemp("server"), *options) as server:
-        with ServiceClient(base_url=server.url, api_key=server.key) as service:
-            training = service.create_lora_training_client("tiny", rank=4)
-            for _ in range(5):
-                training.forward_backward([datum], "cross_entropy")
-                training.optim_step(AdamParams(learning_rate=0.05))
-            path = training.save_state("final").result().path
-            sampler = training.save_weights_and_get_sampling_client()
-            scores = sampler.compute_logprobs(ModelInput.from_ints(TOKENS)).result()[1:]
-        yield server.environment, path, scores
-
-
-def scores_of(folder: Path) -> torch.Tensor:
+def scores_of(folder: Path, tokens: list[int]) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        logprobs = model(torch.tensor([TOKENS])).logits.log_softmax(-1)[0, :-1]
-    return logprobs.gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+        logprobs = model(torch.tensor([tokens])).logits.log_softmax(-1)[0, :-1]
+    return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["merged", "gguf"])
 def test_an_exported_model_scores_as_the_server_does(
     form: str,
-    base: Path,
-    trained: tuple[dict[str, str], str, list[float]],
+    tiny_model: Path,
+    trained: Trained,
     run: Run,
     run_json: Any,
     tmp_path: Path,
 ) -> None:
-    env, path, wanted = trained
+    env, path = trained.server.environment, trained.state
     target = tmp_path / "deep" / "tiny.gguf"
-    options = ("--format", form, "--base", str(base))
+    options = ("--format", form, "--base", str(tiny_model))
     answer = run_json("export", path, *options, "-o", str(target), env=env)
     assert (answer["kind"], answer["destination"]) == (form, str(target))
     assert [each.name for each in target.parent.iterdir()] == ["tiny.gguf"]
     config = LocalEngineConfig(cache_folder=tmp_path / "cache")
-    have = scores_of(model_folder(str(target), config))
-    assert torch.allclose(have, torch.tensor(wanted), atol=1e-4)
+    have = scores_of(model_folder(str(target), config), trained.tokens)
+    assert torch.allclose(have, torch.tensor(trained.scores), atol=1e-4)
     # Training moved it, so an export of the base alone would not pass.
-    assert (scores_of(base) - have).abs().max() > 0.5
+    assert (scores_of(tiny_model, trained.tokens) - have).abs().max() > 0.5
     table = run("export", path, *options, "-o", str(tmp_path / "second"), env=env)
     assert {"merged": "merged model", "gguf": "GGUF file"}[form] in table.stdout
 

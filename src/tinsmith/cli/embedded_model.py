@@ -28,13 +28,13 @@ def fetch(showing: AbstractContextManager[Stage]) -> Path:
     with showing as stage, ours:
         process = context.Process(target=_fetch_in_child, args=(theirs,), daemon=True)
         # A terminal sends Ctrl-C to the child as well, where it would end in a traceback. What
-        # is ignored when a process starts stays ignored in it.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # is blocked when a process starts stays blocked in it; here it is only put off.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
         finally:
-            signal.signal(signal.SIGINT, before)
             theirs.close()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
             return _follow(ours, stage)
         except EOFError:
