@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_test"
 USER = "anna"
+_COMMIT = "0" * 40
 
 
 @dataclass
@@ -80,6 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
             (r"/api/models/([^/]+/[^/]+)/branch/([^/]+)", self._branch),
             (r"/api/models/([^/]+/[^/]+)/preupload/([^/]+)", self._preupload),
             (r"/api/models/([^/]+/[^/]+)/commit/([^/]+)", self._commit),
+            (r"/api/models/([^/]+/[^/]+)/discussions(?:/1)?", self._pull_request),
             (r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self._resolve),
         ):
             if found := re.fullmatch(pattern, path):
@@ -132,10 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         files = self._files(repository, revision)
         if files is None:
             return
-        answer: dict[str, Any] = {"success": True, "commitOid": "0" * 40}
-        if "create_pr=1" in self.path:
-            files = self.state.repositories[repository].branches.setdefault("refs/pr/1", {})
-            answer["pullRequestUrl"] = f"{self.state.url}/{repository}/discussions/1"
+        answer = {"success": True, "commitOid": _COMMIT}
         for line in body.decode().splitlines():
             entry = json.loads(line)
             if entry["key"] == "header":
@@ -143,8 +142,24 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 assert entry["key"] == "file", entry["key"]
                 files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
-        answer["commitUrl"] = f"{self.state.url}/{repository}/commit/{answer['commitOid']}"
+        answer["commitUrl"] = f"{self.state.url}/{repository}/commit/{_COMMIT}"
         self._send(200, answer)
+
+    def _pull_request(self, body: bytes, repository: str) -> None:
+        """There is one, number 1."""
+        self.state.repositories[repository].branches.setdefault("refs/pr/1", {})
+        facts = {
+            "num": 1,
+            "title": "",
+            "createdAt": "2026-01-01T00:00:00.000Z",
+            "status": "draft",
+            "repo": {"name": repository, "type": "model"},
+            "isPullRequest": True,
+            "changes": {"base": "refs/heads/main"},
+            "filesWithConflicts": [],
+            "events": [],
+        }
+        self._send(200, facts)
 
     def _resolve(self, body: bytes, repository: str, revision: str, path: str) -> None:
         files = self._files(repository, revision)
@@ -153,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path not in files:
             self._send(404, {"error": "no such file"}, X_Error_Code="EntryNotFound")
             return
-        self._send(200, files[path], ETag=f'"{hash(files[path])}"', X_Repo_Commit="0" * 40)
+        self._send(200, files[path], ETag=f'"{hash(files[path])}"', X_Repo_Commit=_COMMIT)
 
     def _files(self, repository: str, revision: str) -> dict[str, bytes] | None:
         """The files of a branch; None when it was answered that there is no such thing."""
