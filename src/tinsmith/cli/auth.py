@@ -6,8 +6,6 @@ Stored keys are shared with the official command: both read the same file.
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from typing import TYPE_CHECKING
 
 import click
@@ -180,6 +178,9 @@ def _get_own_key(config: ClientConfig, key: str) -> SelfApiKeyResponse:
 
 def _request(config: ClientConfig, key: str, method: str) -> bytes:
     """One plain request with a key that no client has been made of yet."""
+    import urllib.error
+    import urllib.request
+
     path = "/api/v1/auth/apikey/me"
     request = urllib.request.Request(
         f"{config.base_url}{path}", method=method, headers={"X-API-Key": key, **config.headers}
