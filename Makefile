@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 
 .PHONY: help demo test lint types schema docs bench requirements format clean
 
@@ -17,11 +18,12 @@ help:
 	@echo "make requirements  every requirement with the tests that cite it"
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tinsmith needs Python 3.11 or later; set PYTHON=…")'
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Tinsmith needs Python 3.11 or later; name one: make PYTHON=python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all]' --group test
+	@echo "installing into $(VENV); the first time takes a few minutes"
+	@$(INSTALL) --upgrade pip && $(INSTALL) torch && $(INSTALL) -e '.[all]' --group test || \
+		{ echo "The packages could not be installed (pip says why above): see to the network and the disk, and run make again" >&2; exit 1; }
 	@touch $@
 
 demo: $(STAMP)

@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import byte_tokenizer as byte_tokens
+import live_server
 import pytest
 from click.testing import CliRunner, Result
-from tokenizers import Tokenizer, models, pre_tokenizers
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from live_server import Server
 
 from tinsmith.cli.__main__ import cli
 from tinsmith.client.service import ServiceClient
 from tinsmith.types import AdamParams, Datum, ModelInput
 
 FAKE = "tinsmith/fake"
-
-
-@dataclass(frozen=True)
-class Server:
-    url: str
-    key: str
-    data_dir: Path
-
-    @property
-    def environment(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER_", "TINSMITH_"))}
-        return kept | {
-            "TINKER_BASE_URL": self.url,
-            "TINKER_API_KEY": self.key,
-            "TINKER_TELEMETRY": "0",
-            "OMP_NUM_THREADS": "1",
-        }
 
 
 @dataclass(frozen=True)
@@ -58,39 +36,8 @@ class Paths:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    log = (folder / "log").open("w+")
-    command = [sys.executable, "-m", "tinsmith.cli", "serve", "--engine", "fake", "--port", "0"]
-    with log:
-        process = subprocess.Popen(
-            [*command, "--data-dir", str(folder / "data")],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={k: v for k, v in os.environ.items() if not k.startswith("TIN")},
-        )
-        assert process.stdout is not None
-        try:
-            lines = [process.stdout.readline() for _ in range(3)]
-            url, key = (re.split("[= ]", line.strip())[-1] for line in lines[1:])
-            _wait_until_ready(url)
-            yield Server(url, key, folder / "data")
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
-            process.stdout.close()
-
-
-def _wait_until_ready(url: str) -> None:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"{url}/readyz", timeout=5):
-                return
-        except urllib.error.HTTPError as error:
-            error.close()
-            time.sleep(0.05)
-    raise AssertionError("the server did not become ready")
+    with live_server.serving(tmp_path_factory.mktemp("server")) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +68,12 @@ def run(server: Server) -> Run:
     """Run a command of ours in this process, with the server in its environment."""
 
     def run(*arguments: str, env: dict[str, str] | None = None, stdin: str | None = None) -> Result:
-        environment = {name: server.environment[name] for name in server.environment}
         return CliRunner().invoke(
-            cli, list(arguments), env=environment | (env or {}), input=stdin, prog_name="tinsmith"
+            cli,
+            list(arguments),
+            env=server.environment | (env or {}),
+            input=stdin,
+            prog_name="tinsmith",
         )
 
     return run
@@ -168,8 +118,8 @@ def official(server: Server) -> Iterator[Official]:
     assert driver.stdout is not None
     pipes = driver.stdin, driver.stdout
 
-    def official(*arguments: str) -> Finished:
-        print(json.dumps(arguments), file=pipes[0], flush=True)
+    def official(*arguments: str, stdin: str = "") -> Finished:
+        print(json.dumps([arguments, stdin]), file=pipes[0], flush=True)
         return Finished(*json.loads(pipes[1].readline()))
 
     yield official
@@ -178,20 +128,63 @@ def official(server: Server) -> Iterator[Official]:
 
 @pytest.fixture(scope="session")
 def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer folder for the fake engine: a token is a byte, and 0 ends a turn."""
-    from transformers import PreTrainedTokenizerFast
+    """A tokenizer's folder for the fake engine."""
+    return byte_tokens.save(tmp_path_factory.mktemp("tokenizer"))
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<end>": 0} | {letter: i for i, letter in enumerate(alphabet[:255], 1)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = ByteLevelDecoder()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-    fast.chat_template = (
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
-        "{% if m['role'] == 'assistant' %}<end>{% endif %}{{ '\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
+
+@dataclass(frozen=True)
+class Trained:
+    """Checkpoints on a server with the tiny model, and what the sampler makes of some tokens."""
+
+    server: Server
+    run_id: str
+    state: str
+    external: str
+    tokens: list[int]
+    scores: list[float | None]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small model of random numbers, with a tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
     )
-    folder = tmp_path_factory.mktemp("tokenizer")
-    fast.save_pretrained(folder)
-    return folder
+    folder = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return byte_tokens.save(folder, merges=[("i", "t")])
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    """A server on the local engine, whose checkpoints are PEFT adapters."""
+    options = ("--engine", "local", "--device", "cpu", "--model", f"test/tiny={tiny_model}")
+    tokens = list(range(3, 20))
+    datum = Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+    )
+    with live_server.serving(tmp_path_factory.mktemp("server"), *options) as server:
+        with ServiceClient(base_url=server.url, api_key=server.key) as service:
+            training = service.create_lora_training_client("test/tiny", rank=4)
+            for _ in range(5):
+                training.forward_backward([datum], "cross_entropy")
+                training.optim_step(AdamParams(learning_rate=0.05))
+            state = training.save_state("final").result().path
+            external = training.save_weights_external("final").result().path
+            sampler = training.save_weights_and_get_sampling_client()
+            scores = sampler.compute_logprobs(ModelInput.from_ints(tokens)).result()[1:]
+        yield Trained(server, training.model_id, state, external, tokens, scores)

@@ -1,6 +1,6 @@
 """Runs the official command again and again in one process: starting it takes two seconds.
 
-Reads a list of arguments as a line of JSON, and answers with exit code, output and errors.
+Reads arguments and standard input as a line of JSON, and answers with exit code, output and errors.
 """
 
 import contextlib
@@ -10,9 +10,11 @@ import sys
 
 from tinker.cli.__main__ import main
 
-answers = sys.stdout
-for line in sys.stdin:
-    sys.argv = ["tinker", *json.loads(line)]
+questions, answers = sys.stdin, sys.stdout
+for line in questions:
+    arguments, typed = json.loads(line)
+    sys.argv = ["tinker", *arguments]
+    sys.stdin = io.StringIO(typed)
     out, err = io.StringIO(), io.StringIO()
     code = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -11,10 +11,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tinsmith.cli.merging import merge
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.sources import model_folder
 from tinsmith.errors import ValidationError
 
 if TYPE_CHECKING:
-    from .conftest import Paths, Run
+    from .conftest import Paths, Run, Trained
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -99,3 +101,59 @@ def test_a_checkpoint_is_exported_as_it_is(
     assert "PEFT adapter" in table.stdout
     sampler = run("export", paths.sampler, "-o", str(tmp_path / "third"))
     assert sampler.exit_code == 1
+
+
+def scores_of(folder: Path, tokens: list[int]) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logprobs = model(torch.tensor([tokens])).logits.log_softmax(-1)[0, :-1]
+    return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["merged", "gguf"])
+def test_an_exported_model_scores_as_the_server_does(
+    form: str,
+    tiny_model: Path,
+    trained: Trained,
+    run: Run,
+    run_json: Any,
+    tmp_path: Path,
+) -> None:
+    env, path = trained.server.environment, trained.state
+    target = tmp_path / "deep" / "tiny.gguf"
+    options = ("--format", form, "--base", str(tiny_model))
+    answer = run_json("export", path, *options, "-o", str(target), env=env)
+    assert (answer["kind"], answer["destination"]) == (form, str(target))
+    assert [each.name for each in target.parent.iterdir()] == ["tiny.gguf"]
+    config = LocalEngineConfig(cache_folder=tmp_path / "cache")
+    have = scores_of(model_folder(str(target), config), trained.tokens)
+    assert torch.allclose(have, torch.tensor(trained.scores), atol=1e-4)
+    # Training moved it, so an export of the base alone would not pass.
+    assert (scores_of(tiny_model, trained.tokens) - have).abs().max() > 0.5
+    table = run("export", path, *options, "-o", str(tmp_path / "second"), env=env)
+    assert {"merged": "merged model", "gguf": "GGUF file"}[form] in table.stdout
+
+
+def test_a_base_model_that_is_not_here_has_to_be_named(
+    run: Run, paths: Paths, tmp_path: Path
+) -> None:
+    result = run("export", paths.state, "--format", "merged", "-o", str(tmp_path / "out"))
+    assert result.exit_code == 1
+    assert "--base" in result.stderr
+    assert not (tmp_path / "out").exists()
+    result = run("export", paths.state, "--base", str(tmp_path), "-o", str(tmp_path / "out"))
+    assert result.exit_code == 1
+    assert "an adapter needs no base model" in result.stderr
+
+
+def test_a_family_without_gguf_is_refused_before_anything_is_fetched(
+    run: Run, paths: Paths, tmp_path: Path
+) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "gemma2"}')
+    options = ("--format", "gguf", "--base", str(tmp_path / "base"))
+    result = run("export", paths.state, *options, "-o", str(tmp_path / "out.gguf"))
+    assert result.exit_code == 1
+    assert "'gemma2'" in result.stderr
+    assert "Exporting" not in result.stderr

@@ -56,6 +56,12 @@ def cli(ctx: click.Context, form: str, is_json: bool) -> None:
 
     Begin with `tinsmith demo`. Commands that talk to a server find it in TINKER_BASE_URL and
     TINKER_API_KEY, which `tinsmith serve` prints.
+
+    \b
+    Completion in this shell:
+      bash  eval "$(_TINSMITH_COMPLETE=bash_source tinsmith)"
+      zsh   eval "$(_TINSMITH_COMPLETE=zsh_source tinsmith)"
+      fish  _TINSMITH_COMPLETE=fish_source tinsmith | source
     """
     ctx.obj = Output(is_json=is_json or form == "json")
 

@@ -6,8 +6,6 @@ Stored keys are shared with the official command: both read the same file.
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from typing import TYPE_CHECKING
 
 import click
@@ -29,7 +27,8 @@ def command() -> None:
 
 
 @command.command("login")
-def login() -> None:
+@with_output
+def login(output: Output) -> None:
     """Store a key for clients on this machine."""
     from tinsmith.transport.config import ClientConfig
     from tinsmith.transport.credentials import ManualKey
@@ -40,14 +39,17 @@ def login() -> None:
         raise CommandError(
             "Already logged in", "Run 'tinsmith auth logout' before logging in again."
         )
-    click.echo("Create an API key on the server's machine with: tinsmith key create")
-    key = click.prompt("Paste your API key", hide_input=True).strip()
+    output.note("Create an API key on the server's machine with: tinsmith key create")
+    key = click.prompt("Paste your API key", hide_input=True, err=output.is_json).strip()
     if not key:
         raise CommandError("The API key must not be empty")
     known = _get_own_key(config, key)
     key_id = str(known.key_id)
     file.add(key_id, ManualKey(key=key, name=known.name, note=known.note, details=known.details))
     file.set_default(key_id)
+    if output.is_json:
+        output.show_json({"key_id": key_id, "name": known.name})
+        return
     details = known.details
     who = details.user_details.email or "the owner"
     click.echo(
@@ -57,7 +59,8 @@ def login() -> None:
 
 
 @command.command("logout")
-def logout() -> None:
+@with_output
+def logout(output: Output) -> None:
     """Forget the stored key."""
     from tinsmith.transport.config import ClientConfig
     from tinsmith.transport.credentials import GeneratedKey
@@ -72,8 +75,13 @@ def logout() -> None:
         )
     if not isinstance(record, GeneratedKey):
         file.delete(key_id)
-        click.echo(f"Removed credential '{record.name}'. The API key is still active.")
-        click.echo(f"Revoke it on the server's machine with: tinsmith key revoke {key_id}")
+        _say_forgotten(
+            output,
+            key_id,
+            f"Removed credential '{record.name}'. The API key is still active.\n"
+            f"Revoke it on the server's machine with: tinsmith key revoke {key_id}",
+            is_active=True,
+        )
         return
     try:
         _request(config, record.key, "DELETE")
@@ -85,7 +93,19 @@ def logout() -> None:
             f"{error.details or error.message}",
         ) from error
     file.delete(key_id)
-    click.echo(f"Removed credential '{record.name}' and deleted its API key on the server.")
+    _say_forgotten(
+        output,
+        key_id,
+        f"Removed credential '{record.name}' and deleted its API key on the server.",
+        is_active=False,
+    )
+
+
+def _say_forgotten(output: Output, key_id: str, text: str, *, is_active: bool) -> None:
+    if output.is_json:
+        output.show_json({"key_id": key_id, "active": is_active})
+    else:
+        click.echo(text)
 
 
 @command.command("status")
@@ -158,6 +178,9 @@ def _get_own_key(config: ClientConfig, key: str) -> SelfApiKeyResponse:
 
 def _request(config: ClientConfig, key: str, method: str) -> bytes:
     """One plain request with a key that no client has been made of yet."""
+    import urllib.error
+    import urllib.request
+
     path = "/api/v1/auth/apikey/me"
     request = urllib.request.Request(
         f"{config.base_url}{path}", method=method, headers={"X-API-Key": key, **config.headers}

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tinsmith.cli.failures import CommandError
 
@@ -22,6 +23,7 @@ START_SECONDS = 180.0
 """Longest wait for a server to be ready; loading a model from a cold disk may take a minute."""
 
 _STOP_SECONDS = 40.0
+_ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,14 @@ def serving(
     """A server that is ready when the block begins, and gone when it ends however it ends."""
     command = [sys.executable, "-m", "tinsmith.cli", "serve", "--data-dir", str(data_dir)]
     command += ["--host", "127.0.0.1", "--port", str(port), *options]
-    with tempfile.TemporaryFile("w+") as log, _terminated_as_interrupted():
+    with tempfile.TemporaryFile("w+") as log, _ended_as_interrupted():
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=_plain_environment()
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=_plain_environment(),
+            process_group=0,  # Ctrl-C is for the command, which stops its server in order
         )
         try:
             url = _announced_url(process)
@@ -47,7 +54,8 @@ def serving(
                 raise CommandError(_last_words(process, log))
             yield BackgroundServer(url, process)
         finally:
-            _stop(process)
+            with _handling(signal.SIG_IGN, signal.SIGINT, *_ENDS):
+                _stop(process)
 
 
 def _plain_environment() -> dict[str, str]:
@@ -102,14 +110,21 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Being told to end (SIGTERM) must run the clean-up, or the child would live on."""
+def _ended_as_interrupted() -> Iterator[None]:
+    """Being told to end must run the clean-up, or the child would live on."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    with _handling(interrupt, *_ENDS):
+        yield
+
+
+@contextmanager
+def _handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, before in previous.items():
+            signal.signal(number, before)

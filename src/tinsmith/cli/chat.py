@@ -12,12 +12,7 @@ from tinsmith.cli.output import Output, with_output
 from tinsmith.cli.sampling_options import params, sampler, with_sampling_options
 
 if TYPE_CHECKING:
-    from tinsmith.cli.conversation import Message, Tokenizer
-    from tinsmith.client.sampling import SamplingClient
-
-_PIECE_TOKENS = 8
-"""The protocol answers with whole samples. Asking for a few tokens at a time, each time with what
-came before, draws the same text with the same odds and shows it as it comes."""
+    from tinsmith.cli.conversation import Message
 
 _HELP = (
     "Commands: /reset forgets the conversation, /system TEXT sets the system prompt, /exit ends."
@@ -38,6 +33,7 @@ def command(
     """
     import json
 
+    from tinsmith.cli import conversation, replies
     from tinsmith.cli.tokenizer import load_tokenizer
     from tinsmith.client.service import ServiceClient
 
@@ -45,6 +41,7 @@ def command(
     with ServiceClient() as service:
         client = sampler(service, model)
         tokenizer = load_tokenizer(client.get_base_model(), tokenizer_source)
+        asked = params(stop=conversation.end_tokens(tokenizer), **options)
         if is_live:
             click.echo(f"Talking to {model}. {_HELP}", err=True)
         messages = _beginning(system)
@@ -58,7 +55,7 @@ def command(
                 continue
             messages.append({"role": "user", "content": line})
             reply = ""
-            for piece in _reply(client, tokenizer, messages, **options):
+            for piece in replies.reply(client, tokenizer, messages, asked):
                 reply += piece
                 if not output.is_json:
                     click.echo(piece, nl=False)
@@ -81,35 +78,3 @@ def _turns(is_live: bool) -> Iterator[str]:
             return
         if line:
             yield line
-
-
-def _reply(
-    client: SamplingClient,
-    tokenizer: Tokenizer,
-    messages: list[Message],
-    *,
-    max_tokens: int,
-    **options: Any,
-) -> Iterator[str]:
-    """The next turn of the assistant, piece by piece."""
-    from tinsmith.cli import conversation
-    from tinsmith.types import ModelInput
-
-    prompt = conversation.prompt_tokens(tokenizer, messages)
-    ends = conversation.end_tokens(tokenizer)
-    spoken: list[int] = []
-    shown = ""
-    while len(spoken) < max_tokens:
-        wanted = min(_PIECE_TOKENS, max_tokens - len(spoken))
-        request = params(max_tokens=wanted, stop=ends, **options)
-        response = client.sample(ModelInput.from_ints(prompt + spoken), 1, request).result()
-        sequence = response.sequences[0]
-        spoken += sequence.tokens
-        text = conversation.reply_text(tokenizer, spoken)
-        is_done = sequence.stop_reason == "stop" or len(spoken) >= max_tokens
-        # A character may be cut in two between pieces; it is shown when it is whole.
-        if text.startswith(shown) and (is_done or not text.endswith("\ufffd")):
-            yield text[len(shown) :]
-            shown = text
-        if is_done:
-            return

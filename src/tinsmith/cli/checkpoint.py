@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -400,6 +399,8 @@ def _confirm(paths: Sequence[str], found: Sequence[Checkpoint] | None) -> bool:
 
 def _delete_all(client: RestClient, paths: Sequence[str], output: Output) -> None:
     """All of them, whatever becomes of one; the exit code stays 0, as scripts expect."""
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+
     from tinsmith.errors import TinkerError
 
     def delete_one(path: str) -> tuple[str, str] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import random
 import shutil
 import sys
@@ -17,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinsmith.cli.failures import CommandError
+from tinsmith.cli.failures import CommandError, Interrupted, explained, is_disk_full
 from tinsmith.cli.output import Output, with_output
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
+    from tinsmith.cli.progress import Progress, Stage
     from tinsmith.client.sampling import SamplingClient
     from tinsmith.client.training import TrainingClient
 
@@ -67,30 +65,29 @@ def command(output: Output, data_dir: Path | None, port: int, steps: int, seed: 
     model to answer like a pirate, asks it the same questions before and after, saves a
     checkpoint, and stops the server. Takes a few minutes on two cores; needs no account.
     """
-    from tinsmith.cli import keyring
-    from tinsmith.cli.background import serving
     from tinsmith.cli.progress import Progress
 
     _check_installed()
     from tinsmith.engine.local.config import default_cache_folder
-    from tinsmith.server.config import build_config, default_data_dir
-    from tinsmith.server.serving import FIRST_OWNER
+    from tinsmith.server.config import default_data_dir
 
-    folder = data_dir or default_data_dir() / "demo"
-    progress = Progress(is_quiet=output.is_json)
+    cache, folder = default_cache_folder(), data_dir or default_data_dir() / "demo"
+    _check_disk(cache, folder)
     started = time.monotonic()
-    _check_disk(default_cache_folder(), folder)
-    model_folder = _fetch_model(progress)
-    config = build_config({"data_dir": folder})
-    key, _ = keyring.create(config, FIRST_OWNER, "demo", "made by tinsmith demo")
-    with ExitStack() as stack:
-        with progress.stage("starting a server"):
-            server = stack.enter_context(
-                serving(folder, port=port, options=["--engine", "local", "--device", "cpu"])
-            )
-        story = _teach(server.url, key, model_folder, steps, seed, progress)
-        with progress.stage("stopping the server"):
-            stack.close()
+    try:
+        with explained():
+            story, key = _run(folder, port, steps, seed, Progress(is_quiet=output.is_json))
+    except CommandError as error:
+        if is_disk_full(f"{error.message} {error.details}"):
+            raise CommandError(
+                f"no space is left on the disk in {folder} or {cache}; free some, or choose "
+                "others with --data-dir and XDG_CACHE_HOME, and run the demo again"
+            ) from error
+        raise
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"the demo was interrupted and its server is stopped; {command_name()} demo begins anew"
+        ) from None
     story.seconds = time.monotonic() - started
     _tell(output, story, folder, key)
 
@@ -122,50 +119,30 @@ def _check_disk(cache: Path, data_dir: Path) -> None:
             )
 
 
-def _fetch_model(progress: Any) -> Path:
-    """The embedded model's folder; the first time, fetched and converted by a child process, so
-    that this one does not carry torch and a second copy of the weights."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    with progress.stage("finding the model", total=1.0) as stage:
-        process = context.Process(target=_fetch_in_child, args=(theirs,), daemon=True)
-        process.start()
-        theirs.close()
-        try:
-            while True:
-                kind, *values = ours.recv()
-                if kind == "progress":
-                    stage.update(values[1], values[0])
-                elif kind == "folder":
-                    return Path(values[0])
-                else:
-                    raise CommandError(values[0])
-        except EOFError:
-            process.join()
-            raise CommandError(
-                f"the process that fetches the model ended early (exit code {process.exitcode}); "
-                "a machine short of memory does that: the model needs about 2 GB while it is "
-                "converted"
-            ) from None
-        finally:
-            process.join()
+def _run(folder: Path, port: int, steps: int, seed: int, progress: Progress) -> tuple[Story, str]:
+    """What happened, and the key that opens the demo's server."""
+    from tinsmith.cli import embedded_model, keyring
+    from tinsmith.cli.background import serving
+    from tinsmith.server.config import build_config
+    from tinsmith.server.serving import FIRST_OWNER
+
+    model_folder = embedded_model.fetch(progress.stage("finding the model", total=1.0))
+    config = build_config({"data_dir": folder})
+    key, _ = keyring.create(config, FIRST_OWNER, "demo", "made by tinsmith demo")
+    with ExitStack() as stack:
+        with progress.stage("starting a server"):
+            server = stack.enter_context(
+                serving(folder, port=port, options=["--engine", "local", "--device", "cpu"])
+            )
+        story = _teach(server.url, key, model_folder, steps, seed, progress)
+        with progress.stage("stopping the server"):
+            stack.close()
+    return story, key
 
 
-def _fetch_in_child(connection: Connection) -> None:
-    from tinsmith.engine.local.config import EMBEDDED_SOURCE, LocalEngineConfig
-    from tinsmith.engine.local.sources import model_folder
-    from tinsmith.errors import TinkerError
-
-    def tell(what: str, fraction: float) -> None:
-        connection.send(("progress", what, fraction))
-
-    try:
-        connection.send(("folder", str(model_folder(EMBEDDED_SOURCE, LocalEngineConfig(), tell))))
-    except (TinkerError, OSError) as error:
-        connection.send(("error", str(error)))
-
-
-def _teach(url: str, key: str, model_folder: Path, steps: int, seed: int, progress: Any) -> Story:
+def _teach(
+    url: str, key: str, model_folder: Path, steps: int, seed: int, progress: Progress
+) -> Story:
     from tinsmith.cli.persona import QUESTIONS
     from tinsmith.client.service import ServiceClient
     from tinsmith.client.tokenizers import load
@@ -193,7 +170,7 @@ def _teach(url: str, key: str, model_folder: Path, steps: int, seed: int, progre
 
 
 def _ask(
-    sampler: SamplingClient, tokenizer: Any, questions: Sequence[str], stage: Any
+    sampler: SamplingClient, tokenizer: Any, questions: Sequence[str], stage: Stage
 ) -> list[str]:
     from tinsmith.cli import conversation
     from tinsmith.types import ModelInput, SamplingParams
@@ -218,7 +195,7 @@ def _ask(
 
 
 def _train(
-    training: TrainingClient, tokenizer: Any, steps: int, seed: int, stage: Any, story: Story
+    training: TrainingClient, tokenizer: Any, steps: int, seed: int, stage: Stage, story: Story
 ) -> None:
     from tinsmith.cli import conversation
     from tinsmith.cli.persona import LESSONS

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import shutil
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -90,8 +87,14 @@ def _packages() -> Iterator[Finding]:
             cure += f" (only for {needed_for[extra]})" if extra in needed_for else ""
             yield Finding(f"{extra} packages", "note", f"missing: {', '.join(missing)}", cure)
         else:
-            versions = (f"{name} {importlib.metadata.version(name)}" for name in names)
+            versions = (f"{name} {_version(name)}" for name in names)
             yield Finding(f"{extra} packages", "ok", ", ".join(versions))
+
+
+def _version(name: str) -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version(name)
 
 
 def _device() -> Finding:
@@ -99,7 +102,7 @@ def _device() -> Finding:
         return Finding("device", "ok", "CPU; no NVIDIA driver on this machine")
     if importlib.util.find_spec("torch") is None:
         return Finding("device", "note", "an NVIDIA driver, but no torch", "pip install torch")
-    if "+cpu" in importlib.metadata.version("torch"):
+    if "+cpu" in _version("torch"):
         return Finding(
             "device",
             "note",
@@ -140,6 +143,9 @@ def _embedded_model() -> Finding:
 
 
 def _service() -> Iterator[Finding]:
+    import urllib.error
+    import urllib.request
+
     from tinsmith.transport.config import DEFAULT_BASE_URL, ClientConfig
 
     config = ClientConfig.from_env()

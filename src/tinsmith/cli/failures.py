@@ -7,6 +7,7 @@ read them.
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,21 @@ class CommandError(click.ClickException):
             click.echo(self.details, file=stream)
 
 
+class Interrupted(CommandError):
+    """The user ended it; the exit code is the one that shells give for Ctrl-C."""
+
+    exit_code = 130
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_disk_full(text: str) -> bool:
+    """Whether an error's text, from whichever library or process, says that the disk is full."""
+    words = [os.strerror(number) for number in _FULL]
+    return any(each in text for each in (*words, "disk is full", "disk I/O error"))
+
+
 @contextmanager
 def explained() -> Iterator[None]:
     """Errors that are meant for the user leave as a `CommandError`; mistakes of ours do not."""
@@ -50,12 +66,21 @@ def explained() -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.EPIPE:
             raise  # the reader of our output has seen enough; click ends quietly
-        if error.errno == errno.ENOSPC:
+        if error.errno in _FULL:
             where = f" ({error.filename})" if error.filename else ""
             raise CommandError(
                 f"no space is left on the disk{where}; free some, and run it again"
             ) from error
         raise CommandError(str(error)) from error
+    except Exception as error:
+        # Only commands with a database have the library, so it is known by its name here.
+        if type(error).__module__.partition(".")[0] != "sqlalchemy":
+            raise
+        reason = getattr(error, "orig", None) or error
+        raise CommandError(
+            f"the database cannot be used: {reason}",
+            "Is there room on the disk, may the data folder be written, does the URL lead to it?",
+        ) from error
 
 
 # The first that fits is used: an error's class before the class it is derived from.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -52,6 +50,9 @@ def all_pages(
 
 def download(url: str, target: Path, *, label: str, what: str, hint: str, output: Output) -> int:
     """Fetch a signed URL into a file; how many bytes it has."""
+    import urllib.error
+    import urllib.request
+
     written = 0
     try:
         with urllib.request.urlopen(url, timeout=60) as response:

@@ -14,6 +14,8 @@ from tinsmith.cli.failures import CommandError
 from tinsmith.cli.output import Output
 
 if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
     from tinsmith.client.rest import RestClient
     from tinsmith.types import WeightsInfoResponse
 
@@ -43,6 +45,8 @@ def push(client: RestClient, path: str, upload: Upload) -> str:
             "Install it with: pip install huggingface_hub, then run: hf auth login",
         ) from error
     parsed = checkpoint_files.parse_downloadable(path)
+    if upload.create_pr and upload.revision is not None:
+        raise CommandError("Cannot specify both --create-pr and --revision")
     api = HfApi()
     try:
         api.whoami()
@@ -59,26 +63,39 @@ def push(client: RestClient, path: str, upload: Upload) -> str:
         if repo_id is None:
             base = info.base_model.rpartition("/")[2]
             repo_id = repository_name(f"tinker-{base}-{parsed.training_run_id}")
-            revision = revision or repository_name(parsed.checkpoint_id)
-        card = folder / "README.md"
-        if upload.with_model_card and not card.exists():
-            card.write_text(model_card(path, repo_id, info), encoding="utf-8")
-        api.create_repo(repo_id=repo_id, private=upload.is_private, exist_ok=True)
-        _check_holds_nothing_else(repo_id, revision, path)
-        ignore = list(upload.ignore)
-        if not upload.allow:
-            ignore.append("checkpoint_complete")
-        api.upload_folder(
-            folder_path=str(folder),
-            repo_id=repo_id,
-            path_in_repo="",
-            revision=revision,
-            commit_message=upload.commit_message,
-            create_pr=upload.create_pr,
-            allow_patterns=list(upload.allow) or None,
-            ignore_patterns=ignore or None,
-        )
+            if not upload.create_pr:
+                revision = revision or repository_name(parsed.checkpoint_id)
+        try:
+            # A name without an owner is completed by the hub.
+            repo_id = api.create_repo(
+                repo_id=repo_id, private=upload.is_private, exist_ok=True
+            ).repo_id
+            if revision is not None and not revision.startswith("refs/"):
+                api.create_branch(repo_id=repo_id, branch=revision, exist_ok=True)
+            _check_holds_nothing_else(repo_id, revision, path)
+            card = folder / "README.md"
+            if upload.with_model_card and not card.exists():
+                card.write_text(model_card(path, repo_id, info), encoding="utf-8")
+            _upload(api, folder, repo_id, revision, upload)
+        except (ValueError, OSError) as error:
+            raise CommandError(f"Failed to upload to the hub: {error}") from error
         return repo_id
+
+
+def _upload(api: HfApi, folder: Path, repo_id: str, revision: str | None, upload: Upload) -> None:
+    ignore = list(upload.ignore)
+    if not upload.allow:
+        ignore.append("checkpoint_complete")
+    api.upload_folder(
+        folder_path=str(folder),
+        repo_id=repo_id,
+        path_in_repo="",
+        revision=revision,
+        commit_message=upload.commit_message,
+        create_pr=upload.create_pr,
+        allow_patterns=list(upload.allow) or None,
+        ignore_patterns=ignore or None,
+    )
 
 
 def repository_name(text: str) -> str:

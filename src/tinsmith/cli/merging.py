@@ -9,52 +9,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from tinsmith.cli.stored_tensors import Array, Stored, Tell, stored_tensors
 from tinsmith.errors import ValidationError
-
-Array = npt.NDArray[Any]
-Tell = Callable[[int, int, str], None]
-"""Called with how many tensors are done, how many there are, and the name of the last."""
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", ".pt", ".pth")
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor in a file."""
-
-    dtype: str
-    shape: list[int]
-    path: Path
-    begin: int
-    num_bytes: int
-
-    def read_bytes(self) -> bytes:
-        with self.path.open("rb") as file:
-            file.seek(self.begin)
-            return file.read(self.num_bytes)
-
-    def read(self) -> Array:
-        """As float32."""
-        data = self.read_bytes()
-        if self.dtype == "F32":
-            flat = np.frombuffer(data, "<f4")
-        elif self.dtype == "F16":
-            flat = np.frombuffer(data, "<f2").astype(np.float32)
-        elif self.dtype == "BF16":
-            flat = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
-        else:
-            raise ValidationError(f"cannot merge into a matrix of type {self.dtype}")
-        return flat.reshape(self.shape)
 
 
 def merge(base: Path, adapter: Path, target: Path, tell: Tell) -> int:
@@ -62,8 +25,8 @@ def merge(base: Path, adapter: Path, target: Path, tell: Tell) -> int:
     settings = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
     config = json.loads((base / "config.json").read_text("utf-8"))
     scale = settings["lora_alpha"] / settings["r"]
-    weights = _tensors(sorted(base.glob("*.safetensors")))
-    changes = _tensors([adapter / "adapter_model.safetensors"])
+    weights = stored_tensors(sorted(base.glob("*.safetensors")))
+    changes = stored_tensors([adapter / "adapter_model.safetensors"])
     pairs = _pairs(changes)
     if _HEAD in pairs and _HEAD not in weights:
         # The output matrix was the embedding; from now on it is one of its own.
@@ -91,7 +54,7 @@ def merge(base: Path, adapter: Path, target: Path, tell: Tell) -> int:
     return len(pairs)
 
 
-def _pairs(changes: dict[str, _Stored]) -> dict[str, tuple[str, str]]:
+def _pairs(changes: dict[str, Stored]) -> dict[str, tuple[str, str]]:
     """From the name of a base matrix to the names of its A and B."""
     pairs = {}
     for name in changes:
@@ -107,25 +70,7 @@ def _pairs(changes: dict[str, _Stored]) -> dict[str, tuple[str, str]]:
     return pairs
 
 
-def _tensors(paths: list[Path]) -> dict[str, _Stored]:
-    """What the headers of some files say is in them."""
-    tensors: dict[str, _Stored] = {}
-    for path in paths:
-        with path.open("rb") as file:
-            num_bytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(num_bytes))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                first, last = entry["data_offsets"]
-                tensors[name] = _Stored(
-                    entry["dtype"], entry["shape"], path, 8 + num_bytes + first, last - first
-                )
-    if not tensors:
-        raise ValidationError("there are no safetensors files to merge")
-    return tensors
-
-
-def _header(tensors: dict[str, _Stored]) -> bytes:
+def _header(tensors: dict[str, Stored]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, stored in tensors.items():

@@ -1,9 +1,16 @@
-"""A curve in a terminal: a few lines of characters, no library."""
+"""Curves without a library: a few lines of characters for a terminal, an SVG for a file."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from html import escape
+
+Curve = Sequence[tuple[float, float]]
+"""Points, from left to right."""
+
+_COLOURS = ("#1f6feb", "#d29922", "#3fb950")
+_WIDTH, _HEIGHT, _MARGIN = 640, 320, 48
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
@@ -32,3 +39,39 @@ def plot(values: Sequence[float], *, height: int = 6, title: str = "") -> str:
         lines.append((left + "".join(cells)).rstrip())
     lines.append(f"{0:{len(label)}.2f} ┼{'─' * (len(values) * width + 1)}")
     return "\n".join(lines)
+
+
+def svg(curves: Mapping[str, Curve], title: str) -> str:
+    """A picture of some curves over one pair of axes that begin at zero, with a legend."""
+    points = [point for curve in curves.values() for point in curve if math.isfinite(point[1])]
+    right = max([x for x, _ in points] or [1.0]) or 1.0
+    top = max([y for _, y in points] or [1.0]) or 1.0
+
+    def place(x: float, y: float) -> str:
+        across = _MARGIN + x / right * (_WIDTH - 2 * _MARGIN)
+        down = _HEIGHT - _MARGIN - y / top * (_HEIGHT - 2 * _MARGIN)
+        return f"{across:.1f},{down:.1f}"
+
+    def text(x: float, y: float, words: str, anchor: str = "start", colour: str = "#333") -> str:
+        return (
+            f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{escape(words)}</text>'
+        )
+
+    bottom = _HEIGHT - _MARGIN
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        text(_WIDTH / 2, 24, title, "middle"),
+        f'<polyline points="{place(0, top)} {place(0, 0)} {place(right, 0)}" fill="none" '
+        'stroke="#999"/>',
+        text(_MARGIN - 6, _MARGIN + 4, f"{top:.3g}", "end"),
+        text(_MARGIN - 6, bottom + 4, "0", "end"),
+        text(_WIDTH - _MARGIN, bottom + 18, f"{right:g}", "end"),
+    ]
+    for number, (name, curve) in enumerate(curves.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        path = " ".join(place(x, y) for x, y in curve if math.isfinite(y))
+        lines.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        lines.append(text(_WIDTH - _MARGIN, _MARGIN + 16 * number, name, "end", colour))
+    return "\n".join([*lines, "</svg>"]) + "\n"

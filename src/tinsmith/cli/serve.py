@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from tinsmith.cli.output import Output, with_output
 from tinsmith.errors import TinkerError
 
 
@@ -37,7 +38,10 @@ from tinsmith.errors import TinkerError
 @click.option(
     "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True
 )
+@with_output
 def command(
+    output: Output,
+    /,
     config_file: Path | None,
     models: tuple[str, ...],
     settings: tuple[str, ...],
@@ -45,12 +49,18 @@ def command(
     log_format: str,
     **options: Any,
 ) -> None:
-    """Run the service. With no option at all it serves a small model on this machine."""
+    """Run the service. With no option at all it serves a small model on this machine.
+
+    It prints how to reach it, and with --json the same as one object.
+    """
     import uvloop
 
     from tinsmith.assembly import engine_factory
     from tinsmith.server.config import load_config, parse_models
     from tinsmith.server.serving import serve
+
+    def announce(url: str, key: str | None) -> None:
+        _announce(output, url, key)
 
     _log_to_stderr(log_level, log_format)
     try:
@@ -62,17 +72,20 @@ def command(
         if models:
             options["models"] = parse_models(models)
         config = load_config(config_file, options)
-        uvloop.run(serve(config, engine_factory(config), _announce))
+        uvloop.run(serve(config, engine_factory(config), announce))
     except TinkerError as error:
         raise click.ClickException(str(error)) from None
 
 
-def _announce(url: str, key: str | None) -> None:
-    click.echo(f"Tinsmith serves at {url}")
-    click.echo(f"export TINKER_BASE_URL={url}")
-    if key is not None:
-        click.echo(f"export TINKER_API_KEY={key}")
-        click.echo("The key is shown this once; it is stored as a hash.")
+def _announce(output: Output, url: str, key: str | None) -> None:
+    if output.is_json:
+        output.show_json({"base_url": url, "api_key": key})
+    else:
+        click.echo(f"Tinsmith serves at {url}")
+        click.echo(f"export TINKER_BASE_URL={url}")
+        if key is not None:
+            click.echo(f"export TINKER_API_KEY={key}")
+            click.echo("The key is shown this once; it is stored as a hash.")
     sys.stdout.flush()
 
 

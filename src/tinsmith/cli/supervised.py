@@ -1,8 +1,8 @@
 """Supervised fine-tuning: passes and steps over a file of examples, with a way back.
 
-The run's folder has `metrics.jsonl`, a line per step, and `run.json`, which names the last
-checkpoint. Resuming reads it and goes on with the optimizer's state and the order of examples
-that an uninterrupted run would have had.
+The run's folder has `metrics.jsonl`, a line per step, `run.json`, which names the last
+checkpoint, and at the end `loss.svg`. Resuming goes on with the optimizer's state and the order of
+examples that an uninterrupted run would have had.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinsmith.cli import conversation, training_data
+from tinsmith.cli import conversation, plot, training_data
 from tinsmith.cli.progress import Stage
 from tinsmith.cli.training_data import Example
 from tinsmith.errors import TinkerError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"
+PLOT_FILE = "loss.svg"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,8 @@ class Plan:
     warm_up_steps: int
     seed: int
     num_examples: int
+    examples_digest: str
+    """Of what is trained on: another file, or another tokenizer, makes another run."""
 
     def rate(self, step: int) -> float:
         """Rises to `learning_rate`, then falls in a line to nearly nothing at the last step."""
@@ -99,10 +102,9 @@ def train(
     save_every: int,
     eval_every: int,
     stage: Stage,
-) -> list[dict[str, Any]]:
-    """Run the plan from where `progress` is to its end; the metrics of each step."""
+) -> None:
+    """Run the plan from where `progress` is to its end."""
     training = _training_client(service, plan, progress)
-    metrics: list[dict[str, Any]] = []
     _drop_metrics_after(folder / METRICS_FILE, progress.step)
     started, num_tokens = time.monotonic(), 0
     while progress.step < plan.num_steps:
@@ -126,7 +128,6 @@ def train(
         }
         if held_out and (is_last or progress.step % eval_every == 0):
             line["eval_loss"] = evaluate(training, held_out, plan.batch_size)
-        metrics.append(line)
         with (folder / METRICS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if is_last or progress.step % save_every == 0:
@@ -135,7 +136,20 @@ def train(
         if "eval_loss" in line:
             told += f", held-out loss {line['eval_loss']:.3f}"
         stage.update(progress.step, told)
-    return metrics
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """A run's metrics, of the steps before an interruption too."""
+    return [json.loads(line) for line in (folder / METRICS_FILE).read_text("utf-8").splitlines()]
+
+
+def write_plot(folder: Path, metrics: Sequence[dict[str, Any]], title: str) -> None:
+    curves = {
+        name: [(line["step"], line[key]) for line in metrics if key in line]
+        for name, key in (("training", "loss"), ("held out", "eval_loss"))
+    }
+    shown = {name: curve for name, curve in curves.items() if curve}
+    (folder / PLOT_FILE).write_text(plot.svg(shown, title), "utf-8")
 
 
 def evaluate(training: TrainingClient, held_out: Sequence[Example], batch_size: int) -> float:

@@ -48,7 +48,7 @@ def command() -> None:
     "-o",
     "folder",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for metrics and progress.  [default: the data file's name without .jsonl]",
+    help="Folder for metrics, plot and progress.  [default: the data file's name without .jsonl]",
 )
 @click.option("--resume", is_flag=True, help="Go on with the run in the output folder.")
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -110,11 +110,12 @@ def sft(
             warm_up_steps=min(10, max(1, num_steps // 10)),
             seed=seed,
             num_examples=len(examples),
+            examples_digest=training_data.digest(examples),
         )
         state = supervised.load_progress(folder, plan) if resume else supervised.Progress()
         folder.mkdir(parents=True, exist_ok=True)
         with Progress(is_quiet=output.is_json).stage("training", total=num_steps) as stage:
-            metrics = supervised.train(
+            supervised.train(
                 service,
                 plan,
                 state,
@@ -125,22 +126,25 @@ def sft(
                 eval_every=eval_every,
                 stage=stage,
             )
-    if metrics and not output.is_json:
+    metrics = supervised.read_metrics(folder)
+    supervised.write_plot(folder, metrics, f"Loss per token, {data.name}")
+    if not output.is_json:
         from tinsmith.cli.plot import plot
 
         click.echo(plot(_thinned([line["loss"] for line in metrics]), title="Loss per token"))
-    last = metrics[-1] if metrics else {}
+    last = metrics[-1]
     facts = {
         "model": model,
         "examples": len(examples),
         "held_out": len(evaluated),
         "left_out": num_too_long,
         "steps": state.step,
-        "loss": last.get("loss"),
+        "loss": last["loss"],
         "eval_loss": last.get("eval_loss"),
         "checkpoint": state.state_path,
         "sampler_checkpoint": state.sampler_path,
         "metrics": str(folder / supervised.METRICS_FILE),
+        "plot": str(folder / supervised.PLOT_FILE),
     }
     rows = [[name, str(value)] for name, value in facts.items() if value is not None]
     output.show(facts, Table(["Property", "Value"], rows))

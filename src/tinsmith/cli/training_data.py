@@ -9,6 +9,7 @@ counted.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Sequence
@@ -52,6 +53,12 @@ def read(path: Path, tokenizer: Any, max_tokens: int) -> tuple[list[Example], in
     if not examples:
         raise ValidationError(f"no example of at most {max_tokens} tokens", str(path))
     return examples, num_too_long
+
+
+def digest(examples: Sequence[Example]) -> str:
+    """A short text that differs when any example does."""
+    content = json.dumps([[each.tokens, each.weights] for each in examples])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def split(

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -213,7 +214,9 @@ def _quiet_transformers() -> Iterator[None]:
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        yield
+        # One of its bars takes no notice of the switch.
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         if was_enabled:
             logging.enable_progress_bar()

@@ -1,0 +1,83 @@
+"""The assistant's next turn, as text that comes while it is made.
+
+Our server sends tokens as they are decoded. The hosted service answers with whole samples only, so
+it is asked for a few tokens at a time, each time with what came before: that draws the same text
+with the same odds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+
+from tinsmith.cli import conversation
+from tinsmith.client.sampling import SamplingClient
+from tinsmith.client.warn import ExperimentalWarning
+from tinsmith.errors import APIStatusError
+from tinsmith.types import ModelInput, SamplingParams
+
+_PIECE_TOKENS = 8
+_NO_SUCH_CALL = (404, 405)
+
+
+def reply(
+    client: SamplingClient,
+    tokenizer: conversation.Tokenizer,
+    messages: Sequence[conversation.Message],
+    params: SamplingParams,
+) -> Iterator[str]:
+    """What the assistant says to `messages`, in pieces that make up the whole."""
+    spoken: list[int] = []
+    shown = ""
+    for tokens in _tokens(client, conversation.prompt_tokens(tokenizer, messages), params):
+        spoken += tokens
+        text = conversation.reply_text(tokenizer, spoken)
+        # A character may be cut in two between tokens; it is shown when it is whole.
+        if len(text) > len(shown) and text.startswith(shown) and not text.endswith("\ufffd"):
+            yield text[len(shown) :]
+            shown = text
+    text = conversation.reply_text(tokenizer, spoken)
+    if len(text) > len(shown) and text.startswith(shown):
+        yield text[len(shown) :]
+
+
+def _tokens(
+    client: SamplingClient, prompt: list[int], params: SamplingParams
+) -> Iterator[list[int]]:
+    has_begun = False
+    try:
+        for tokens in _streamed(client, prompt, params):
+            has_begun = True
+            yield tokens
+        return
+    except APIStatusError as error:
+        if has_begun or error.status_code not in _NO_SUCH_CALL:
+            raise
+    yield from _in_pieces(client, prompt, params)
+
+
+def _streamed(
+    client: SamplingClient, prompt: list[int], params: SamplingParams
+) -> Iterator[list[int]]:
+    with warnings.catch_warnings():
+        # A note to programmers; this program moves with the library.
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        stream = client.stream(ModelInput.from_ints(prompt), params)
+    for piece in stream:
+        yield piece.tokens
+
+
+def _in_pieces(
+    client: SamplingClient, prompt: list[int], params: SamplingParams
+) -> Iterator[list[int]]:
+    left = params.max_tokens
+    assert left is not None, "the command has a default"
+    while left > 0:
+        asked = params.model_copy(update={"max_tokens": min(_PIECE_TOKENS, left)})
+        response = client.sample(ModelInput.from_ints(prompt), 1, asked).result()
+        sequence = response.sequences[0]
+        yield sequence.tokens
+        if sequence.stop_reason == "stop":
+            return
+        prompt = prompt + sequence.tokens
+        left -= len(sequence.tokens)

@@ -1,0 +1,175 @@
+"""`tinsmith chat`: the reply is shown while it is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import live_server
+import numpy as np
+import pytest
+from live_server import Server
+from scripted_server import Answer, Recorded
+from tinker_stub import PROTOBUF, TinkerStub
+
+from tinsmith.cli.tokenizer import load_tokenizer
+from tinsmith.client.service import ServiceClient
+from tinsmith.types import (
+    AdamParams,
+    Datum,
+    ModelInput,
+    SampledSequence,
+    SampleResponse,
+)
+from tinsmith.wire import proto
+
+if TYPE_CHECKING:
+    from .conftest import Run
+
+FAKE = "tinsmith/fake"
+TOKEN_SECONDS = 0.05
+NUM_TOKENS = 40
+
+
+@pytest.fixture
+def slow_server(tmp_path: Path) -> Iterator[Server]:
+    option = f"fake-token-seconds={TOKEN_SECONDS}"
+    with live_server.serving(tmp_path, "--set", option) as running:
+        yield running
+
+
+def learned_abab(server: Server, tokenizer: Any) -> str:
+    """Weights of a model that says "abab…" whatever it is told."""
+    tokens = tokenizer.encode(" " + "ab" * 20)
+    datum = Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+    )
+    with ServiceClient(base_url=server.url, api_key=server.key) as service:
+        training = service.create_lora_training_client(FAKE, rank=8)
+        for _ in range(20):
+            training.forward_backward([datum], "cross_entropy")
+            training.optim_step(AdamParams(learning_rate=0.5))
+        return training.save_weights_for_sampler("abab").result().path
+
+
+def test_a_token_is_shown_before_the_next_is_decoded(
+    slow_server: Server, byte_tokenizer: Path
+) -> None:
+    path = learned_abab(slow_server, load_tokenizer(FAKE, str(byte_tokenizer)))
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tinsmith.cli", "chat", path, "--temperature", "0"),
+            *("--tokenizer", str(byte_tokenizer), "--max-tokens", str(NUM_TOKENS)),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=slow_server.environment,
+    )
+    assert process.stdin and process.stdout and process.stderr
+    process.stdin.write(b"hello\n")
+    process.stdin.close()
+    pieces = []
+    while piece := os.read(process.stdout.fileno(), 4096):
+        pieces.append((time.monotonic(), piece.decode()))
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait(30) == 0, errors
+    assert errors == ""
+    words = [(moment, text) for moment, text in pieces if text.strip()]
+    assert "".join(text for _, text in pieces) == "ab" * (NUM_TOKENS // 2) + "\n"
+    assert words[0][1] == "a"
+    # The server needs this long for the tokens after the first; a part of it is enough to know.
+    assert words[-1][0] - words[0][0] > NUM_TOKENS * TOKEN_SECONDS / 2
+    assert len(words) > NUM_TOKENS / 2
+
+
+@pytest.fixture
+def stub() -> Iterator[TinkerStub]:
+    running = TinkerStub()
+    yield running
+    running.close()
+
+
+def sampled(stub: TinkerStub, tokens: list[int], stop_reason: Any) -> Answer:
+    sequence = SampledSequence(
+        stop_reason, "", np.array(tokens, "<i4"), np.zeros(len(tokens), "<f4")
+    )
+    answer = stub.promise(Answer(200, proto.encode_sample(SampleResponse([sequence])), PROTOBUF))
+    answer.body = {**answer.body, "sample_sequence_ids": ["x:0"]}  # type: ignore[dict-item]
+    return answer
+
+
+def test_a_service_without_streams_is_asked_for_a_few_tokens_at_a_time(
+    stub: TinkerStub, run: Run, byte_tokenizer: Path
+) -> None:
+    tokenizer = load_tokenizer(FAKE, str(byte_tokenizer))
+    pieces = [tokenizer.encode("The flag"), tokenizer.encode("s are"), [0]]
+
+    def sample(request: Recorded) -> Answer:
+        tokens = pieces.pop(0)
+        return sampled(stub, tokens, "length" if tokens != [0] else "stop")
+
+    stub.on("/api/v1/asample", sample)
+    result = run(
+        *("chat", "m", "--tokenizer", str(byte_tokenizer), "--json"),
+        env={"TINKER_BASE_URL": stub.url},
+        stdin="hello\n",
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {"user": "hello", "assistant": "The flags are"}
+    asked = [request.json() for request in stub.seen("/asample")]
+    assert [len(each["prompt"]["chunks"][0]["tokens"]) for each in asked] == [
+        len("user: hello\nassistant: ") + more for more in (0, 8, 13)
+    ]
+    assert {each["sampling_params"]["max_tokens"] for each in asked} == {8}
+    assert stub.count("/sample_stream") == 1
+
+
+def test_a_reply_that_breaks_off_is_an_error_and_not_begun_again(
+    stub: TinkerStub, run: Run, byte_tokenizer: Path
+) -> None:
+    tokens = load_tokenizer(FAKE, str(byte_tokenizer)).encode("Oh")
+    events = (
+        f"event: tokens\ndata: {json.dumps({'index': 0, 'tokens': tokens})}\n\n"
+        'event: error\ndata: {"error": "boom", "category": "server"}\n\n'
+    )
+    kind = {"content-type": "text/event-stream"}
+    stub.on("/api/v1/sample_stream", Answer(200, events.encode(), kind))
+    result = run(
+        *("chat", "m", "--tokenizer", str(byte_tokenizer)),
+        env={"TINKER_BASE_URL": stub.url},
+        stdin="hello\n",
+    )
+    assert result.exit_code == 1
+    assert result.stdout.startswith("Oh")
+    assert "boom" in result.stderr
+    assert "Traceback" not in result.output
+    assert stub.count("/asample") == 0
+
+
+def test_a_character_of_two_tokens_is_shown_whole(
+    stub: TinkerStub, run: Run, byte_tokenizer: Path
+) -> None:
+    tokens = load_tokenizer(FAKE, str(byte_tokenizer)).encode("Ahé!")
+    events = "".join(
+        f"event: tokens\ndata: {json.dumps({'index': 0, 'tokens': [token]})}\n\n"
+        for token in tokens
+    )
+    events += 'event: finish\ndata: {"index": 0, "stop_reason": "stop"}\n\n'
+    kind = {"content-type": "text/event-stream"}
+    stub.on("/api/v1/sample_stream", Answer(200, events.encode(), kind))
+    result = run(
+        *("chat", "m", "--tokenizer", str(byte_tokenizer)),
+        env={"TINKER_BASE_URL": stub.url},
+        stdin="hello\n",
+    )
+    assert (result.exit_code, result.stdout) == (0, "Ahé!\n")

@@ -1,0 +1,242 @@
+"""Every command shows its result to people and, with --json, to programs.
+
+The commands are read from the tree, so one without a case here fails. What each of them does in
+detail is tested beside this file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import live_server
+import pytest
+from live_server import Server
+
+from tinsmith.cli.__main__ import cli
+from tinsmith.client.service import ServiceClient
+
+if TYPE_CHECKING:
+    from .conftest import Paths, Run
+
+FAKE = "tinsmith/fake"
+
+
+def leaves(group: click.Group, path: str = "") -> Iterator[str]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from leaves(command, f"{path}{name} ")
+        else:
+            yield f"{path}{name}"
+
+
+@dataclass(frozen=True)
+class World:
+    """What a case may use; `tmp_path` is its own."""
+
+    server: Server
+    paths: Paths
+    tmp_path: Path
+    tokenizer: Path
+    run: Run
+
+    def new_checkpoint(self) -> str:
+        with ServiceClient(base_url=self.server.url, api_key=self.server.key) as service:
+            training = service.create_lora_training_client(FAKE, rank=8)
+            return training.save_weights_for_sampler("spare").result().path
+
+    @property
+    def data_dir(self) -> tuple[str, str]:
+        return "--data-dir", str(self.server.data_dir)
+
+    @property
+    def credentials(self) -> dict[str, str]:
+        file = str(self.tmp_path / "keys.json")
+        return {"TINSMITH_CREDENTIALS_FILE": file, "TINKER_API_KEY": ""}
+
+
+@dataclass(frozen=True)
+class Call:
+    arguments: tuple[str, ...]
+    shows: str
+    """A pattern that the table has."""
+    has: tuple[str, ...]
+    """Keys of the JSON object; none for a command that is silent."""
+    env: dict[str, str] = field(default_factory=dict)
+    stdin: str | None = None
+
+
+CASES: dict[str, Callable[[World], Call]] = {
+    "auth login": lambda w: Call(
+        (), "Stored API key", ("key_id", "name"), w.credentials, f"{w.server.key}\n"
+    ),
+    "auth logout": lambda w: _logged_in(
+        w, Call((), "still active", ("key_id", "active"), w.credentials)
+    ),
+    "auth status": lambda w: Call((), "accessible: yes", ("credentials", "accessible")),
+    "billing checkpoint-storage": lambda w: Call(
+        (), "Current checkpoint storage", ("effective_rate_usd_per_gigabyte_month", "data")
+    ),
+    "billing usage": lambda w: Call(_this_hour(), "hourly usage", ("data", "sessions")),
+    "chat": lambda w: Call(
+        (FAKE, "--tokenizer", str(w.tokenizer), "--max-tokens", "5"),
+        ".",
+        ("user", "assistant"),
+        stdin="hello\n",
+    ),
+    "checkpoint delete": lambda w: Call(
+        ("-y", w.new_checkpoint()), r"Deleted 1 checkpoint", ("deleted_count", "failed")
+    ),
+    "checkpoint download": lambda w: Call(
+        (w.paths.state, "-o", str(w.tmp_path)), "Downloaded to", ("destination", "file_size_bytes")
+    ),
+    "checkpoint info": lambda w: Call(
+        (w.paths.state,), "Tinker Path +tinker://", ("tinker_path", "lora_rank")
+    ),
+    "checkpoint list": lambda w: Call((), "Checkpoint ID +Type", ("checkpoints",)),
+    "checkpoint publish": lambda w: Call((w.new_checkpoint(),), "^$", ()),
+    "checkpoint set-ttl": lambda w: Call((w.new_checkpoint(), "--ttl", "7200"), "^$", ()),
+    "checkpoint unpublish": lambda w: Call((w.new_checkpoint(),), "^$", ()),
+    "doctor": lambda w: Call((), r"server +ok", ("ok", "findings")),
+    "export": lambda w: Call(
+        (w.paths.state, "-o", str(w.tmp_path / "out")), "PEFT adapter", ("kind", "destination")
+    ),
+    "key create": lambda w: Call(("x", *w.data_dir), "^tml-", ("key", "key_id", "name")),
+    "key list": lambda w: Call(w.data_dir, "Key ID +Name", ("keys",)),
+    "key revoke": lambda w: Call((_new_key(w), *w.data_dir), r"Revoked key \d+", ("revoked",)),
+    "model list": lambda w: Call((), f"{FAKE} +4096", ("models",)),
+    "run info": lambda w: Call((w.paths.run_id,), "Base Model +tin", ("training_run_id",)),
+    "run list": lambda w: Call((), r"\d+ training run", ("runs",)),
+    "sample": lambda w: Call(
+        (FAKE, "hi", "--tokenizer", str(w.tokenizer), "--max-tokens", "5", "--temperature", "0"),
+        ".",
+        ("samples", "prompt", "model"),
+    ),
+    "session export-trace": lambda w: Call(
+        (w.paths.session_id, "-o", str(w.tmp_path / "trace")), "Saved to", ("destination",)
+    ),
+    "top": lambda w: Call(("--interval", "0.1"), "Engine +up", ("engine", "queued_operations")),
+    "train sft": lambda w: Call(
+        (
+            *(_examples(w), "--steps", "2", "--tokenizer", str(w.tokenizer)),
+            *("-o", str(w.tmp_path / "run")),
+        ),
+        "Loss per token",
+        ("checkpoint", "loss", "steps"),
+    ),
+    "version": lambda w: Call((), r"^tinsmith \d", ("tinsmith", "protocol")),
+}
+
+ELSEWHERE = {
+    "auth whoami": "test_every_command.py::test_whoami_in_both_forms",
+    "checkpoint push-hf": "test_hub.py::test_a_checkpoint_is_pushed_with_a_card",
+    "demo": "test_demo.py::test_the_model_learns_in_the_demo",
+    "serve": "test_every_command.py::test_serve_in_both_forms",
+}
+"""Commands that need more than a call: where they are tested in both forms."""
+
+
+def _logged_in(world: World, call: Call) -> Call:
+    done = world.run("auth", "login", env=call.env, stdin=f"{world.server.key}\n")
+    assert done.exit_code == 0, done.output
+    return call
+
+
+def _this_hour() -> tuple[str, str]:
+    hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    first, last = hour - timedelta(hours=1), hour + timedelta(hours=1)
+    return f"{first:%Y-%m-%dT%H:00:00Z}", f"{last:%Y-%m-%dT%H:00:00Z}"
+
+
+def _new_key(world: World) -> str:
+    made = world.run("--json", "key", "create", "spare", *world.data_dir)
+    return str(json.loads(made.stdout)["key_id"])
+
+
+def _examples(world: World) -> str:
+    file = world.tmp_path / "data.jsonl"
+    file.write_text('{"prompt": "ab", "completion": "cd"}\n' * 4)
+    return str(file)
+
+
+def test_every_command_has_a_case() -> None:
+    """S104"""
+    assert sorted(leaves(cli)) == sorted([*CASES, *ELSEWHERE])
+    for place in ELSEWHERE.values():
+        file, _, name = place.partition("::")
+        assert f"def {name}(" in Path(__file__).with_name(file).read_text("utf-8")
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_a_command_in_both_forms(
+    command: str,
+    server: Server,
+    paths: Paths,
+    byte_tokenizer: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    run: Run,
+) -> None:
+    """S104"""
+
+    def invoke(*flags: str) -> tuple[Call, Any]:
+        world = World(server, paths, tmp_path_factory.mktemp("world"), byte_tokenizer, run)
+        call = CASES[command](world)
+        result = run(*command.split(), *call.arguments, *flags, env=call.env, stdin=call.stdin)
+        assert result.exit_code == 0, result.output
+        return call, result
+
+    call, table = invoke()
+    assert re.search(call.shows, table.stdout, re.MULTILINE), table.stdout
+    call, result = invoke("--json")
+    if call.has:
+        assert set(call.has) <= json.loads(result.stdout).keys()
+    else:
+        assert result.stdout == ""
+
+
+def test_whoami_in_both_forms(run: Run, tmp_path: Path) -> None:
+    """Only a server with tokens knows."""
+    with live_server.serving(tmp_path, "--set", "pjwt-auth-enabled=true") as server:
+        table = run("auth", "whoami", env=server.environment)
+        assert table.exit_code == 0, table.output
+        assert re.search(r"^Organization +\S", table.stdout, re.MULTILINE)
+        shown = json.loads(run("auth", "whoami", "--json", env=server.environment).stdout)
+        assert {"user_urn", "org_urn", "email"} <= shown.keys()
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_serve_in_both_forms(form: str, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tinsmith.cli", "--format", form, "serve", "--engine", "fake"),
+            *("--port", "0", "--data-dir", str(tmp_path)),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=live_server.clean_environment(),
+    )
+    assert process.stdout is not None
+    try:
+        said = "".join(process.stdout.readline() for _ in range(4))
+    finally:
+        process.terminate()
+        rest, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    if form == "json":
+        answer = json.loads(said + rest)
+        assert answer["base_url"].startswith("http://127.0.0.1:")
+        assert answer["api_key"].startswith("tml-")
+    else:
+        assert re.search(
+            r"^export TINKER_BASE_URL=http://\S+\nexport TINKER_API_KEY=tml-", said, re.M
+        )

@@ -1,0 +1,189 @@
+"""A model as a GGUF file computes and encodes what its folder does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import byte_tokenizer
+import pytest
+import torch
+from gguf import GGUFReader
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tinsmith.cli import gguf_file, gguf_tokenizer
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.sources import model_folder
+from tinsmith.errors import ValidationError
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "llama tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"head_dim": 8}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 128}),
+}
+TOKENS = torch.arange(3, 40)[None]
+
+
+def build(folder: Path, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A random model with every number other than zero and one, biases and norms too."""
+    config_class, model_class, settings = FAMILIES[family]
+    torch.manual_seed(0)
+    config = config_class(**{**SHAPE, **settings, **changes})
+    model = model_class(config)  # type: ignore[arg-type]  # they belong together
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1))
+    model = model.to(dtype)
+    model.save_pretrained(folder)
+    # Readers want a file with some merges.
+    byte_tokenizer.save(folder, merges=[("i", "t"), ("Ġ", "it")])
+    return model
+
+
+def write(folder: Path, target: Path) -> list[str]:
+    told: list[str] = []
+    gguf_file.write(folder, target, "tiny", lambda done, total, name: told.append(name))
+    return told
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits.float()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [(family, torch.float32) for family in FAMILIES]
+    + [("llama", torch.bfloat16), ("qwen3", torch.float16)],
+    ids=str,
+)
+def test_a_gguf_file_has_the_logits_of_its_folder(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    build(tmp_path / "model", family, dtype)
+    wanted = logits(load(tmp_path / "model"))
+    told = write(tmp_path / "model", tmp_path / "tiny.gguf")
+    assert len(told) == len(set(told)) >= 20
+    # Back through our own reader, which knows nothing of the writer.
+    folder = model_folder(
+        str(tmp_path / "tiny.gguf"), LocalEngineConfig(cache_folder=tmp_path / "cache")
+    )
+    have = logits(load(folder))
+    # Every number is stored exactly, whatever its type.
+    assert torch.allclose(have, wanted, atol=1e-5)
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+    build(tmp_path / "model", "llama")
+    write(tmp_path / "model", tmp_path / "tiny.gguf")
+    ours = AutoTokenizer.from_pretrained(tmp_path / "model")
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="tiny.gguf")
+    text = "Ahoy, 2026!  So it's naïve…\n"
+    assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
+    assert 257 in ours.encode(text)
+    fields = GGUFReader(tmp_path / "tiny.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == byte_tokenizer.TEMPLATE
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == 0
+    assert fields["tokenizer.ggml.add_bos_token"].contents() is False
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    assert [kinds[0], kinds[1], kinds[259]] == [3, 1, 5]
+    assert fields["general.name"].contents() == "tiny"
+
+
+def test_llama_3_frequencies_are_written_as_factors(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    model = build(tmp_path / "model", "llama", rope_parameters=scaling)
+    write(tmp_path / "model", tmp_path / "tiny.gguf")
+    reader = GGUFReader(tmp_path / "tiny.gguf")
+    factors = next(each for each in reader.tensors if each.name == "rope_freqs.weight").data
+    plain = 1.0 / 10_000.0 ** (torch.arange(0, 8, 2) / 8)
+    assert torch.allclose(plain / torch.tensor(factors), model.model.rotary_emb.inv_freq)
+    assert factors.max() == 8.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"model_type": "gemma2"}, "'gemma2'"),
+        ({"attention_bias": True}, "bias"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+            "'yarn'",
+        ),
+    ],
+    ids=["family", "bias", "rope"],
+)
+def test_what_gguf_would_compute_differently_is_refused_by_name(
+    changes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    build(tmp_path / "model", "llama")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ValidationError, match=complaint):
+        write(tmp_path / "model", tmp_path / "tiny.gguf")
+
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split_by(pattern: str) -> dict[str, Any]:
+    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    return {"type": "Sequence", "pretokenizers": [split, level]}
+
+
+def test_ways_to_split_text_have_the_names_that_readers_know() -> None:
+    assert gguf_tokenizer.splitting(split_by(LLAMA_3)) == "llama-bpe"
+    assert gguf_tokenizer.splitting(split_by(LLAMA_3.replace("{1,3}", ""))) == "qwen2"
+    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    digits = {"type": "Digits", "individual_digits": True}
+    steps = {"type": "Sequence", "pretokenizers": [digits, level]}
+    assert gguf_tokenizer.splitting(steps) == "smollm"
+    with pytest.raises(ValidationError, match="no GGUF name"):
+        gguf_tokenizer.splitting(split_by(r"\w+"))

@@ -1,0 +1,153 @@
+"""`tinsmith checkpoint push-hf` with the real client library, against a hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import local_hub
+import pytest
+from local_hub import Hub
+
+if TYPE_CHECKING:
+    from .conftest import Run, Trained
+
+Push = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with local_hub.running() as running:
+        yield running
+
+
+@pytest.fixture
+def push(hub: Hub, trained: Trained, tmp_path: Path) -> Push:
+    """In a process of its own: the library reads its endpoint when it is imported."""
+
+    def push(*arguments: str, token: str = local_hub.TOKEN) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "tinsmith.cli", "checkpoint", "push-hf", *arguments],
+            capture_output=True,
+            text=True,
+            env=trained.server.environment
+            | {
+                "HF_ENDPOINT": hub.url,
+                "HF_TOKEN": token,
+                "HF_HOME": str(tmp_path / "hf"),
+                "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+                "HF_HUB_DISABLE_TELEMETRY": "1",
+            },
+            check=False,
+        )
+
+    return push
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_a_checkpoint_is_pushed_with_a_card(
+    form: str, push: Push, hub: Hub, run: Run, trained: Trained, tmp_path: Path
+) -> None:
+    path = trained.external
+    options = ("--json",) if form == "json" else ()
+    done = push(path, "--repo", "anna/pirate", "--commit-message", "Arr", *options)
+    assert done.returncode == 0, done.stderr
+    if form == "json":
+        wanted = {"checkpoint_path": path, "repo_id": "anna/pirate", "public": False}
+        assert json.loads(done.stdout) == wanted
+    else:
+        assert "Repo ID          anna/pirate" in done.stdout
+    repository = hub.repositories["anna/pirate"]
+    assert repository.is_private
+    assert repository.messages == ["Arr"]
+    files = dict(repository.branches["main"])
+    card = files.pop("README.md").decode()
+    assert card.startswith("---\nbase_model: test/tiny\nlibrary_name: peft\n")
+    assert f"tinker_path: {path}\n" in card
+    assert "- Rank: 4" in card
+    assert '.from_pretrained("anna/pirate")' in card
+    # Bit for bit what a download gives, but for the base model's name, which the hub links to.
+    downloaded = run(
+        *("checkpoint", "download", path, "-o", str(tmp_path)), env=trained.server.environment
+    )
+    assert downloaded.exit_code == 0, downloaded.output
+    (folder,) = (each for each in tmp_path.iterdir() if each.name.endswith("_final"))
+    on_disk = {each.name: each.read_bytes() for each in folder.iterdir()}
+    on_disk.pop("checkpoint_complete", None)
+    settings = json.loads(files.pop("adapter_config.json"))
+    assert settings.pop("base_model_name_or_path") == "test/tiny"
+    wanted_settings = json.loads(on_disk.pop("adapter_config.json"))
+    wanted_settings.pop("base_model_name_or_path", None)
+    assert settings == wanted_settings
+    assert files == on_disk
+    assert "adapter_model.safetensors" in files
+
+
+def test_without_a_name_the_repository_is_named_after_the_run(
+    push: Push, hub: Hub, trained: Trained
+) -> None:
+    """In a branch named after the checkpoint, in the repository of whoever is logged in."""
+    done = push(trained.external, "--json")
+    assert done.returncode == 0, done.stderr
+    name = "tinker-tiny-" + trained.run_id.replace(":", "-")
+    assert json.loads(done.stdout)["repo_id"] == f"{local_hub.USER}/{name}"
+    branches = hub.repositories[f"{local_hub.USER}/{name}"].branches
+    assert branches["main"] == {}
+    assert "adapter_model.safetensors" in branches["external_weights-final"]
+    again = push(trained.external, "--json")
+    assert again.returncode == 0, again.stderr
+
+
+def test_patterns_and_no_card(push: Push, hub: Hub, trained: Trained) -> None:
+    done = push(
+        *(trained.external, "-r", "anna/some", "--public", "--no-model-card"),
+        *("--allow-pattern", "adapter_c*"),
+    )
+    assert done.returncode == 0, done.stderr
+    repository = hub.repositories["anna/some"]
+    assert not repository.is_private
+    assert list(repository.branches["main"]) == ["adapter_config.json"]
+
+
+def test_a_pull_request(push: Push, hub: Hub, trained: Trained) -> None:
+    done = push(trained.external, "-r", "anna/shared", "--create-pr")
+    assert done.returncode == 0, done.stderr
+    branches = hub.repositories["anna/shared"].branches
+    assert branches["main"] == {}
+    assert "README.md" in branches["refs/pr/1"]
+    both = push(trained.external, "-r", "anna/shared", "--create-pr", "--revision", "next")
+    assert both.returncode == 1
+    assert both.stderr == "Error: Cannot specify both --create-pr and --revision\n"
+
+
+def test_a_repository_with_another_checkpoint_is_left_alone(
+    push: Push, hub: Hub, trained: Trained
+) -> None:
+    assert push(trained.external, "-r", "anna/pirate").returncode == 0
+    files = hub.repositories["anna/pirate"].branches["main"]
+    files["README.md"] = b"from tinker://other/weights/final"
+    before = dict(files)
+    done = push(trained.external, "-r", "anna/pirate")
+    assert done.returncode == 1
+    assert "contain a different Tinker checkpoint" in done.stderr
+    assert files == before
+
+
+@pytest.mark.parametrize(
+    ("repo", "token", "complaint"),
+    [
+        ("anna/pirate", "hf_wrong", "Error: Not logged in\nRun: hf auth login"),
+        ("an na//pirate", local_hub.TOKEN, "Error: Failed to upload to the hub: "),
+    ],
+)
+def test_what_the_hub_refuses_is_one_error(
+    repo: str, token: str, complaint: str, push: Push, trained: Trained
+) -> None:
+    done = push(trained.external, "-r", repo, token=token)
+    assert done.returncode == 1
+    assert done.stderr.startswith(complaint)
+    assert "Traceback" not in done.stderr
