@@ -12,8 +12,6 @@ from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.filterwarnings("ignore::tinsmith.client.warn.ExperimentalWarning")
-
 
 @pytest.fixture
 def service(start_server: Any) -> Iterator[tinsmith.ServiceClient]:
@@ -84,3 +82,18 @@ def test_a_stream_that_is_left_frees_its_place(service: tinsmith.ServiceClient, 
 def test_a_mistake_is_a_prompt_error_of_ours(service: tinsmith.ServiceClient) -> None:
     with pytest.raises(tinsmith.TinkerError, match="no-such-model"):
         service.create_lora_training_client("no-such-model")
+
+
+@pytest.mark.slow
+def test_every_client_finds_the_tokenizer_of_a_served_folder(start_local_server: Any) -> None:
+    """S85: the server says where it is; the model's name alone leads nowhere."""
+    server = start_local_server()
+    with tinsmith.ServiceClient(base_url=server.url, api_key=server.key) as service:
+        training = service.create_lora_training_client("tiny", rank=4)
+        for client in (
+            training,
+            service.create_sampling_client(base_model="tiny"),
+            training.save_weights_and_get_sampling_client(),
+        ):
+            tokenizer = client.get_tokenizer()
+            assert tokenizer.decode(tokenizer.encode("tin", add_special_tokens=False)) == "tin"

@@ -1,7 +1,7 @@
 """OpenTelemetry spans around operations, as children of the caller's span; off unless asked for.
 
 Requests become spans of their own inside these, and carry the trace to the service in a W3C
-`traceparent` header; the HTTP library does that. With tracing off nothing is imported.
+`traceparent` header; the HTTP library does that. With tracing off nothing is imported here.
 """
 
 from __future__ import annotations
