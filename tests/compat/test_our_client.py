@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -82,6 +83,21 @@ def test_a_stream_that_is_left_frees_its_place(service: tinsmith.ServiceClient, 
 def test_a_mistake_is_a_prompt_error_of_ours(service: tinsmith.ServiceClient) -> None:
     with pytest.raises(tinsmith.TinkerError, match="no-such-model"):
         service.create_lora_training_client("no-such-model")
+
+
+def test_any_checkpoint_can_be_downloaded(
+    service: tinsmith.ServiceClient, model: str, tmp_path: Path
+) -> None:
+    """External weights come file by file, a training state as an archive."""
+    training = service.create_lora_training_client(model, rank=4)
+    rest = tinsmith.RestClient(base_url=service.config.base_url, api_key=service.config.api_key)
+    state = training.save_state("here").result(20).path
+    external = training.save_weights_external("there").result(20).path
+    for path in (state, external):
+        files = rest.download_checkpoint(path, tmp_path / path.rpartition("/")[2]).result(20)
+        assert "adapter_config.json" in {file.name for file in files}
+        assert all(file.stat().st_size for file in files)
+    assert not list(tmp_path.glob("*.tar*"))
 
 
 @pytest.mark.slow
