@@ -33,6 +33,7 @@ def rollout(
     asked: list[int], sequence: tinsmith.SampledSequence, advantage: float
 ) -> tinsmith.Datum:
     """A sampled answer as a datum: the prompt has no part in the gradient."""
+    assert sequence.logprobs is not None
     tokens = asked + sequence.tokens
     nothing = [0.0] * (len(asked) - 1)
     return tinsmith.Datum(
