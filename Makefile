@@ -38,8 +38,7 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
-	$(BIN)/mypy --allow-untyped-defs --allow-incomplete-defs --allow-untyped-calls --allow-any-generics \
-		$(filter-out %/use_existing_tinker_code.py,$(wildcard examples/*.py))
+	$(BIN)/mypy $(wildcard examples/*.py)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -25,14 +25,15 @@ parser.add_argument("--top-k", type=int, default=5)
 options = parser.parse_args()
 
 
-def prompt(question, system=None):
+def prompt(question: str, system: str | None = None) -> list[int]:
     turns = [{"role": "system", "content": system}] if system else []
     turns.append({"role": "user", "content": question})
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return tokenizer.encode(text, add_special_tokens=False)
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return tokens
 
 
-def lesson(question):
+def lesson(question: str) -> tinsmith.Datum:
     """The teacher's answer, with its probabilities for each token, as the student shall give it."""
     instructed = prompt(question, INSTRUCTION)
     params = tinsmith.SamplingParams(max_tokens=24, temperature=0.7, seed=1)

@@ -23,7 +23,7 @@ parser.add_argument("--steps", type=int, default=8)
 options = parser.parse_args()
 
 
-def datum(question, answer):
+def datum(question: str, answer: str) -> tinsmith.Datum:
     before = tokenizer.encode(f"{question}\n")
     after = tokenizer.encode(answer)
     tokens = before + after
@@ -36,7 +36,7 @@ def datum(question, answer):
     )
 
 
-def answer_logprobs(data, logprobs):
+def answer_logprobs(data: list[tinsmith.Datum], logprobs: list[torch.Tensor]) -> torch.Tensor:
     """The log-probability of each whole answer."""
     return torch.stack(
         [
@@ -46,7 +46,9 @@ def answer_logprobs(data, logprobs):
     )
 
 
-def preference_loss(data, logprobs):
+def preference_loss(
+    data: list[tinsmith.Datum], logprobs: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, float]]:
     """Preferred answers are at even places, rejected ones at odd places."""
     gained = answer_logprobs(data, logprobs) - reference
     margins = BETA * (gained[0::2] - gained[1::2])

@@ -16,14 +16,17 @@ parser.add_argument("--tenants", type=int, default=8)
 options = parser.parse_args()
 
 
-def step(training, datum):
+Passed = tinsmith.APIFuture[tinsmith.ForwardBackwardOutput]
+
+
+def step(training: tinsmith.TrainingClient, datum: tinsmith.Datum) -> Passed:
     """Queue a pass and a step; nothing is waited for."""
     passed = training.forward_backward([datum], "cross_entropy")
     training.optim_step(tinsmith.AdamParams(learning_rate=5e-4))
     return passed
 
 
-def loss(passed):
+def loss(passed: Passed) -> float:
     return passed.result().metrics["loss:sum"]
 
 

@@ -12,7 +12,7 @@ options = parser.parse_args()
 half = max(1, options.steps // 2)
 
 
-def train(training, steps):
+def train(training: tinsmith.TrainingClient, steps: int) -> list[float]:
     """Losses of a few steps on one sentence."""
     tokens = training.get_tokenizer().encode("Every run can be resumed where it was saved.")
     datum = tinsmith.Datum(

@@ -18,18 +18,22 @@ parser.add_argument("--group", type=int, default=6)
 options = parser.parse_args()
 
 
-def reward(answer, total):
+def reward(answer: str, total: int) -> float:
     """1 for an answer whose last number is right."""
     return float(re.findall(r"\d+", answer)[-1:] == [str(total)])
 
 
-def prompt(a, b):
+def prompt(a: int, b: int) -> list[int]:
     text = f"<|im_start|>user\nWhat is {a} + {b}?<|im_end|>\n<|im_start|>assistant\n"
-    return tokenizer.encode(text, add_special_tokens=False)
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return tokens
 
 
-def rollout(asked, sequence, advantage):
+def rollout(
+    asked: list[int], sequence: tinsmith.SampledSequence, advantage: float
+) -> tinsmith.Datum:
     """A sampled answer as a datum: the prompt has no part in the gradient."""
+    assert sequence.logprobs is not None
     tokens = asked + sequence.tokens
     nothing = [0.0] * (len(asked) - 1)
     return tinsmith.Datum(

@@ -12,18 +12,18 @@ parser.add_argument("--steps", type=int, default=16, help="how many prompts to c
 options = parser.parse_args()
 
 
-async def main():
+async def main() -> None:
     async with tinsmith.ServiceClient() as service:
         training = await service.create_lora_training_client_async(options.model, rank=8)
         tokenizer = await asyncio.to_thread(training.get_tokenizer)
         sampler = await training.save_weights_and_get_sampling_client_async()
         params = tinsmith.SamplingParams(max_tokens=24, temperature=0.8, seed=1)
 
-        async def ask(number):
+        async def ask(number: int) -> str:
             prompt = f"The number {number} is"
             tokens = tinsmith.ModelInput.from_ints(tokenizer.encode(prompt))
             response = await sampler.sample_async(tokens, 1, params)
-            return prompt + tokenizer.decode(response.sequences[0].tokens)
+            return f"{prompt}{tokenizer.decode(response.sequences[0].tokens)}"
 
         started = time.monotonic()
         for text in await asyncio.gather(*(ask(number) for number in range(options.steps))):

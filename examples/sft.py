@@ -22,13 +22,14 @@ parser.add_argument("--steps", type=int, default=20)
 options = parser.parse_args()
 
 
-def prompt(question):
+def prompt(question: str) -> list[int]:
     turn = [{"role": "user", "content": question}]
     text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    return tokenizer.encode(text, add_special_tokens=False)
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return tokens
 
 
-def lesson(question, answer):
+def lesson(question: str, answer: str) -> tinsmith.Datum:
     """A datum predicts each token from those before it; only the answer's have weight."""
     before = prompt(question)
     after = tokenizer.encode(f"Arr, matey! {answer}", add_special_tokens=False)

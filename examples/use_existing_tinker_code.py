@@ -28,7 +28,10 @@ tokenizer = training_client.get_tokenizer()
 tokens = tokenizer.encode("The quick brown fox jumps over the lazy dog.")
 datum = types.Datum(
     model_input=types.ModelInput.from_ints(tokens[:-1]),
-    loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+    loss_fn_inputs={
+        "target_tokens": types.TensorData(data=tokens[1:], dtype="int64"),
+        "weights": types.TensorData(data=[1.0] * (len(tokens) - 1), dtype="float32"),
+    },
 )
 for step in range(options.steps):
     forward_backward = training_client.forward_backward([datum], "cross_entropy")

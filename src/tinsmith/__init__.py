@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tinsmith import auth, types
+    from tinsmith.client import regularizers
     from tinsmith.client.admin import AdminClient
     from tinsmith.client.custom_loss import LossHandle, PerDatumLossFn
-    from tinsmith.client.futures import APIFuture, as_completed
+    from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture, as_completed
     from tinsmith.client.options import RequestOptions, Timeout
+    from tinsmith.client.recovery import Recovery, RecoveryPolicy
     from tinsmith.client.rest import RestClient
+    from tinsmith.client.retries import RetryConfig
     from tinsmith.client.sampling import SamplingClient
     from tinsmith.client.service import ServiceClient
+    from tinsmith.client.tags import request_tags
     from tinsmith.client.training import TrainingClient
     from tinsmith.client.warn import ExperimentalWarning
     from tinsmith.errors import (
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
         AuthenticationError,
         BadRequestError,
         BillingError,
+        ClosedError,
         ConflictError,
         InternalServerError,
         NotFoundError,
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
         TinkerError,
         UnprocessableEntityError,
     )
+    from tinsmith.transport.config import ClientConfig
     from tinsmith.types import (
         AdamOptimizerConfig,
         AdamParams,
@@ -70,6 +76,11 @@ if TYPE_CHECKING:
 __title__ = "tinsmith"
 __version__ = "0.1.0"
 
+_MODULES = {
+    "auth": "tinsmith.auth",
+    "regularizers": "tinsmith.client.regularizers",
+    "types": "tinsmith.types",
+}
 _LOADED_ON_USE = {
     "APIConnectionError": "tinsmith.errors",
     "APIError": "tinsmith.errors",
@@ -81,10 +92,13 @@ _LOADED_ON_USE = {
     "AdamParams": "tinsmith.types",
     "AdminClient": "tinsmith.client.admin",
     "AuthenticationError": "tinsmith.errors",
+    "AwaitableConcurrentFuture": "tinsmith.client.futures",
     "BadRequestError": "tinsmith.errors",
     "BillingError": "tinsmith.errors",
     "Checkpoint": "tinsmith.types",
     "CheckpointType": "tinsmith.types",
+    "ClientConfig": "tinsmith.transport.config",
+    "ClosedError": "tinsmith.errors",
     "ConflictError": "tinsmith.errors",
     "Datum": "tinsmith.types",
     "DimuonOptimizerConfig": "tinsmith.types",
@@ -108,9 +122,12 @@ _LOADED_ON_USE = {
     "PermissionDeniedError": "tinsmith.errors",
     "PromptProvenanceSpan": "tinsmith.types",
     "RateLimitError": "tinsmith.errors",
+    "Recovery": "tinsmith.client.recovery",
+    "RecoveryPolicy": "tinsmith.client.recovery",
     "RequestFailedError": "tinsmith.errors",
     "RequestOptions": "tinsmith.client.options",
     "RestClient": "tinsmith.client.rest",
+    "RetryConfig": "tinsmith.client.retries",
     "SampleRequest": "tinsmith.types",
     "SampleResponse": "tinsmith.types",
     "SampledProvenanceSpan": "tinsmith.types",
@@ -127,12 +144,13 @@ _LOADED_ON_USE = {
     "TrainingRun": "tinsmith.types",
     "UnprocessableEntityError": "tinsmith.errors",
     "as_completed": "tinsmith.client.futures",
+    "request_tags": "tinsmith.client.tags",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name in ("auth", "types"):
-        return importlib.import_module(f"tinsmith.{name}")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _LOADED_ON_USE:
         raise AttributeError(f"module 'tinsmith' has no attribute {name!r}")
     value: object = getattr(importlib.import_module(_LOADED_ON_USE[name]), name)
@@ -155,10 +173,13 @@ __all__ = [
     "AdamParams",
     "AdminClient",
     "AuthenticationError",
+    "AwaitableConcurrentFuture",
     "BadRequestError",
     "BillingError",
     "Checkpoint",
     "CheckpointType",
+    "ClientConfig",
+    "ClosedError",
     "ConflictError",
     "Datum",
     "DimuonOptimizerConfig",
@@ -182,9 +203,12 @@ __all__ = [
     "PermissionDeniedError",
     "PromptProvenanceSpan",
     "RateLimitError",
+    "Recovery",
+    "RecoveryPolicy",
     "RequestFailedError",
     "RequestOptions",
     "RestClient",
+    "RetryConfig",
     "SampleRequest",
     "SampleResponse",
     "SampledProvenanceSpan",
@@ -204,5 +228,7 @@ __all__ = [
     "__version__",
     "as_completed",
     "auth",
+    "regularizers",
+    "request_tags",
     "types",
 ]

@@ -57,7 +57,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "tinker.lib.public_interfaces.training_client": (f"{_CLIENT}.training",),
     "tinker.lib.queue_state_logger": (f"{_CLIENT}.queue_state",),
     "tinker.lib.retry_handler": (f"{_CLIENT}.retries",),
-    "tinker.lib.retryable_exception": (f"{_CLIENT}.results",),
+    "tinker.lib.retryable_exception": (),
     "tinker.lib.telemetry": (f"{_CLIENT}.telemetry", f"{_CLIENT}.user_errors"),
 }
 """Each module of the official package that others import, and where ours has its names."""
@@ -68,6 +68,9 @@ RENAMED: dict[str, dict[str, tuple[str, str]]] = {
         "InternalClientHolder": (f"{_CLIENT}.connection", "Connection"),
     },
     "tinker.lib.retry_handler": {"RetryHandler": (f"{_CLIENT}.retries", "SampleRetries")},
+    "tinker.lib.retryable_exception": {
+        "RetryableException": ("tinsmith.errors", "RetryableException"),
+    },
     "tinker.lib.client_connection_pool_type": {
         "ClientConnectionPoolType": ("tinsmith.transport.base", "ConnectionClass"),
     },

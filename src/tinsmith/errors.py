@@ -5,7 +5,9 @@
     │  └─ TooLargeError         ... because it exceeds a stated limit
     ├─ EngineError              the engine could not do what it was asked
     │  └─ EngineDiedError       ... because its process is gone
+    ├─ ClosedError              the client was closed before or during the call
     ├─ RequestFailedError       the service accepted a request and then failed it
+    ├─ RetryableException       the service has lost a request that it had accepted
     └─ APIError                 a call to the service failed
        ├─ APIResponseValidationError
        ├─ APIConnectionError
@@ -59,6 +61,14 @@ class EngineError(TinkerError):
 
 class EngineDiedError(EngineError):
     """The engine's process ended; everything it held in memory is gone."""
+
+
+class ClosedError(TinkerError, RuntimeError):
+    """The client was closed; create a new one."""
+
+
+class RetryableException(TinkerError):
+    """The service has lost the promise: the whole request has to be made again."""
 
 
 class RequestFailedError(TinkerError):

@@ -19,11 +19,17 @@ import pytest
 from scripted_server import Answer
 
 from tinsmith.client import session
-from tinsmith.client.connection import ClosedError, Connection
+from tinsmith.client.connection import Connection
 from tinsmith.client.loop import io_loop, submit
 from tinsmith.client.rest import RestClient
 from tinsmith.client.service import ServiceClient
-from tinsmith.errors import APIStatusError, AuthenticationError, NotFoundError, TinkerError
+from tinsmith.errors import (
+    APIStatusError,
+    AuthenticationError,
+    ClosedError,
+    NotFoundError,
+    TinkerError,
+)
 from tinsmith.transport.config import ClientConfig
 from tinsmith.types import AdamParams, ModelInput, SamplingParams
 

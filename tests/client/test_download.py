@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import tarfile
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripted_server import Answer, Recorded
 
-from tinsmith.client.download import Progress, confined
+from tinsmith.client.archive import confined
+from tinsmith.client.download import Progress, stated_sha256
 from tinsmith.client.rest import RestClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import APIStatusError, TinkerError, ValidationError
@@ -95,11 +99,79 @@ def test_a_refusal_is_not_repeated(stub: Any, rest: RestClient, tmp_path: Path) 
     assert stub.count("/files/model") == 1
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", "a/..", "C:/x", "link/x"])
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "a/../../x", "", "a/..", "C:/x", "link/x", "x" * 256]
+)
 def test_names_that_lead_outside_are_refused(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "downloads"
     folder.mkdir()
     (folder / "link").symlink_to(tmp_path)
-    with pytest.raises(ValidationError, match="leads out"):
+    with pytest.raises(ValidationError, match=r"leads out|too long"):
         confined(folder, name)
     assert confined(folder, "a/b.json") == folder / "a" / "b.json"
+
+
+def test_a_part_that_does_not_fit_is_not_continued(
+    stub: Any, rest: RestClient, tmp_path: Path
+) -> None:
+    """A server that answers with another range than the one asked for would damage the file."""
+    (tmp_path / "model.safetensors.part").write_bytes(CONTENT[:1000])
+    other = {"content-range": f"bytes 500-{len(CONTENT) - 1}/{len(CONTENT)}"}
+    stub.on("/files/model", Answer(206, CONTENT[500:], other), Answer(200, CONTENT))
+    rest.download_checkpoint(PATH, tmp_path).result(10)
+    assert (tmp_path / "model.safetensors").read_bytes() == CONTENT
+    assert "range" not in stub.seen("/files/model")[1].headers
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_stated"),
+    [
+        ({"x-checksum-sha256": hashlib.sha256(CONTENT).hexdigest().upper()}, True),
+        ({"x-amz-checksum-sha256": b64encode(hashlib.sha256(CONTENT).digest()).decode()}, True),
+        (
+            {
+                "repr-digest": "sha-512=:AA==:, sha-256="
+                f":{b64encode(hashlib.sha256(CONTENT).digest()).decode()}:"
+            },
+            True,
+        ),
+        ({"x-amz-checksum-sha256": "checksum-of-parts-3"}, False),
+        ({}, False),
+    ],
+)
+def test_checksums_are_understood_as_servers_state_them(
+    headers: dict[str, str], is_stated: bool
+) -> None:
+    expected = hashlib.sha256(CONTENT).hexdigest() if is_stated else None
+    assert stated_sha256(headers) == expected
+
+
+ARCHIVE = "/api/v1/training_runs/r/checkpoints/weights/x/archive"
+
+
+def test_other_checkpoints_come_as_an_archive(stub: Any, rest: RestClient, tmp_path: Path) -> None:
+    """Broken off in the middle, continued, unpacked when whole; nothing else is left."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, content in (("adapter_config.json", b"{}"), ("optimizer/a.bin", CONTENT)):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    body = packed.getvalue()
+    url = f"{stub.url}/tar"
+    stub.on(ARCHIVE, Answer(200, {"url": url, "expires": "2030-01-01T00:00:00Z"}))
+    stub.on(
+        "/tar",
+        Answer(200, body[:700_000], fault="truncate"),
+        lambda request: Answer(206, body[int(request.headers["range"][6:-1]) :]),
+    )
+    seen: list[Progress] = []
+    folder = tmp_path / "run" / "x"
+    files = rest.download_checkpoint("tinker://r/weights/x", folder, seen.append).result(10)
+    assert files == [folder / "adapter_config.json", folder / "optimizer" / "a.bin"]
+    assert files[1].read_bytes() == CONTENT
+    assert [path.name for path in folder.parent.iterdir()] == ["x"]
+    assert seen[-1].done == len(body)
+    with pytest.raises(ValidationError, match="already"):
+        rest.download_checkpoint("tinker://r/weights/x", folder).result(10)
+    assert stub.count("/tar") == 2, "a folder that is in the way is noticed before anything is sent"

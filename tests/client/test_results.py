@@ -13,7 +13,6 @@ from scripted_server import Answer, Recorded
 
 from tinsmith.client import queue_state, results
 from tinsmith.client.queue_state import QueueState, QueueStateLogger
-from tinsmith.client.results import RetryableException
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
 from tinsmith.errors import (
@@ -23,6 +22,7 @@ from tinsmith.errors import (
     BillingError,
     NotFoundError,
     RequestFailedError,
+    RetryableException,
     TinkerError,
 )
 from tinsmith.transport.retry import POLLING

@@ -11,7 +11,6 @@ from scripted_server import Answer, Recorded
 
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
-from tinsmith.client.warn import ExperimentalWarning
 from tinsmith.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -23,8 +22,6 @@ from tinsmith.types import ModelInput, SamplingParams
 STREAM = "/api/v1/sample_stream"
 PROMPT = ModelInput.from_ints([1, 2])
 PARAMS = SamplingParams(max_tokens=4)
-
-pytestmark = pytest.mark.filterwarnings("ignore::tinsmith.client.warn.ExperimentalWarning")
 
 
 @pytest.fixture
@@ -108,12 +105,6 @@ def test_what_goes_wrong_reaches_the_loop(
     with pytest.raises(error):
         list(sampler.stream(PROMPT, PARAMS))
     assert stub.count("/sample_stream") == 1
-
-
-def test_it_says_that_it_is_not_settled(stub: Any, sampler: SamplingClient) -> None:
-    """S93"""
-    with pytest.warns(ExperimentalWarning):
-        sampler.stream(PROMPT, PARAMS)
 
 
 def test_memory_stays_flat_over_a_long_stream(stub: Any, sampler: SamplingClient) -> None:

@@ -13,8 +13,9 @@ import pytest
 from scripted_server import Answer, Recorded
 
 from tinsmith.client.futures import as_completed
+from tinsmith.client.passes import PassFuture
 from tinsmith.client.service import ServiceClient
-from tinsmith.client.training import PassFuture, TrainingClient
+from tinsmith.client.training import TrainingClient
 from tinsmith.errors import (
     APIConnectionError,
     APIStatusError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -227,9 +228,35 @@ def start_local_server(start_server: StartServer, tiny_model: Path) -> StartServ
     """A server with the real engine, deterministic, on the tiny model."""
 
     def start(*options: str) -> ServerProcess:
-        engine = ("--engine", "local", "--device", "cpu", "--deterministic")
-        server = start_server(*engine, "--model", f"{TINY}={tiny_model}", *options)
-        server.script_environment = {"MODEL": TINY, "LEARNING_RATE": "0.01", "COUNT": "1030"}
+        server = start_server(*_local_options(tiny_model), *options)
+        server.script_environment = LOCAL_SCRIPTS
         return server
 
     return start
+
+
+@pytest.fixture(scope="module")
+def local_server_in(
+    tiny_model: Path,
+) -> Callable[[Path], contextlib.AbstractContextManager[ServerProcess]]:
+    """The same for a whole module: a server for as long as a `with` block lasts."""
+
+    @contextlib.contextmanager
+    def serve(folder: Path) -> Iterator[ServerProcess]:
+        (folder / "data").mkdir()
+        server = ServerProcess(folder / "data", *_local_options(tiny_model)).start()
+        server.script_environment = LOCAL_SCRIPTS
+        try:
+            yield server
+        finally:
+            server.stop()
+
+    return serve
+
+
+LOCAL_SCRIPTS = {"MODEL": TINY, "LEARNING_RATE": "0.01", "COUNT": "1030"}
+
+
+def _local_options(model: Path) -> tuple[str, ...]:
+    engine = ("--engine", "local", "--device", "cpu", "--deterministic")
+    return (*engine, "--model", f"{TINY}={model}")

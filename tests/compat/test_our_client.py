@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,8 +12,6 @@ from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-pytestmark = pytest.mark.filterwarnings("ignore::tinsmith.client.warn.ExperimentalWarning")
 
 
 @pytest.fixture
@@ -84,3 +83,33 @@ def test_a_stream_that_is_left_frees_its_place(service: tinsmith.ServiceClient, 
 def test_a_mistake_is_a_prompt_error_of_ours(service: tinsmith.ServiceClient) -> None:
     with pytest.raises(tinsmith.TinkerError, match="no-such-model"):
         service.create_lora_training_client("no-such-model")
+
+
+def test_any_checkpoint_can_be_downloaded(
+    service: tinsmith.ServiceClient, model: str, tmp_path: Path
+) -> None:
+    """External weights come file by file, a training state as an archive."""
+    training = service.create_lora_training_client(model, rank=4)
+    rest = tinsmith.RestClient(base_url=service.config.base_url, api_key=service.config.api_key)
+    state = training.save_state("here").result(20).path
+    external = training.save_weights_external("there").result(20).path
+    for path in (state, external):
+        files = rest.download_checkpoint(path, tmp_path / path.rpartition("/")[2]).result(20)
+        assert "adapter_config.json" in {file.name for file in files}
+        assert all(file.stat().st_size for file in files)
+    assert not list(tmp_path.glob("*.tar*"))
+
+
+@pytest.mark.slow
+def test_every_client_finds_the_tokenizer_of_a_served_folder(start_local_server: Any) -> None:
+    """S85: the server says where it is; the model's name alone leads nowhere."""
+    server = start_local_server()
+    with tinsmith.ServiceClient(base_url=server.url, api_key=server.key) as service:
+        training = service.create_lora_training_client("tiny", rank=4)
+        for client in (
+            training,
+            service.create_sampling_client(base_model="tiny"),
+            training.save_weights_and_get_sampling_client(),
+        ):
+            tokenizer = client.get_tokenizer()
+            assert tokenizer.decode(tokenizer.encode("tin", add_special_tokens=False)) == "tin"

@@ -21,7 +21,8 @@ from tinsmith.client.futures import AwaitableConcurrentFuture, explain_blocking
 from tinsmith.client.loop import io_loop, submit
 from tinsmith.client.session import Cancellations, Switches, fetch_switches, heartbeat
 from tinsmith.client.telemetry import Telemetry
-from tinsmith.errors import NotFoundError, TinkerError
+from tinsmith.client.tracing import Spans
+from tinsmith.errors import ClosedError, NotFoundError, TinkerError
 from tinsmith.transport.base import ConnectionClass
 from tinsmith.transport.config import PROTOCOL_VERSION, ClientConfig
 from tinsmith.transport.limits import ByteBudget, SampleGate
@@ -48,10 +49,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-
-class ClosedError(TinkerError, RuntimeError):
-    """The client was closed; create a new one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +96,7 @@ class Connection:
     ) -> None:
         self.config = config
         self.api = Api(config, raw_tokens(config))
+        self.spans = Spans(config.tracing)
         self._plan = session
         self._session_id = session.session_id if isinstance(session, ExistingSession) else None
         self._client_config = session.flags if isinstance(session, ExistingSession) else None

@@ -1,4 +1,4 @@
-"""Fetching the files of an external checkpoint: streamed, resumable, checked, confined.
+"""Fetching checkpoints, file by file or as an archive: streamed, resumable, checked, confined.
 
 A file is written beside its place and moved there when it is whole. What a broken download left is
 continued, not fetched again. Where the server states a SHA-256, the file must have it.
@@ -7,14 +7,17 @@ continued, not fetched again. Where the server states a SHA-256, the file must h
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from tinsmith.client.archive import check_free, confined, extract
 from tinsmith.client.connection import Connection
-from tinsmith.errors import APIConnectionError, APIStatusError, TinkerError, ValidationError
+from tinsmith.errors import APIConnectionError, APIStatusError, TinkerError
 from tinsmith.transport.base import ConnectionClass, Request, Response
 from tinsmith.transport.retry import RetryPolicy, decide
 from tinsmith.types import ExternalWeightsUrlsResponse
@@ -53,15 +56,19 @@ async def download(
     return list(targets.values())
 
 
-def confined(folder: Path, name: str) -> Path:
-    """Where a file of that name goes; never outside the folder."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or not path.parts or any(p in ("..", "") or ":" in p for p in path.parts):
-        raise ValidationError(f"the file name {name[:200]!r} leads out of the download folder")
-    target = folder.joinpath(*path.parts)
-    if not target.resolve().is_relative_to(folder.resolve()):
-        raise ValidationError(f"the file name {name[:200]!r} leads out of the download folder")
-    return target
+async def download_archive(
+    connection: Connection, url: str, folder: Path, on_progress: ProgressCallback | None = None
+) -> list[Path]:
+    """Fetch a tar archive and unpack it as `folder`; its files."""
+    check_free(folder)
+    tar = folder.with_name(f"{folder.name}.tar")
+    if not tar.exists():
+        tar.parent.mkdir(parents=True, exist_ok=True)
+        await _fetch(connection, url, tar.name, tar, on_progress)
+    try:
+        return await asyncio.to_thread(extract, tar, folder)
+    finally:
+        tar.unlink()
 
 
 async def _fetch(
@@ -80,7 +87,7 @@ async def _fetch(
             break
         except (APIConnectionError, APIStatusError) as error:
             if isinstance(error, APIStatusError) and error.status_code == 416:
-                part.unlink(missing_ok=True)  # what is there does not belong to this file
+                _forget(part)  # what is there does not belong to this file
             if _size(part) > before:
                 attempt = 0
             policy: RetryPolicy = connection.config.retry
@@ -90,11 +97,11 @@ async def _fetch(
             logger.info("%s broke off (%s); going on", name, error)
             attempt += 1
             await asyncio.sleep(wait or 0.0)
-    expected = head.headers.get("x-checksum-sha256") or head.headers.get("x-amz-checksum-sha256")
+    expected = stated_sha256(head.headers)
     if expected is not None:
         found = await asyncio.to_thread(_sha256, part)
-        if found != expected.lower():
-            part.unlink()
+        if found != expected:
+            _forget(part)
             raise TinkerError(f"{name} was damaged on its way: SHA-256 {found}, not {expected}")
     part.replace(target)
 
@@ -115,6 +122,9 @@ async def _continue(
     async with connection.api.http.stream(request) as (head, pieces):
         if head.status_code != 206:
             done = 0  # the server sends it from the start
+        elif _start(head) not in (None, done):
+            _forget(part)  # not what was asked for: what is there cannot be continued
+            raise APIConnectionError(request, f"{name} was continued at the wrong place.")
         total = _total(head, done)
         with part.open("ab" if done else "wb") as file:
             async for piece in pieces:
@@ -130,6 +140,29 @@ async def _continue(
 
 def _size(part: Path) -> int:
     return part.stat().st_size if part.exists() else 0
+
+
+def _forget(part: Path) -> None:
+    part.unlink(missing_ok=True)
+
+
+def _start(head: Response) -> int | None:
+    """Where a part of a file begins, as its server says."""
+    found = re.match(r"bytes (\d+)-", head.headers.get("content-range", ""))
+    return int(found[1]) if found else None
+
+
+def stated_sha256(headers: Mapping[str, str]) -> str | None:
+    """The checksum of the whole file in hexadecimal, in whichever way a server states it."""
+    if plain := headers.get("x-checksum-sha256"):
+        return plain.lower()
+    encoded = headers.get("x-amz-checksum-sha256")
+    if found := re.search(r"sha-256=:([^:]+):", headers.get("repr-digest", "")):
+        encoded = found[1]
+    try:
+        return base64.b64decode(encoded, validate=True).hex() if encoded else None
+    except ValueError:
+        return None  # of several parts, or of something else
 
 
 def _total(head: Response, done: int) -> int | None:

@@ -21,11 +21,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from tinsmith.client.results import RetryableException
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
 from tinsmith.client.user_errors import is_user_error
-from tinsmith.errors import APIConnectionError, APIStatusError, RequestFailedError, TinkerError
+from tinsmith.errors import (
+    APIConnectionError,
+    APIStatusError,
+    RequestFailedError,
+    RetryableException,
+    TinkerError,
+)
 from tinsmith.types import SaveWeightsResponse
 
 logger = logging.getLogger(__name__)

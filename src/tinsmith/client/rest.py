@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tinsmith.client.api import sdk_headers
 from tinsmith.client.connection import CONNECTIONS, Connection
-from tinsmith.client.download import ProgressCallback, download
+from tinsmith.client.download import ProgressCallback, download, download_archive
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture
 from tinsmith.client.paging import Pages
 from tinsmith.client.telemetry import Telemetry
@@ -27,6 +27,7 @@ from tinsmith.types import (
     AuditLogResponse,
     BillingUsageResponse,
     Checkpoint,
+    CheckpointArchiveUrlResponse,
     CheckpointsListResponse,
     CopyWeightsRequest,
     CopyWeightsResponse,
@@ -211,14 +212,29 @@ class RestClient:
         folder: str | Path,
         on_progress: ProgressCallback | None = None,
     ) -> AwaitableConcurrentFuture[list[Path]]:
-        """Fetch the files of an external checkpoint into a folder; the result is where they are.
+        """Fetch the files of a checkpoint into a folder; the result is where they are.
 
-        A download that broke off is continued. `on_progress` is called on the I/O thread.
+        An external checkpoint comes file by file, any other as an archive, if the service has one;
+        the folder then appears when everything is there, and must not have had files before. A
+        download that broke off is continued. `on_progress` is called on the I/O thread.
         """
-        urls = AwaitableConcurrentFuture(self.get_external_weights_urls(tinker_path))
+        parsed = _parsed(tinker_path)
+        target = Path(folder)
+        if parsed.checkpoint_type == "external":
+            urls = AwaitableConcurrentFuture(self.get_external_weights_urls(tinker_path))
 
-        async def fetch() -> list[Path]:
-            return await download(self.holder, await urls, Path(folder), on_progress)
+            async def fetch() -> list[Path]:
+                return await download(self.holder, await urls, target, on_progress)
+        else:
+            archive = self._get(
+                CheckpointArchiveUrlResponse,
+                f"{_checkpoint(parsed)}/archive",
+                "get_checkpoint_archive_url",
+            )
+
+            async def fetch() -> list[Path]:
+                url = (await archive).url
+                return await download_archive(self.holder, url, target, on_progress)
 
         return self.holder.submit(fetch)
 

@@ -22,7 +22,7 @@ from tinsmith.errors import (
     APIResponseValidationError,
     APIStatusError,
     RequestFailedError,
-    TinkerError,
+    RetryableException,
     ValidationError,
 )
 from tinsmith.transport.base import ConnectionClass, Response
@@ -52,10 +52,6 @@ POLL_TIMEOUT_SECONDS = 45.0
 _ROUNDTRIP = "X-Tinker-Create-Promise-Roundtrip-Time"
 _UNHELD_SECONDS = 0.05
 """A "not yet" that comes quicker than this was not held, and is not asked for again at once."""
-
-
-class RetryableException(TinkerError):
-    """The service has lost the promise: the whole request has to be made again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tinsmith.client.results import RetryableException
-from tinsmith.errors import APIConnectionError, APIStatusError
+from tinsmith.errors import APIConnectionError, APIStatusError, RetryableException
 from tinsmith.transport.base import Request
 from tinsmith.transport.retry import RetryPolicy, backoff_seconds, is_retryable_status
 

@@ -9,7 +9,6 @@ import itertools
 import random
 import threading
 import time
-import warnings
 import weakref
 from concurrent.futures import Future
 from dataclasses import replace
@@ -27,7 +26,6 @@ from tinsmith.client.results import retrieve, sample_kind
 from tinsmith.client.retries import RetryConfig, SampleRetries
 from tinsmith.client.streaming import SampleStream
 from tinsmith.client.telemetry import Telemetry
-from tinsmith.client.warn import ExperimentalWarning
 from tinsmith.errors import APIStatusError, TinkerError, ValidationError
 from tinsmith.transport.base import ConnectionClass
 from tinsmith.transport.retry import server_delay_seconds
@@ -35,7 +33,6 @@ from tinsmith.types import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
     EncodedTextChunk,
-    GetSamplerResponse,
     JoinSamplingSessionRequest,
     JoinSamplingSessionResponse,
     ModelInput,
@@ -45,6 +42,7 @@ from tinsmith.types import (
     TensorData,
     UntypedAPIFuture,
 )
+from tinsmith.types.sampling import SamplerInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -204,11 +202,6 @@ class SamplingClient(QueueStateObserver):
         self, prompt: ModelInput, sampling_params: SamplingParams, num_samples: int = 1
     ) -> SampleStream:
         """Tokens as they are decoded, for a plain or an async loop; leaving it cancels the rest."""
-        warnings.warn(
-            "SamplingClient.stream may change or go away in any release",
-            ExperimentalWarning,
-            stacklevel=2,
-        )
         request = SampleRequest(
             sampling_session_id=self._sampling_session_id,
             seq_id=next(self._seq_ids),
@@ -250,9 +243,14 @@ class SamplingClient(QueueStateObserver):
 
     async def _sample(self, request: SampleRequest, repeats: bool) -> SampleResponse:
         body = request.to_wire()
-        if repeats:
-            return await self.retry_handler.execute(lambda: self._sample_once(request, body))
-        return await self._sample_once(request, body)
+        with self.holder.spans.span(
+            "sample",
+            sampling_session_id=self._sampling_session_id,
+            num_samples=request.num_samples,
+        ):
+            if repeats:
+                return await self.retry_handler.execute(lambda: self._sample_once(request, body))
+            return await self._sample_once(request, body)
 
     async def _sample_once(self, request: SampleRequest, body: dict[str, Any]) -> SampleResponse:
         """One submission, with a sequence id of its own."""
@@ -336,7 +334,8 @@ class SamplingClient(QueueStateObserver):
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. It encodes text as it is: no chat template is applied."""
-        return tokenizers.load(self.get_base_model())
+        sampler = self._sampler().result()
+        return tokenizers.load(sampler.base_model, sampler.tokenizer_id)
 
     def get_telemetry(self) -> Telemetry | None:
         return self.holder.get_telemetry()
@@ -347,10 +346,10 @@ class SamplingClient(QueueStateObserver):
         """Called when the service says that samples wait; the default logs it now and then."""
         self._observer.on_queue_state_change(queue_state, queue_state_reason)
 
-    def _sampler(self) -> AwaitableConcurrentFuture[GetSamplerResponse]:
+    def _sampler(self) -> AwaitableConcurrentFuture[SamplerInfo]:
         return self.holder.submit(
             self.holder.api.call,
-            GetSamplerResponse,
+            SamplerInfo,
             "GET",
             f"/samplers/{self._sampling_session_id}",
             connection=ConnectionClass.TRAIN,

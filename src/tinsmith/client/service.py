@@ -3,53 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
-import time
 import warnings
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from tinsmith.client import custom_loss
-from tinsmith.client.api import sdk_headers
-from tinsmith.client.connection import ClosedError, Connection, NewSession
+from tinsmith.client import creation, custom_loss
+from tinsmith.client.connection import Connection, NewSession
 from tinsmith.client.custom_loss import LossHandle, PerDatumLossFn
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture, resolved
 from tinsmith.client.loop import submit
-from tinsmith.client.queue_state import QueueStateLogger
+from tinsmith.client.operations import operate
 from tinsmith.client.rest import RestClient
-from tinsmith.client.results import json_kind, retrieve
 from tinsmith.client.retries import RetryConfig
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.stats import ClassStats
 from tinsmith.client.telemetry import Telemetry
-from tinsmith.client.training import TrainingClient, load_weights
+from tinsmith.client.training import TrainingClient
 from tinsmith.client.warn import warns
-from tinsmith.errors import TinkerError
+from tinsmith.errors import ClosedError
 from tinsmith.transport.base import ConnectionClass
 from tinsmith.transport.config import ClientConfig
 from tinsmith.transport.retry import NO_RETRY, RetryPolicy
 from tinsmith.types import (
-    AdamOptimizerConfig,
     CreateCustomLossRequest,
     CreateCustomLossResponse,
-    CreateModelRequest,
-    CreateModelResponse,
     CustomLossInputRank,
     FinishSessionRequest,
     GetServerCapabilitiesResponse,
-    LoadWeightsRequest,
-    LoadWeightsResponse,
     LoraConfig,
     OptimizerConfig,
-    UntypedAPIFuture,
-    WeightsInfoRequest,
-    WeightsInfoResponse,
 )
 from tinsmith.types.console import CONSOLE, session_console_url
-
-logger = logging.getLogger(__name__)
 
 FinishStatus = Literal["success", "errored", "interrupted"]
 
@@ -112,10 +98,7 @@ class ServiceClient:
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        status: FinishStatus = "success"
-        if exc_type is not None:
-            status = "errored" if issubclass(exc_type, Exception) else "interrupted"
-        self.close(status).result()
+        self.close(_status_after(exc_type)).result()
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -126,10 +109,7 @@ class ServiceClient:
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        status: FinishStatus = "success"
-        if exc_type is not None:
-            status = "errored" if issubclass(exc_type, Exception) else "interrupted"
-        await self.close(status)
+        await self.close(_status_after(exc_type))
 
     def close(
         self, status: FinishStatus, detail: str | None = None
@@ -326,7 +306,7 @@ class ServiceClient:
         )
         connection = self._session_connection()
         return connection.submit(
-            _create_model,
+            creation.create,
             connection,
             connection.next_model_seq_id(),
             base_model,
@@ -345,64 +325,16 @@ class ServiceClient:
         with_optimizer: bool,
     ) -> AwaitableConcurrentFuture[TrainingClient]:
         connection = self._session_connection()
-
-        async def resume() -> TrainingClient:
-            if connection.get_client_config().create_model_via_load_weights:
-                model_seq_id = connection.next_model_seq_id()
-                request = LoadWeightsRequest(
-                    session_id=connection.get_session_id(),
-                    model_seq_id=model_seq_id,
-                    base_model=base_model,
-                    user_metadata=user_metadata,
-                    path=path,
-                    optimizer=with_optimizer,
-                    optimizer_config=optimizer,
-                    weights_access_token=token,
-                )
-                return await _create_by_loading(connection, model_seq_id, request)
-            info = await self._weights_info(connection, path, token)
-            if not info.is_lora or info.lora_rank is None:
-                raise TinkerError(f"{path} is not a LoRA checkpoint; only those can be trained")
-            lora = LoraConfig(
-                rank=info.lora_rank,
-                train_unembed=info.train_unembed is not False,
-                train_mlp=info.train_mlp is not False,
-                train_attn=info.train_attn is not False,
-            )
-            chosen = info.optimizer_config if with_optimizer else optimizer
-            training = await _create_model(
-                connection,
-                connection.next_model_seq_id(),
-                base_model or info.base_model,
-                lora,
-                user_metadata,
-                chosen,
-            )
-            await load_weights(training, path, with_optimizer, token)
-            return training
-
-        return connection.submit(resume)
-
-    async def _weights_info(
-        self, connection: Connection, path: str, token: str | None
-    ) -> WeightsInfoResponse:
-        """Asked with the other account's token, if there is one."""
-        asker = connection
-        if token is not None:
-            asker = Connection(self.config.with_credential(token))
-            await asker.ready()
-        try:
-            return await asker.api.call(
-                WeightsInfoResponse,
-                "POST",
-                "/weights_info",
-                connection=ConnectionClass.TRAIN,
-                message=WeightsInfoRequest(tinker_path=path),
-                headers=sdk_headers("get_weights_info_by_tinker_path"),
-            )
-        finally:
-            if asker is not connection:
-                await asker.aclose()
+        return connection.submit(
+            creation.resume,
+            connection,
+            path,
+            base_model,
+            user_metadata,
+            token,
+            optimizer,
+            with_optimizer,
+        )
 
     # --- sampling clients, losses, copies -----------------------------------------------------
 
@@ -469,19 +401,8 @@ class ServiceClient:
         )
 
         async def upload() -> LossHandle:
-            started = time.time()
-            promise = await connection.api.call(
-                UntypedAPIFuture,
-                "POST",
-                "/create_custom_loss",
-                connection=ConnectionClass.TRAIN,
-                message=request,
-            )
-            created = await retrieve(
-                connection,
-                promise,
-                json_kind("CreateCustomLoss", CreateCustomLossResponse),
-                roundtrip_seconds=time.time() - started,
+            created = await operate(
+                connection, "/create_custom_loss", request, CreateCustomLossResponse
             )
             return dataclasses.replace(handle, loss_id=created.loss_id)
 
@@ -530,67 +451,11 @@ class ServiceClient:
             raise ClosedError("ServiceClient is closed; create a new one")
 
 
-async def _create_model(
-    connection: Connection,
-    model_seq_id: int,
-    base_model: str,
-    lora: LoraConfig,
-    user_metadata: dict[str, str] | None,
-    optimizer: OptimizerConfig | None,
-) -> TrainingClient:
-    started = time.time()
-    promise = await connection.api.call(
-        UntypedAPIFuture,
-        "POST",
-        "/create_model",
-        connection=ConnectionClass.TRAIN,
-        message=CreateModelRequest(
-            session_id=connection.get_session_id(),
-            model_seq_id=model_seq_id,
-            base_model=base_model,
-            user_metadata=user_metadata,
-            lora_config=lora,
-            optimizer_config=optimizer or AdamOptimizerConfig(),
-        ),
-    )
-    created = await retrieve(
-        connection,
-        promise,
-        json_kind("CreateModel", CreateModelResponse),
-        roundtrip_seconds=time.time() - started,
-        observer=_creation_observer(base_model),
-    )
-    logger.info("Model %s is ready to be trained.", created.model_id)
-    return TrainingClient(connection, model_seq_id=model_seq_id, model_id=created.model_id)
-
-
-async def _create_by_loading(
-    connection: Connection, model_seq_id: int, request: LoadWeightsRequest
-) -> TrainingClient:
-    """Create and load in one request; the id is the one that the service derives, too."""
-    started = time.time()
-    model_id = f"{connection.get_session_id()}:train:{model_seq_id}"
-    promise = await connection.api.call(
-        UntypedAPIFuture,
-        "POST",
-        "/load_weights",
-        connection=ConnectionClass.TRAIN,
-        message=request,
-    )
-    await retrieve(
-        connection,
-        promise,
-        json_kind("LoadWeights", LoadWeightsResponse),
-        roundtrip_seconds=time.time() - started,
-        observer=_creation_observer(model_id),
-    )
-    return TrainingClient(connection, model_seq_id=model_seq_id, model_id=model_id)
-
-
-def _creation_observer(what: str) -> QueueStateLogger:
-    return QueueStateLogger(
-        f"Creation of a model for {what}", "limit of concurrent training clients reached"
-    )
+def _status_after(error: type[BaseException] | None) -> FinishStatus:
+    """How a `with` block ended."""
+    if error is None:
+        return "success"
+    return "errored" if issubclass(error, Exception) else "interrupted"
 
 
 async def _finish(connection: Connection, status: FinishStatus, detail: str | None) -> None:

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
 import warnings
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from tinsmith.client import chunking, custom_loss, tokenizers
-from tinsmith.client.api import PROTOBUF
-from tinsmith.client.combining import combine
+from tinsmith.client import custom_loss, tokenizers
 from tinsmith.client.connection import Connection
 from tinsmith.client.custom_loss import CustomLossFn, LossHandle
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture, explain_blocking
+from tinsmith.client.operations import operate
+from tinsmith.client.passes import Passes
 from tinsmith.client.queue_state import QueueStateLogger
-from tinsmith.client.results import ResultKind, json_kind, pass_kind, retrieve
 from tinsmith.client.retries import RetryConfig
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.telemetry import Telemetry
 from tinsmith.client.turns import Turns
 from tinsmith.client.warn import warns
-from tinsmith.errors import APIStatusError, TinkerError
+from tinsmith.errors import TinkerError
 from tinsmith.transport.base import ConnectionClass
 from tinsmith.types import (
     AdamParams,
     Datum,
-    ForwardBackwardInput,
     ForwardBackwardOutput,
-    ForwardBackwardRequest,
-    ForwardRequest,
     GetInfoRequest,
     GetInfoResponse,
     LoadWeightsRequest,
@@ -50,16 +42,12 @@ from tinsmith.types import (
     SaveWeightsForSamplerResponseInternal,
     SaveWeightsRequest,
     SaveWeightsResponse,
-    UntypedAPIFuture,
 )
 from tinsmith.types.console import training_run_console_url
 from tinsmith.types.model import Model
-from tinsmith.wire import proto, zstd
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Model)
@@ -73,22 +61,6 @@ _UNUSED_NAME = (
     "weights are kept for this session only. For a checkpoint that stays, use "
     "save_weights_for_sampler(name) and create_sampling_client(model_path)"
 )
-
-
-class PassFuture(AwaitableConcurrentFuture[ForwardBackwardOutput]):
-    """The result of `forward` or `forward_backward`, also part by part.
-
-    A large call is sent as several requests. `chunks` has a future for the output of each, in the
-    order of the data; `as_completed(future.chunks)` gives them as they arrive.
-    """
-
-    def __init__(
-        self,
-        future: Future[ForwardBackwardOutput],
-        chunks: tuple[AwaitableConcurrentFuture[ForwardBackwardOutput], ...],
-    ) -> None:
-        super().__init__(future)
-        self.chunks = chunks
 
 
 class TrainingClient:
@@ -112,6 +84,7 @@ class TrainingClient:
         self._observer = QueueStateLogger(
             f"Training for {model_id}", "limit of concurrent training clients reached"
         )
+        self._passes = Passes(holder, model_id, self._turns, self._observer)
 
     # --- passes -------------------------------------------------------------------------------
 
@@ -122,7 +95,7 @@ class TrainingClient:
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
         """Compute the loss and its per-token outputs, and leave no trace in the model."""
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
+        return self._passes.submit(data, loss_fn, loss_fn_config, forward_only=True)
 
     async def forward_async(
         self,
@@ -139,7 +112,7 @@ class TrainingClient:
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
         """Compute the loss and add its gradient to what the next `optim_step` will apply."""
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
+        return self._passes.submit(data, loss_fn, loss_fn_config, forward_only=False)
 
     async def forward_backward_async(
         self,
@@ -211,111 +184,6 @@ class TrainingClient:
             lambda result: custom_loss.with_custom_metrics(result, loss, metrics)
         )
 
-    def _pass(
-        self,
-        data: list[Datum],
-        loss_fn: LossFnType,
-        loss_fn_config: Mapping[str, float | str] | None,
-        *,
-        forward_only: bool,
-    ) -> PassFuture:
-        flags = self.holder.get_client_config()
-        runs = list(
-            chunking.split(
-                data,
-                max_items=flags.fwdbwd_max_chunk_len,
-                max_bytes=flags.fwdbwd_max_chunk_bytes_count,
-            )
-        )
-        if not runs:
-            raise ValueError("a pass needs at least one datum, got none")
-        # Checked before an id is taken: a mistake here must not leave a gap.
-        inputs = [ForwardBackwardInput(run, loss_fn, loss_fn_config) for run in runs]
-        ids = self._turns.reserve(len(runs))
-        parts = tuple(AwaitableConcurrentFuture[ForwardBackwardOutput](Future()) for _ in runs)
-        future = self.holder.submit(
-            self._run_pass, list(zip(ids, inputs, parts, strict=True)), forward_only
-        ).future()
-        self._release_when_done(future, ids)
-        future.add_done_callback(lambda done: _settle_parts(done, parts))
-        return PassFuture(future, parts)
-
-    async def _run_pass(
-        self,
-        runs: list[
-            tuple[int, ForwardBackwardInput, AwaitableConcurrentFuture[ForwardBackwardOutput]]
-        ],
-        forward_only: bool,
-    ) -> ForwardBackwardOutput:
-        started = time.time()
-        is_parallel = self.holder.get_client_config().parallel_fwdbwd_chunks
-        first_id = runs[0][0] if is_parallel else None
-        kind = pass_kind(forward_only=forward_only)
-
-        async def post(seq_id: int, inputs: ForwardBackwardInput) -> UntypedAPIFuture:
-            async with self._turns.take(seq_id, after=first_id):
-                return await self._post_run(seq_id, inputs, forward_only)
-
-        async def fetch(
-            promise: UntypedAPIFuture, part: AwaitableConcurrentFuture[ForwardBackwardOutput]
-        ) -> ForwardBackwardOutput:
-            output = await retrieve(
-                self.holder,
-                promise,
-                kind,
-                roundtrip_seconds=time.time() - started,
-                observer=self._observer,
-            )
-            _settle(part.future(), output)
-            return output
-
-        if is_parallel and len(runs) > 1:
-            # The service begins with the first id: by the time that arrives, the rest is there
-            # and all can be run together.
-            rest = await asyncio.gather(
-                *(post(seq_id, inputs) for seq_id, inputs, _ in runs[1:]), return_exceptions=True
-            )
-            refusal = next((each for each in rest if isinstance(each, BaseException)), None)
-            if refusal is not None and not isinstance(refusal, APIStatusError):
-                raise refusal
-            # Also after a refusal: an id that never comes would hold up all that follow.
-            promises = [await post(runs[0][0], runs[0][1]), *rest]
-            if refusal is not None:
-                raise refusal
-        else:
-            promises = list(
-                await asyncio.gather(*(post(seq_id, inputs) for seq_id, inputs, _ in runs))
-            )
-        outputs = await asyncio.gather(
-            *(
-                fetch(promise, part)
-                for promise, (_, _, part) in zip(promises, runs, strict=True)
-                if isinstance(promise, UntypedAPIFuture)
-            )
-        )
-        return combine(outputs)
-
-    async def _post_run(
-        self, seq_id: int, inputs: ForwardBackwardInput, forward_only: bool
-    ) -> UntypedAPIFuture:
-        cls = ForwardRequest if forward_only else ForwardBackwardRequest
-        num_bytes = sum(datum.nbytes for datum in inputs.data)
-        async with self.holder.pass_budget.hold(num_bytes):
-            body = proto.encode_pass(cls(inputs, self.model_id, seq_id))
-            headers = {}
-            if self.holder.get_client_config().proto_compress_fwdbwd:
-                body = await asyncio.to_thread(zstd.compress, body)
-                headers["Content-Encoding"] = "zstd"
-            return await self.holder.api.call(
-                UntypedAPIFuture,
-                "POST",
-                "/forward_backward",
-                connection=ConnectionClass.TRAIN,
-                content=body,
-                content_type=PROTOBUF,
-                headers=headers,
-            )
-
     # --- steps, saving and loading ------------------------------------------------------------
 
     def optim_step(
@@ -337,10 +205,8 @@ class TrainingClient:
             )
         return self._operate(
             "/optim_step",
-            lambda seq_id: OptimStepRequest(
-                optim_params=params, model_id=self.model_id, seq_id=seq_id
-            ),
-            json_kind("OptimStep", OptimStepResponse),
+            OptimStepRequest(optim_params=params, model_id=self.model_id),
+            OptimStepResponse,
         )
 
     async def optim_step_async(
@@ -364,15 +230,14 @@ class TrainingClient:
         """
         return self._operate(
             "/save_weights",
-            lambda seq_id: SaveWeightsRequest(
+            SaveWeightsRequest(
                 model_id=self.model_id,
                 path=name,
-                seq_id=seq_id,
                 ttl_seconds=ttl_seconds,
                 overwrite=overwrite,
                 user_metadata=user_metadata,
             ),
-            json_kind("SaveWeights", SaveWeightsResponse),
+            SaveWeightsResponse,
         )
 
     async def save_state_async(
@@ -423,14 +288,13 @@ class TrainingClient:
 
         return self._operate(
             "/save_weights_for_sampler",
-            lambda seq_id: SaveWeightsForSamplerRequest(
+            SaveWeightsForSamplerRequest(
                 model_id=self.model_id,
                 path=name,
-                seq_id=seq_id,
                 ttl_seconds=ttl_seconds,
                 user_metadata=user_metadata,
             ),
-            json_kind("SaveWeightsForSampler", SaveWeightsForSamplerResponseInternal),
+            SaveWeightsForSamplerResponseInternal,
         ).map(public)
 
     async def save_weights_for_sampler_async(
@@ -454,14 +318,13 @@ class TrainingClient:
 
         return self._operate(
             "/save_weights_external",
-            lambda seq_id: SaveWeightsExternalRequest(
+            SaveWeightsExternalRequest(
                 model_id=self.model_id,
                 path=name,
-                seq_id=seq_id,
                 ttl_seconds=ttl_seconds,
                 age_encryption_recipients=age_encryption_recipients,
             ),
-            json_kind("SaveWeightsExternal", SaveWeightsExternalResponseInternal),
+            SaveWeightsExternalResponseInternal,
         ).map(public)
 
     async def save_weights_external_async(
@@ -510,12 +373,11 @@ class TrainingClient:
 
         return self._operate(
             "/save_weights_for_sampler",
-            lambda seq_id: SaveWeightsForSamplerRequest(
+            SaveWeightsForSamplerRequest(
                 model_id=self.model_id,
-                seq_id=seq_id,
                 sampling_session_seq_id=sampling_session_seq_id,
             ),
-            json_kind("SaveWeightsForSampler", SaveWeightsForSamplerResponseInternal),
+            SaveWeightsForSamplerResponseInternal,
         ).map(client)
 
     def create_sampling_client(
@@ -588,42 +450,20 @@ class TrainingClient:
 
     # --- one operation ------------------------------------------------------------------------
 
-    def _operate(
-        self, path: str, message: Callable[[int], Model], kind: ResultKind[T]
-    ) -> AwaitableConcurrentFuture[T]:
+    def _operate(self, path: str, message: Model, result: type[M]) -> AwaitableConcurrentFuture[M]:
         """Take the next id, send in turn, fetch the result."""
-        message(1)  # a mistake in the arguments is raised here, before an id is taken
         ids = self._turns.reserve()
-        future = self.holder.submit(self._run_operation, ids[0], path, message(ids[0]), kind)
-        self._release_when_done(future.future(), ids)
-        return future
-
-    async def _run_operation(
-        self, seq_id: int, path: str, message: Model, kind: ResultKind[T]
-    ) -> T:
-        started = time.time()
-        async with self._turns.take(seq_id):
-            promise = await self.holder.api.call(
-                UntypedAPIFuture, "POST", path, connection=ConnectionClass.TRAIN, message=message
-            )
-        return await retrieve(
+        future = self.holder.submit(
+            operate,
             self.holder,
-            promise,
-            kind,
-            roundtrip_seconds=time.time() - started,
+            path,
+            message.model_copy(update={"seq_id": ids[0]}),
+            result,
             observer=self._observer,
+            turn=self._turns.take(ids[0]),
         )
-
-    def _release_when_done(self, future: Future[Any], ids: range) -> None:
-        """An operation that was cancelled before it began must not hold up the next."""
-        turns, loop = self._turns, self.holder.get_loop()
-
-        def release(_: Future[Any]) -> None:
-            for seq_id in ids:
-                if not turns.is_finished(seq_id):
-                    loop.call_soon_threadsafe(turns.finish, seq_id)
-
-        future.add_done_callback(release)
+        self._turns.release_after(future.future(), ids, self.holder.get_loop())
+        return future
 
 
 def load_weights(
@@ -633,36 +473,14 @@ def load_weights(
     `ServiceClient.create_training_client_from_state`, which makes the model, too."""
     return training._operate(
         "/load_weights",
-        lambda seq_id: LoadWeightsRequest(
+        LoadWeightsRequest(
             model_id=training.model_id,
             path=path,
-            seq_id=seq_id,
             optimizer=with_optimizer,
             weights_access_token=weights_access_token,
         ),
-        json_kind("LoadWeights", LoadWeightsResponse),
+        LoadWeightsResponse,
     )
-
-
-def _settle(future: Future[T], value: T) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_result(value)
-
-
-def _settle_parts(
-    whole: Future[ForwardBackwardOutput],
-    parts: tuple[AwaitableConcurrentFuture[ForwardBackwardOutput], ...],
-) -> None:
-    """Parts that have no result when the whole has ended share its end."""
-    for part in parts:
-        if part.done():
-            continue
-        if whole.cancelled():
-            part.cancel()
-        elif (error := whole.exception()) is not None and (
-            part.future().set_running_or_notify_cancel()
-        ):
-            part.future().set_exception(error)
 
 
 def _needed(value: T | None, name: str) -> T:

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from typing import Any
 
 
 class Turns:
@@ -55,6 +57,18 @@ class Turns:
             for waiter in self._waiting.pop(self._turn, ()):
                 if not waiter.done():
                     waiter.set_result(None)
+
+    def release_after(
+        self, operation: Future[Any], ids: range, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """An operation that was cancelled before it began must not hold up the next."""
+
+        def release(_: Future[Any]) -> None:
+            for seq_id in ids:
+                if not self.is_finished(seq_id):
+                    loop.call_soon_threadsafe(self.finish, seq_id)
+
+        operation.add_done_callback(release)
 
     async def _wait(self, seq_id: int) -> None:
         if self._turn >= seq_id:

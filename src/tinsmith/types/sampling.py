@@ -93,6 +93,13 @@ class GetSamplerResponse(Response):
     model_path: str | None = None
 
 
+class SamplerInfo(GetSamplerResponse):
+    """What our server answers: clients that do not know the addition leave it aside."""
+
+    tokenizer_id: str | None = None
+    """Where the tokenizer is, if not under the name of the base model."""
+
+
 @dataclass(frozen=True, eq=False)
 class TopkLogprobs:
     """The k likeliest tokens at each position, as two matrices of shape (positions, k).

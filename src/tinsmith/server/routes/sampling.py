@@ -16,7 +16,7 @@ from tinsmith.errors import EngineError, ValidationError
 from tinsmith.server.auth import Caller
 from tinsmith.server.http import Refusal, answer, not_found, read_body, route
 from tinsmith.server.routes.sessions import active_session
-from tinsmith.server.routes.training import check_base_model
+from tinsmith.server.routes.training import check_base_model, tokenizer_location
 from tinsmith.server.sampling import sample_job
 from tinsmith.server.service import Service
 from tinsmith.server.store.base import SamplerRecord
@@ -30,6 +30,7 @@ from tinsmith.types import (
     SampleResponse,
     UntypedAPIFuture,
 )
+from tinsmith.types.sampling import SamplerInfo
 from tinsmith.wire import dialects, json
 
 MAX_SAMPLES = 4096
@@ -69,10 +70,11 @@ async def join_sampling_session(service: Service, caller: Caller, request: Reque
 async def get_sampler(service: Service, caller: Caller, request: Request) -> Response:
     sampler = await _owned_sampler(service, caller, request.path_params["sampler_id"])
     return answer(
-        GetSamplerResponse(
+        SamplerInfo(
             sampler_id=sampler.sampler_id,
             base_model=sampler.base_model,
             model_path=sampler.model_path,
+            tokenizer_id=tokenizer_location(service, await service.base_model(sampler.base_model)),
         )
     )
 

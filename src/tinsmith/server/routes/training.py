@@ -89,7 +89,7 @@ async def get_info(service: Service, caller: Caller, request: Request) -> Respon
             model_data=ModelData(
                 arch=None if base is None else base.architecture,
                 model_name=model.record.base_model,
-                tokenizer_id=_tokenizer_id(service, base),
+                tokenizer_id=tokenizer_location(service, base),
             ),
             is_lora=True,
             lora_rank=model.lora.rank,
@@ -260,7 +260,7 @@ def new_model(
     )
 
 
-def _tokenizer_id(service: Service, base: BaseModelInfo | None) -> str | None:
+def tokenizer_location(service: Service, base: BaseModelInfo | None) -> str | None:
     """Where a client finds the tokenizer: on the same machine, in the model's own folder.
 
     Clients elsewhere go by the model's name, as they do when this is absent.
