@@ -21,3 +21,6 @@ _in_process = _load(Path(__file__).parents[1] / "server" / "conftest.py")
 start_server = _in_process.start_server
 server = _in_process.server
 api = _in_process.api
+Api = _in_process.Api
+TestServer = _in_process.TestServer
+StartServer = _in_process.StartServer

@@ -21,7 +21,7 @@ from tinsmith.wire import proto
 if TYPE_CHECKING:
     import httpx
 
-    from ..server.conftest import Api, TestServer
+    from .conftest import Api, TestServer
 
 MODEL = "tinsmith/fake"
 DATUM = {
@@ -289,7 +289,7 @@ async def test_an_owner_is_not_hindered_by_the_attempts(
 async def test_a_pass_in_protobuf_for_anothers_model_is_refused_alike(
     users: tuple[Api, dict[str, str], Api, dict[str, str]],
 ) -> None:
-    _, victim, other, own = users
+    _, victim, other, _ = users
     told = []
     for model in (victim["model_id"], _alike(victim["model_id"])):
         request = ForwardBackwardRequest(ForwardBackwardInput([], "cross_entropy"), model, 3)

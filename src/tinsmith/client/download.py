@@ -56,7 +56,8 @@ async def download(
 def confined(folder: Path, name: str) -> Path:
     """Where a file of that name goes; never outside the folder."""
     path = PurePosixPath(name)
-    if path.is_absolute() or not path.parts or any(p in ("..", "") or ":" in p for p in path.parts):
+    is_strange = "\x00" in name or any(p in ("..", "") or ":" in p for p in path.parts)
+    if path.is_absolute() or not path.parts or is_strange:
         raise ValidationError(f"the file name {name[:200]!r} leads out of the download folder")
     target = folder.joinpath(*path.parts)
     if not target.resolve().is_relative_to(folder.resolve()):
