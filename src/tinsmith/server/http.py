@@ -76,6 +76,7 @@ class ApiRoute(Route):
     ) -> None:
         super().__init__(path, endpoint, methods=[method], name=handler.__name__)
         self.method = method
+        self.answer = endpoint
         self.takes = takes
         self.gives = gives
         self.is_open = is_open

@@ -25,7 +25,7 @@ class WeightsFolders:
     def __init__(self, root: Path, store: Store) -> None:
         self._root = root
         self._store = store
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        root.mkdir(parents=True, exist_ok=True)
 
     def new(self) -> tuple[str, Path]:
         """A fresh id, and the folder (which does not exist yet) that belongs to it."""

@@ -103,6 +103,8 @@ async def _trained(service: Service, caller: Caller, request_id: str) -> Outcome
         if promise.owner != caller.owner:
             raise not_found("request", request_id)
         outcome = await service.promises.wait(promise, service.config.hold_seconds)
+        if outcome is not None:
+            promise.retrieved_at = time.time()
     else:
         operation = await service.store.get_operation(request_id)
         if operation is None or operation.owner != caller.owner:
