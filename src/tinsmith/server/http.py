@@ -22,6 +22,7 @@ from tinsmith.server.admission import LARGE_BODY_BYTES
 from tinsmith.server.auth import Caller
 from tinsmith.server.service import Service
 from tinsmith.wire import json, zstd
+from tinsmith.wire.dialects import PROTO_TYPE, media_type
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +149,8 @@ def nothing() -> Response:
 async def read_body(service: Service, request: Request) -> bytes:
     """The body, decompressed; refused before it is read when it announces too many bytes."""
     limit = service.config.max_body_bytes
+    if media_type(request.headers.get("content-type", "")) != PROTO_TYPE:
+        limit = min(limit, service.limits.max_json_bytes)
     announced = request.headers.get("content-length", "")
     size = int(announced) if announced.isascii() and announced.isdigit() else 0
     if size > limit:
