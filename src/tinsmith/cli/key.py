@@ -95,7 +95,7 @@ def list_keys(output: Output, /, **where: Any) -> None:
 @_where
 @with_output
 def revoke(output: Output, /, key_id: int, **where: Any) -> None:
-    """Make a key useless. A running server refuses it within seconds."""
+    """Make a key useless. A server on this data folder refuses it from then on."""
     from tinsmith.cli import keyring
 
     if not keyring.revoke(_config(**where), key_id):

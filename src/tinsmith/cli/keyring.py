@@ -1,6 +1,7 @@
 """The keys of a data folder, read and changed whether or not a server runs on it.
 
-A running server looks at its keys every few seconds, so a change is felt without a restart.
+A server that runs on the same data folder is told of a revocation at once; one on another machine,
+with which only a database is shared, looks at its keys every few seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def list_keys(config: ServerConfig) -> Sequence[KeyRecord]:
 
 def revoke(config: ServerConfig, key_id: int) -> bool:
     """False when there is no such key, or it is revoked already."""
-    return _with_store(config, lambda store: store.revoke_key(key_id, time.time()))
+    was_active = _with_store(config, lambda store: store.revoke_key(key_id, time.time()))
+    auth.note_key_change(config.data_dir)
+    return was_active
 
 
 def _with_store(config: ServerConfig, use: Callable[[SqlStore], Awaitable[T]]) -> T:

@@ -6,13 +6,17 @@ tokens signed with a secret of this data folder.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
+import os
+import re
 import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -24,7 +28,13 @@ TOKEN_PREFIX = "eyJ"
 LOCAL_OWNER = "local"
 """Who everybody is when the server runs without authentication."""
 
+KEY_CHANGES = "keys.changed"
+"""A file in the data folder, touched whenever another process changes the keys."""
+
 _KEY_CACHE_SECONDS = 5.0
+"""How old our knowledge may be of keys that were changed elsewhere, with no file in common."""
+
+_NUMBER = re.compile(r"[0-9]{1,12}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +52,20 @@ class Caller:
 
 
 class Auth:
-    def __init__(self, store: Store, secret: bytes, *, is_required: bool) -> None:
+    def __init__(
+        self, store: Store, secret: bytes, *, is_required: bool, changes: Path | None = None
+    ) -> None:
+        """`changes` is a file that whoever changes keys in another process touches."""
         self._store = store
         self._secret = secret
         self._is_required = is_required
-        self._keys: dict[str, KeyRecord] = {}
+        self._changes = changes
+        self._by_hash: dict[str, KeyRecord] = {}
+        self._by_id: dict[int, KeyRecord] = {}
         self._read_at = 0.0
+        self._changed_at = 0.0
+        self._seen_change = 0
+        self._reading = asyncio.Lock()
 
     async def caller(self, headers: Mapping[str, str]) -> Caller | None:
         """The caller named by a request's headers; None when they name nobody."""
@@ -61,14 +79,15 @@ class Auth:
             return None
         if credential.startswith(TOKEN_PREFIX):
             claims = self._verified(credential)
-            if claims is None:
+            key_id = None if claims is None else claims.get("key_id")
+            if not isinstance(key_id, int):
                 return None
-            key = next((k for k in await self._current() if k.key_id == claims.get("key_id")), None)
-            return None if key is None else _caller(key)
-        digest = hash_key(credential)
-        if digest not in self._keys or time.monotonic() - self._read_at > _KEY_CACHE_SECONDS:
-            await self._current(refresh=True)
-        key = self._keys.get(digest)
+            await self._refresh(is_known=key_id in self._by_id)
+            key = self._by_id.get(key_id)
+        else:
+            digest = hash_key(credential)
+            await self._refresh(is_known=digest in self._by_hash)
+            key = self._by_hash.get(digest)
         return None if key is None else _caller(key)
 
     def issue_token(self, caller: Caller, seconds: int) -> str:
@@ -91,25 +110,52 @@ class Auth:
         return _b64(self._sign(f"GET {path} {expires}"))
 
     def is_signed(self, path: str, expires: str, signature: str) -> bool:
-        if not (expires.isascii() and expires.isdigit()) or int(expires) < time.time():
+        if not _NUMBER.fullmatch(expires) or int(expires) < time.time():
             return False
-        return hmac.compare_digest(self.sign_path(path, int(expires)), signature)
+        return _is_equal(self.sign_path(path, int(expires)), signature)
 
-    async def _current(self, *, refresh: bool = False) -> list[KeyRecord]:
-        if refresh or time.monotonic() - self._read_at > _KEY_CACHE_SECONDS:
-            keys = await self._store.list_keys()
-            self._keys = {k.key_hash: k for k in keys if k.revoked_at is None}
-            self._read_at = time.monotonic()
-        return list(self._keys.values())
+    async def _refresh(self, *, is_known: bool) -> None:
+        """Read the keys again if they may have changed, or if one is asked for that is not there.
+
+        Those who ask at the same time share a reading that began after they asked, so that no
+        flood of wrong keys becomes one of readings.
+        """
+        asked_at = time.monotonic()
+        change = self._last_change()
+        if (
+            is_known
+            and change == self._seen_change
+            and self._read_at > self._changed_at
+            and asked_at - self._read_at <= _KEY_CACHE_SECONDS
+        ):
+            return
+        async with self._reading:
+            if self._read_at > asked_at:
+                return
+            began, change = time.monotonic(), self._last_change()
+            keys = [k for k in await self._store.list_keys() if k.revoked_at is None]
+            self._by_hash = {k.key_hash: k for k in keys}
+            self._by_id = {k.key_id: k for k in keys}
+            self._read_at, self._seen_change = began, change
+
+    def _last_change(self) -> int:
+        if self._changes is None:
+            return 0
+        try:
+            return self._changes.stat().st_mtime_ns
+        except OSError:
+            return 0
 
     def forget_keys(self) -> None:
-        """Look at the store again before the next decision."""
-        self._keys = {}
-        self._read_at = 0.0
+        """Look at the store again before the next decision.
+
+        A reading that is under way does not count: it may have seen what was before.
+        """
+        self._changed_at = time.monotonic()
 
     def _verified(self, token: str) -> dict[str, Any] | None:
         signed, _, signature = token.rpartition(".")
-        if not hmac.compare_digest(_b64(self._sign(signed)), signature):
+        if not _is_equal(_b64(self._sign(signed)), signature):
             return None
         try:
             claims = orjson.loads(_unb64(signed.partition(".")[2]))
@@ -120,7 +166,7 @@ class Auth:
         return claims
 
     def _sign(self, text: str) -> bytes:
-        return hmac.new(self._secret, text.encode(), hashlib.sha256).digest()
+        return hmac.new(self._secret, text.encode(errors="replace"), hashlib.sha256).digest()
 
 
 def credential_in(headers: Mapping[str, str]) -> str | None:
@@ -136,7 +182,7 @@ def new_key() -> str:
 
 
 def hash_key(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
+    return hashlib.sha256(key.encode(errors="replace")).hexdigest()
 
 
 async def create_key(store: Store, owner: str, name: str, note: str = "") -> tuple[str, KeyRecord]:
@@ -146,6 +192,20 @@ async def create_key(store: Store, owner: str, name: str, note: str = "") -> tup
         owner=owner, name=name, note=note, key_hash=hash_key(key), created_at=time.time()
     )
     return key, await store.add_key(record)
+
+
+def note_key_change(data_dir: Path) -> None:
+    """Tell a server that runs on this data folder to look at its keys again."""
+    file = data_dir / KEY_CHANGES
+    file.touch(mode=0o600)
+    # Two changes within one tick of the file system's clock must still look like two.
+    before = file.stat().st_mtime_ns
+    os.utime(file, ns=(before, max(time.time_ns(), before + 1)))
+
+
+def _is_equal(ours: str, given: str) -> bool:
+    """Compares in the same time wherever they differ; texts of any characters."""
+    return hmac.compare_digest(ours.encode(), given.encode(errors="replace"))
 
 
 def _caller(key: KeyRecord) -> Caller:

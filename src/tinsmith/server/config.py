@@ -70,6 +70,12 @@ class ServerConfig:
     max_body_bytes: int = 256 * 1024 * 1024
     """Largest request body, before and after decompression."""
 
+    max_active_requests: int = 2048
+    """Most requests worked on at once, those that wait for a result aside; beyond, 429."""
+
+    max_active_body_bytes: int = 1024**3
+    """Most bytes of large bodies worked on at once, half of it for one owner; beyond, 429."""
+
     hold_seconds: float = 30.0
     """How long a question for a result is held open before the answer is "try again"."""
 

@@ -7,18 +7,22 @@ status, or a `ValidationError`, which is the client's mistake. The statuses matt
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tinsmith.errors import EngineError, TooLargeError, ValidationError
+from tinsmith.server.admission import LARGE_BODY_BYTES
 from tinsmith.server.auth import Caller
 from tinsmith.server.service import Service
 from tinsmith.wire import json, zstd
+from tinsmith.wire.dialects import PROTO_TYPE, media_type
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +31,15 @@ API = "/api/v1"
 Handler = Callable[[Service, Caller, Request], Awaitable[Response]]
 OpenHandler = Callable[[Service, Request], Awaitable[Response]]
 ErrorBody = Callable[[int, str], Any]
+T = TypeVar("T")
+
+_WAIT = {"retry-after-ms": "1000", "retry-after": "1"}
+_BODY_PAUSE_SECONDS = 60.0
+"""How long a client may be silent in the middle of a body."""
+
+_UNFOLD_IN_THREAD_BYTES = 256 * 1024
+_OWNER, _BODY_BYTES = "tinsmith.owner", "tinsmith.body_bytes"
+"""What a request's scope holds for us: whose it is, and the memory its body was given."""
 
 
 class Refusal(Exception):
@@ -64,6 +77,7 @@ class ApiRoute(Route):
     ) -> None:
         super().__init__(path, endpoint, methods=[method], name=handler.__name__)
         self.method = method
+        self.answer = endpoint
         self.takes = takes
         self.gives = gives
         self.is_open = is_open
@@ -79,16 +93,27 @@ def route(
     gives: type | None = None,
     prefix: str = API,
     errors: ErrorBody = detail_body,
+    is_counted: bool = True,
 ) -> ApiRoute:
-    """A route whose callers must say who they are."""
+    """A route whose callers must say who they are.
+
+    Where too many requests are under way, those of a counted route are refused. Questions for
+    results are not counted: they mostly wait, and old clients do not survive a refusal.
+    """
+
+    async def authorised(service: Service, request: Request) -> Response:
+        caller = await _known(service, request)
+        request.scope[_OWNER] = caller.owner
+        if not is_counted:
+            return await handler(service, caller, request)
+        if not service.admission.enter():
+            raise Refusal(429, "too many requests are under way; send this one again", _WAIT)
+        try:
+            return await handler(service, caller, request)
+        finally:
+            service.admission.leave()
 
     async def endpoint(request: Request) -> Response:
-        async def authorised(service: Service, request: Request) -> Response:
-            caller = await service.auth.caller(request.headers)
-            if caller is None:
-                raise Refusal(401, "the API key is missing or not known to this server")
-            return await handler(service, caller, request)
-
         return await _answer(authorised, request, errors)
 
     return ApiRoute(
@@ -124,25 +149,117 @@ def nothing() -> Response:
 async def read_body(service: Service, request: Request) -> bytes:
     """The body, decompressed; refused before it is read when it announces too many bytes."""
     limit = service.config.max_body_bytes
+    if media_type(request.headers.get("content-type", "")) != PROTO_TYPE:
+        limit = min(limit, service.limits.max_json_bytes)
     announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > limit:
+    size = int(announced) if announced.isascii() and announced.isdigit() else 0
+    if size > limit:
         raise TooLargeError(f"the body has {announced} bytes; the limit is {limit}")
-    parts = []
+    _take_memory(service, request, size)
+    parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
+    while True:
+        message = await _next_part(request, is_first=not parts)
+        part = message.get("body", b"")
         size += len(part)
         if size > limit:
             raise TooLargeError(f"the body is larger than the limit of {limit} bytes")
+        _take_memory(service, request, size)
         parts.append(part)
-    body = b"".join(parts)
+        if not message.get("more_body", False):
+            break
+    body = parts[0] if len(parts) == 1 else b"".join(parts)
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding == "zstd":
+        size = zstd.unfolded_size(body, max_bytes=limit)
+        _take_memory(service, request, len(body) + size)
+        if size > _UNFOLD_IN_THREAD_BYTES:
+            return await asyncio.to_thread(zstd.decompress, body, max_bytes=limit)
         return zstd.decompress(body, max_bytes=limit)
     if encoding != "identity":
         raise ValidationError(
             f"bodies may be compressed with zstd only, not with {encoding[:40]!r}"
         )
     return body
+
+
+async def _next_part(request: Request, *, is_first: bool) -> Any:
+    """The next piece of a body; who falls silent in the middle of one is not waited for."""
+    if is_first:
+        message = await request.receive()
+    else:
+        try:
+            async with asyncio.timeout(_BODY_PAUSE_SECONDS):
+                message = await request.receive()
+        except TimeoutError:
+            raise Refusal(
+                400, "the rest of the body did not come", {"connection": "close"}
+            ) from None
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    return message
+
+
+def _take_memory(service: Service, request: Request, wanted: int) -> None:
+    """Count a large body's bytes as under way until its request is answered."""
+    if wanted < LARGE_BODY_BYTES:
+        return
+    held = request.scope.get(_BODY_BYTES, 0)
+    if wanted <= held:
+        return
+    if not service.admission.take_bytes(request.scope[_OWNER], wanted - held):
+        raise Refusal(429, "too many large requests are under way; send this one again", _WAIT)
+    request.scope[_BODY_BYTES] = wanted
+
+
+def _give_memory_back(service: Service, request: Request) -> None:
+    held = request.scope.pop(_BODY_BYTES, 0)
+    if held:
+        service.admission.give_back_bytes(request.scope[_OWNER], held)
+
+
+async def check_still_known(service: Service, request: Request) -> None:
+    """For answers that took their time: the key may have been revoked while its owner waited."""
+    await _known(service, request)
+
+
+async def while_known(
+    service: Service, request: Request, events: AsyncGenerator[bytes, None], goodbye: bytes
+) -> AsyncIterator[bytes]:
+    """A stream's events for as long as the caller's key is good; then `goodbye` and no more."""
+    async with aclosing(events):
+        async for event in events:
+            if await service.auth.caller(request.headers) is None:
+                yield goodbye
+                return
+            yield event
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives; cancelled when the client goes away. The body must have been read."""
+    task = asyncio.create_task(work)
+    leaving = asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for other in (task, leaving):
+            other.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _known(service: Service, request: Request) -> Caller:
+    caller = await service.auth.caller(request.headers)
+    if caller is None:
+        raise Refusal(401, "the API key is missing or not known to this server")
+    return caller
 
 
 async def _answer(
@@ -164,6 +281,8 @@ async def _answer(
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.url.path)
         status, detail, headers = 500, f"internal error: {type(error).__name__}", None
+    finally:
+        _give_memory_back(service, request)
     service.metrics.count("refusals", status=str(status))
     return answer(errors(status, detail), status, headers)
 

@@ -13,6 +13,7 @@ from tinsmith.types.convert import converter
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_CHOICES = 128
+_MAX_PROMPTS = 1024
 _MAX_TOP_LOGPROBS = 20
 
 _SHARED = {
@@ -112,6 +113,10 @@ def _ask(
     n = _given(fields, "n", int, 1)
     if not 1 <= n <= _MAX_CHOICES:
         raise ValidationError(f"must be between 1 and {_MAX_CHOICES}, got {n}", "n")
+    if len(prompts) * n > _MAX_PROMPTS:
+        raise ValidationError(
+            f"prompts times n must be at most {_MAX_PROMPTS}, got {len(prompts) * n}", "prompt"
+        )
     if not 0 <= top_logprobs <= _MAX_TOP_LOGPROBS:
         raise ValidationError(f"must be between 0 and {_MAX_TOP_LOGPROBS}", "top_logprobs")
     options = _field("stream_options", dict[str, Any] | None, fields.get("stream_options")) or {}
@@ -264,8 +269,10 @@ def _message(value: Any, index: int) -> dict[str, Any]:
 
 
 def _text_part(part: Any, path: str) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part["text"], str):
-        return part["text"]
+    if isinstance(part, Mapping) and part.get("type") == "text":
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
     raise ValidationError("only text parts are supported", path)
 
 

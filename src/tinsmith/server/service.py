@@ -16,7 +16,8 @@ from pathlib import Path
 
 from tinsmith.engine.base import BaseModelInfo, Capabilities
 from tinsmith.errors import EngineError
-from tinsmith.server.auth import Auth
+from tinsmith.server.admission import Admission
+from tinsmith.server.auth import KEY_CHANGES, Auth
 from tinsmith.server.checkpoints import Checkpoints
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.endings import Endings
@@ -61,7 +62,9 @@ class Service:
         self.store = store
         self.metrics = metrics
         self.limits = Limits(max_body_bytes=config.max_body_bytes)
-        self.auth = Auth(store, secret, is_required=config.auth)
+        self.admission = Admission(config.max_active_requests, config.max_active_body_bytes)
+        changes = Path(config.data_dir) / KEY_CHANGES
+        self.auth = Auth(store, secret, is_required=config.auth, changes=changes)
         self.engines = EngineSupervisor(engine_factory)
         self.promises = Promises(_RECENT_RESULT_BYTES)
         self.models = LiveModels(store, self.promises)
@@ -198,6 +201,8 @@ class Service:
 
     def _add_gauges(self) -> None:
         gauges: dict[str, Callable[[], float]] = {
+            "active_requests": lambda: self.admission.num_requests,
+            "active_body_bytes": lambda: self.admission.body_bytes,
             "queued_operations": lambda: sum(len(m.queue) for m in self.models),
             "live_models": lambda: len(self.models),
             "loaded_models": lambda: sum(

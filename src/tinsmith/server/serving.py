@@ -7,8 +7,10 @@ killed leaves nothing behind that the next one would have to clear away.
 from __future__ import annotations
 
 import fcntl
+import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
@@ -30,8 +32,22 @@ from tinsmith.server.store.sql import SqlStore, sqlite_url
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_SECONDS = 35
+_GARBAGE_THRESHOLD = 50_000
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FIRST_OWNER = "owner"
+
+SECURITY_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+    "cross-origin-resource-policy": "same-origin",
+}
+"""On every answer. There is no page here: nothing may be shown, framed, kept or guessed at."""
+
+_SILENT_SECONDS = 60
+"""How long a client may leave what was sent to it unread before its connection is closed."""
 
 Announce = Callable[[str, str | None], None]
 """Hears the server's URL and, at the first start, the key that was made."""
@@ -45,6 +61,7 @@ class DataFolderInUseError(TinkerError):
 def locked(data_dir: Path) -> Iterator[None]:
     """Keep the data folder to ourselves."""
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    data_dir.chmod(0o700)
     file = data_dir / "server.lock"
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -65,6 +82,9 @@ def locked(data_dir: Path) -> Iterator[None]:
 
 async def serve(config: ServerConfig, engine_factory: EngineFactory, announce: Announce) -> None:
     """Serve until told to stop (SIGTERM, SIGINT)."""
+    # What is written is for this user alone, whoever creates it: us, the database, the engine.
+    os.umask(0o077)
+    _raise_file_limit()
     with locked(config.data_dir):
         metrics = Metrics()
         store = open_store(config, metrics)
@@ -82,11 +102,16 @@ async def serve(config: ServerConfig, engine_factory: EngineFactory, announce: A
             lifespan="on",
             log_config=None,
             access_log=False,
+            # Nothing here asks who called from where, so nobody's word for it is taken.
+            proxy_headers=False,
+            server_header=False,
+            headers=list(SECURITY_HEADERS.items()),
             timeout_keep_alive=75,
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
             backlog=2048,
         )
         server = _Server(settings, service, lambda: announce(url, key))
+        _tune_collector()
         with _quiet_signals(server):
             await server.serve(sockets=[listener])
 
@@ -141,10 +166,30 @@ def _quiet_signals(server: uvicorn.Server) -> Iterator[None]:
             signal.signal(number, old)
 
 
+def _raise_file_limit() -> None:
+    """As many open files as the system lets us have: every held question is a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _tune_collector() -> None:
+    """Look for garbage in cycles more rarely: with thousands of held questions there is much to
+    look through and little to find, and everybody waits meanwhile."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GARBAGE_THRESHOLD, 20, 100)
+
+
 def _listen(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit these. A client that is gone, or that reads nothing any more, is let go
+    # by the system; otherwise its answer, and what the answer holds, would stay for ever.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_SECONDS * 1000)
     try:
         listener.bind((config.host, config.port))
     except OSError as error:

@@ -56,7 +56,11 @@ async def submit(
     `check` may refuse it (it hears the request and its number) and may be asynchronous; `encode`
     gives the body to record where that differs from the one that came.
     """
-    model_id, seq_id = ids_in(body, content_type)
+    is_large = len(body) > _DECODE_IN_THREAD_BYTES
+    if is_large:
+        model_id, seq_id = await asyncio.to_thread(ids_in, body, content_type)
+    else:
+        model_id, seq_id = ids_in(body, content_type)
     model = await owned_model(service, caller, model_id)
     await _check_session(service, caller, model)
     if seq_id is None or seq_id < 1:
@@ -65,7 +69,7 @@ async def submit(
         raise ValidationError(f"{seq_id} is more than {MAX_AHEAD} ahead", "seq_id")
     _check_room(service, caller, len(body))
     try:
-        if len(body) > _DECODE_IN_THREAD_BYTES:
+        if is_large:
             request = await asyncio.to_thread(decode)
         else:
             request = decode()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import shutil
 import uuid
 from pathlib import Path
@@ -16,6 +17,8 @@ from tinsmith.engine.base import SnapshotInfo, SnapshotKind
 from tinsmith.server.store.base import ModelRecord, Store, WeightsRecord
 
 logger = logging.getLogger(__name__)
+
+_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class WeightsFolders:
@@ -33,9 +36,15 @@ class WeightsFolders:
         return self._root / weights_id
 
     def files(self, weights_id: str) -> list[str]:
-        """The names of the files, relative to the folder."""
+        """The names of the files, relative to the folder. Links are none: they lead elsewhere."""
         folder = self.folder(weights_id)
-        return sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+        if not _ID.fullmatch(weights_id) or folder.is_symlink():
+            return []
+        return sorted(
+            str(file.relative_to(folder))
+            for file in folder.rglob("*")
+            if file.is_file() and not file.is_symlink()
+        )
 
     async def sweep(self) -> None:
         """Delete the folders that nothing refers to."""

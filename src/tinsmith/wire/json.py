@@ -33,12 +33,15 @@ def decode(kind: type[M], body: bytes, limits: Limits = DEFAULT_LIMITS) -> M:
 
 def parse(body: bytes, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
     """The JSON object in a body, as plain data."""
-    if len(body) > limits.max_body_bytes:
-        raise TooLargeError(f"the body has {len(body)} bytes; the limit is {limits.max_body_bytes}")
+    most = min(limits.max_body_bytes, limits.max_json_bytes)
+    if len(body) > most:
+        raise TooLargeError(f"the body has {len(body)} bytes; the limit is {most}")
     # A tiny object takes fifty times its bytes, so they are counted before any is made. Braces
     # in strings count too, which the limit leaves room for.
     if body.count(b"{") + body.count(b"[") > limits.max_json_parts:
         raise TooLargeError(f"the body has more than {limits.max_json_parts} objects and lists")
+    if body.count(b'"') > 2 * limits.max_json_texts:
+        raise TooLargeError(f"the body has more than {limits.max_json_texts} texts")
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -14,8 +14,15 @@ class Limits:
     max_body_bytes: int = 256 * 1024 * 1024
     """Largest body after decompression."""
 
+    max_json_bytes: int = 32 * 1024 * 1024
+    """Largest JSON body. Parsing holds up everybody, for a quarter of a second at this size; the
+    releases that sent passes as JSON cut them to a few megabytes."""
+
     max_json_parts: int = 131_072
     """Most objects and lists in a JSON body; a pass of 1,024 datums has some 20,000."""
+
+    max_json_texts: int = 524_288
+    """Most texts in a JSON body, names of fields included."""
 
     max_datums: int = 16_384
     """Most datums in one request; the official clients send at most 1,024."""

@@ -65,10 +65,10 @@ async def audit(service: Service, caller: Caller, request: Request) -> Response:
     since, until = 0.0, now() + 1
     if (day := request.query_params.get("day")) is not None:
         try:
-            start = datetime.combine(date.fromisoformat(day), time(), UTC)
+            since = datetime.combine(date.fromisoformat(day), time(), UTC).timestamp()
         except ValueError:
             raise ValidationError(f"expected YYYY-MM-DD, got {day[:40]!r}", "day") from None
-        since, until = start.timestamp(), (start + timedelta(days=1)).timestamp()
+        until = since + timedelta(days=1).total_seconds()
     wanted = None if area == "all" else area
     entries = await service.store.list_audit(caller.owner, wanted, since, until)
     return answer(AuditLogResponse(entries=[_entry(e) for e in entries]))
@@ -77,7 +77,7 @@ async def audit(service: Service, caller: Caller, request: Request) -> Response:
 async def usage_events(service: Service, caller: Caller, request: Request) -> Response:
     start = _hour(request, "starting_on")
     end = _hour(request, "ending_before")
-    if not start < end <= start + timedelta(days=_LONGEST_USAGE_DAYS):
+    if not timedelta(0) < end - start <= timedelta(days=_LONGEST_USAGE_DAYS):
         raise ValidationError(
             f"must be after starting_on and at most {_LONGEST_USAGE_DAYS} days later",
             "ending_before",
@@ -149,9 +149,9 @@ def _hour(request: Request, name: str) -> datetime:
     text = request.query_params.get(name, "")
     try:
         moment = datetime.fromisoformat(text)
-    except ValueError:
+        moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    except (ValueError, OverflowError):
         raise ValidationError(f"expected an RFC 3339 time, got {text[:40]!r}", name) from None
-    moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
     if (moment.minute, moment.second, moment.microsecond) != (0, 0, 0):
         raise ValidationError(f"must be a whole hour, got {text[:40]!r}", name)
     return moment

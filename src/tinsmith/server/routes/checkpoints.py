@@ -39,6 +39,7 @@ from tinsmith.types import (
 )
 from tinsmith.wire import dialects
 
+_TAR_PART_BYTES = 1024 * 1024
 _CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
@@ -122,9 +123,10 @@ async def get_archive(service: Service, request: Request) -> Response:
     """All files of some weights as a tar, for whoever has a signed URL."""
     weights_id = request.path_params["weights_id"]
     check_signature(service, request)
-    if not service.weights.files(weights_id):
+    names = service.weights.files(weights_id)
+    if not names:
         raise not_found("archive", weights_id)
-    stream = _tar(service.weights.folder(weights_id))
+    stream = _tar(service.weights.folder(weights_id), names)
     return StreamingResponse(stream, media_type="application/x-tar")
 
 
@@ -155,20 +157,25 @@ def _checkpoint_id(request: Request) -> str:
     return f"{request.path_params['kind']}/{request.path_params['name']}"
 
 
-async def _tar(folder: Path) -> AsyncIterator[bytes]:
-    """A tar of a folder as it is read, through a pipe: nothing is written or held as a whole."""
-    reading, writing = os.pipe()
+async def _tar(folder: Path, names: list[str]) -> AsyncIterator[bytes]:
+    """A tar of some files as they are read: nothing is written or held as a whole.
 
-    def write() -> None:
-        with open(writing, "wb") as sink, tarfile.open(fileobj=sink, mode="w|") as tar:  # noqa: PTH123
-            for file in sorted(folder.rglob("*")):
-                tar.add(file, arcname=str(file.relative_to(folder)), recursive=False)
-
-    task = asyncio.create_task(asyncio.to_thread(write))
-    with open(reading, "rb", buffering=0) as source:  # noqa: ASYNC230, PTH123
-        while part := await asyncio.to_thread(source.read, 1 << 20):
-            yield part
-    await task
+    No thread waits while the client does, so those who fetch slowly cost the others nothing.
+    """
+    for name in names:
+        with await asyncio.to_thread((folder / name).open, "rb") as file:
+            facts = os.fstat(file.fileno())
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mtime, entry.mode = facts.st_size, int(facts.st_mtime), 0o644
+            yield entry.tobuf()
+            left = facts.st_size
+            while left and (part := await asyncio.to_thread(file.read, min(left, _TAR_PART_BYTES))):
+                left -= len(part)
+                yield part
+            if left:
+                raise OSError(f"{name} became shorter while it was read")
+            yield bytes(-facts.st_size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)
 
 
 def _moment(at: float) -> datetime:

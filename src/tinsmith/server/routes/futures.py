@@ -14,7 +14,15 @@ from starlette.responses import Response
 
 from tinsmith.server.auth import Caller
 from tinsmith.server.futures import Outcome
-from tinsmith.server.http import Refusal, answer, not_found, nothing, read_body, route
+from tinsmith.server.http import (
+    Refusal,
+    answer,
+    check_still_known,
+    not_found,
+    nothing,
+    read_body,
+    route,
+)
 from tinsmith.server.sampling import REQUEST_PREFIX
 from tinsmith.server.service import Service
 from tinsmith.server.store.base import OperationRecord
@@ -39,6 +47,7 @@ async def retrieve_future(service: Service, caller: Caller, request: Request) ->
         outcome = await _sampled(service, caller, request_id)
     else:
         outcome = await _trained(service, caller, request_id)
+    await check_still_known(service, request)
     if outcome is None:
         return _try_again(service, request_id)
     if outcome.error is not None:
@@ -65,6 +74,7 @@ async def retrieve_futures(service: Service, caller: Caller, request: Request) -
     found = await service.sampling.completions(
         sampler.sampler_id, target.cloned_sampler_id, message.prev_cursor, seconds
     )
+    await check_still_known(service, request)
     cursor = max((number for number, _ in found), default=message.prev_cursor)
     return answer(FuturesRetrieveResponse(completions=[c for _, c in found], cursor=cursor))
 
@@ -93,6 +103,8 @@ async def _trained(service: Service, caller: Caller, request_id: str) -> Outcome
         if promise.owner != caller.owner:
             raise not_found("request", request_id)
         outcome = await service.promises.wait(promise, service.config.hold_seconds)
+        if outcome is not None:
+            promise.retrieved_at = time.time()
     else:
         operation = await service.store.get_operation(request_id)
         if operation is None or operation.owner != caller.owner:
@@ -144,13 +156,20 @@ def _is_own_sample(service: Service, caller: Caller, request_id: str) -> bool:
 
 
 ROUTES = [
-    route("POST", "/retrieve_future", retrieve_future, takes=FutureRetrieveRequest),
+    route(
+        "POST",
+        "/retrieve_future",
+        retrieve_future,
+        takes=FutureRetrieveRequest,
+        is_counted=False,
+    ),
     route(
         "POST",
         "/retrieve_futures",
         retrieve_futures,
         takes=FuturesRetrieveRequest,
         gives=FuturesRetrieveResponse,
+        is_counted=False,
     ),
     route("POST", "/cancel_future", cancel_future, takes=CancelFutureRequest),
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -18,7 +18,15 @@ from starlette.responses import Response, StreamingResponse
 from tinsmith.engine.base import Failure, SampleJob, TokensSampled
 from tinsmith.errors import EngineError, ValidationError
 from tinsmith.server.auth import Caller
-from tinsmith.server.http import Refusal, answer, read_body, route
+from tinsmith.server.http import (
+    Refusal,
+    answer,
+    check_still_known,
+    read_body,
+    route,
+    while_connected,
+    while_known,
+)
 from tinsmith.server.oai import (
     Ask,
     Asked,
@@ -48,15 +56,15 @@ async def list_models(service: Service, caller: Caller, request: Request) -> Res
 
 async def completions(service: Service, caller: Caller, request: Request) -> Response:
     fields = json.parse(await read_body(service, request), service.limits)
-    return await _respond(service, caller, read_completion(fields))
+    return await _respond(service, caller, request, read_completion(fields))
 
 
 async def chat_completions(service: Service, caller: Caller, request: Request) -> Response:
     fields = json.parse(await read_body(service, request), service.limits)
-    return await _respond(service, caller, read_chat(fields))
+    return await _respond(service, caller, request, read_chat(fields))
 
 
-async def _respond(service: Service, caller: Caller, ask: Ask) -> Response:
+async def _respond(service: Service, caller: Caller, request: Request, ask: Ask) -> Response:
     if service.sampling.is_full:
         raise Refusal(429, "too many requests are under way; try again", {"retry-after": "1"})
     sampler = await _sampler(service, caller, ask.model)
@@ -73,15 +81,30 @@ async def _respond(service: Service, caller: Caller, ask: Ask) -> Response:
     )
     jobs = [_job(ask, sampler, prompt) for prompt in prompts]
     if ask.stream:
-        first = _streamed(service, sampler, jobs, asked, text)
-        return StreamingResponse(first, media_type="text/event-stream")
-    responses = await asyncio.gather(*[_run(service, sampler, job) for job in jobs])
+        events = _streamed(service, sampler, jobs, asked, text)
+        goodbye = _event(error_body(401, "the API key was revoked"))
+        stream = while_known(service, request, events, goodbye)
+        return StreamingResponse(stream, media_type="text/event-stream")
+    responses = await while_connected(request, _run_all(service, sampler, jobs))
+    await check_still_known(service, request)
     choices: list[dict[str, Any]] = []
     for response in responses:
         for sequence in response.sequences:
             choices.append(choice(asked, len(choices), _whole(text, ask, sequence), sequence, text))
     sampled = sum(len(s.tokens) for r in responses for s in r.sequences)
     return answer(completion(asked, choices, sampled))
+
+
+async def _run_all(
+    service: Service, sampler: SamplerRecord, jobs: list[SampleJob]
+) -> list[SampleResponse]:
+    """All jobs at once; the first that fails, or leaving, gives the others up."""
+    tasks = [asyncio.create_task(_run(service, sampler, job)) for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _run(service: Service, sampler: SamplerRecord, job: SampleJob) -> SampleResponse:
@@ -103,7 +126,7 @@ async def _streamed(
     jobs: list[SampleJob],
     asked: Asked,
     text: TextModel,
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     """Server-sent events, token by token; leaving gives the job up and frees its place."""
     try:
         for number, job in enumerate(jobs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from tinsmith.engine.base import SampleJob, TokensSampled
 from tinsmith.errors import EngineError, ValidationError
 from tinsmith.server.auth import Caller
-from tinsmith.server.http import Refusal, answer, not_found, read_body, route
+from tinsmith.server.http import Refusal, answer, not_found, read_body, route, while_known
 from tinsmith.server.routes.sessions import active_session
 from tinsmith.server.routes.training import check_base_model, tokenizer_location
 from tinsmith.server.sampling import sample_job
@@ -103,10 +103,15 @@ async def sample_stream(service: Service, caller: Caller, request: Request) -> R
     sampler = await _sampler_of(service, caller, message)
     _check_room(service)
     job = replace(sample_job(uuid.uuid4().hex, sampler, message), stream=True)
-    return StreamingResponse(_events(service, sampler, job), media_type="text/event-stream")
+    events = _events(service, sampler, job)
+    goodbye = _event("error", error="the API key was revoked", category="user")
+    stream = while_known(service, request, events, goodbye)
+    return StreamingResponse(stream, media_type="text/event-stream")
 
 
-async def _events(service: Service, sampler: SamplerRecord, job: SampleJob) -> AsyncIterator[bytes]:
+async def _events(
+    service: Service, sampler: SamplerRecord, job: SampleJob
+) -> AsyncGenerator[bytes, None]:
     try:
         async with aclosing(service.sampling.stream(sampler, job)) as events:
             async for event in events:

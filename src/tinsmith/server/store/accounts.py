@@ -70,18 +70,12 @@ class AccountTables(Database):
 
     async def add_usage(self, usage: Sequence[UsageRecord]) -> None:
         table = schema.usage
-
-        def write(connection: sa.Connection) -> None:
-            for entry in usage:
-                statement = self.insert(table).values(fields(entry))
-                connection.execute(
-                    statement.on_conflict_do_update(
-                        index_elements=list(table.primary_key.columns),
-                        set_={"count": table.c.count + statement.excluded["count"]},
-                    )
-                )
-
-        await self.write(write)
+        statement = self.insert(table)
+        adding = statement.on_conflict_do_update(
+            index_elements=list(table.primary_key.columns),
+            set_={"count": table.c.count + statement.excluded["count"]},
+        )
+        await self.execute_many(adding, [fields(entry) for entry in usage])
 
     async def list_usage(self, owner: str, first_hour: int, end_hour: int) -> Sequence[UsageRecord]:
         table = schema.usage

@@ -50,6 +50,7 @@ class Database:
         self._engine = _create_engine(url)
         self.insert = sqlite.insert if self._engine.dialect.name == "sqlite" else postgresql.insert
         migrate(self._engine)
+        self._put_new: dict[str, sa.Executable] = {}
         self.blobs = Blobs(blob_folder)
         self._claim: sa.Connection | None = None
         self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="store-reader")
@@ -133,9 +134,13 @@ class Database:
 
     def put_new(self, connection: sa.Connection, table: sa.Table, values: dict[str, Any]) -> bool:
         """Insert a row unless one with the same key is there; whether it was inserted."""
-        key = next(iter(table.primary_key.columns))
-        statement = self.insert(table).values(values).on_conflict_do_nothing().returning(key)
-        return connection.execute(statement).first() is not None
+        statement = self._put_new.get(table.name)
+        if statement is None:
+            # Made once: building a statement and its cache key costs more than carrying it out.
+            key = next(iter(table.primary_key.columns))
+            statement = self.insert(table).on_conflict_do_nothing().returning(key)
+            self._put_new[table.name] = statement
+        return connection.execute(statement, values).first() is not None
 
     def replace(self, connection: sa.Connection, table: sa.Table, values: dict[str, Any]) -> None:
         statement = self.insert(table).values(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,18 @@ from tinsmith.server.store.base import (
 from tinsmith.server.store.blobs import INLINE_BYTES
 from tinsmith.server.store.database import Database, fields
 
+_USED = (
+    sa.update(schema.models)
+    .where(schema.models.c.model_id == sa.bindparam("of_model"))
+    .values(last_request_at=sa.bindparam("at"))
+)
+_ENDED = sa.update(schema.operations).where(
+    schema.operations.c.request_id == sa.bindparam("of_request"),
+    schema.operations.c.status == "pending",
+)
+"""Statements that run for every operation; built once, because that costs more than they do."""
+
+_DROPPED_AT_ONCE = 500
 _LIGHT_COLUMNS = [c for c in schema.operations.c if c.name not in ("payload", "result")]
 
 
@@ -39,11 +52,8 @@ class LogTables(Database):
             if is_new and model is not None:
                 connection.execute(sa.insert(schema.models).values(fields(model)))
             elif is_new:
-                connection.execute(
-                    sa.update(schema.models)
-                    .where(schema.models.c.model_id == operation.model_id)
-                    .values(last_request_at=operation.created_at)
-                )
+                used = {"of_model": operation.model_id, "at": operation.created_at}
+                connection.execute(_USED, used)
             return (operation if is_new else self._first(connection, operation)), is_new
 
         return await self.write(write)
@@ -74,9 +84,8 @@ class LogTables(Database):
         return row
 
     def _finish_one(self, connection: sa.Connection, finish: Finish, row: dict[str, Any]) -> None:
-        table = schema.operations
-        is_open = sa.and_(table.c.request_id == finish.request_id, table.c.status == "pending")
-        if connection.execute(sa.update(table).where(is_open).values(row)).rowcount != 1:
+        ended = connection.execute(_ENDED, {"of_request": finish.request_id, **row})
+        if ended.rowcount != 1:
             return
         if finish.weights is not None:
             connection.execute(sa.insert(schema.weights).values(fields(finish.weights)))
@@ -229,41 +238,43 @@ class LogTables(Database):
         self, *, retrieved_before: float, finished_before: float, max_bytes: int
     ) -> int:
         table = schema.operations
-        has_result = table.c.result_bytes > 0
+        is_old = sa.or_(
+            table.c.finished_at < finished_before,
+            sa.func.coalesce(table.c.retrieved_at, math.inf) < retrieved_before,
+        )
+        kept = sa.and_(table.c.result_bytes > 0, ~is_old)
+        newest_first = sa.func.sum(table.c.result_bytes).over(
+            order_by=[table.c.finished_at.desc(), table.c.request_id]
+        )
+        sized = sa.select(
+            table.c.request_id, table.c.result_file, newest_first.label("together")
+        ).where(kept)
 
-        def write(connection: sa.Connection) -> tuple[int, list[str]]:
-            kept = connection.execute(
-                sa.select(
-                    table.c.request_id,
-                    table.c.result_file,
-                    table.c.result_bytes,
-                    table.c.retrieved_at,
-                    table.c.finished_at,
-                )
-                .where(has_result)
-                .order_by(table.c.finished_at.desc())
+        def read() -> list[tuple[str, str | None]]:
+            # Outside of the writing thread: whole tables are looked at, and others want to write.
+            with self.connect() as connection:
+                old = sa.select(table.c.request_id, table.c.result_file)
+                drop = connection.execute(old.where(table.c.result_bytes > 0, is_old)).all()
+                held = connection.execute(
+                    sa.select(sa.func.coalesce(sa.func.sum(table.c.result_bytes), 0)).where(kept)
+                ).scalar_one()
+                if held > max_bytes:
+                    beyond = sized.subquery()
+                    excess = sa.select(beyond.c.request_id, beyond.c.result_file)
+                    drop += connection.execute(excess.where(beyond.c.together > max_bytes)).all()
+            return [(row.request_id, row.result_file) for row in drop]
+
+        drop = await self.read(read)
+        for start in range(0, len(drop), _DROPPED_AT_ONCE):
+            part = drop[start : start + _DROPPED_AT_ONCE]
+            ids = [request_id for request_id, _ in part]
+            await self.execute(
+                sa.update(table)
+                .where(table.c.request_id.in_(ids))
+                .values(result=None, result_file=None, result_bytes=0, result_type="dropped")
             )
-            held, drop = 0, []
-            for row in kept:
-                held += row.result_bytes
-                is_old = row.finished_at < finished_before or (
-                    row.retrieved_at is not None and row.retrieved_at < retrieved_before
-                )
-                if is_old or held > max_bytes:
-                    held -= row.result_bytes
-                    drop.append(row)
-            for start in range(0, len(drop), 500):
-                ids = [row.request_id for row in drop[start : start + 500]]
-                connection.execute(
-                    sa.update(table)
-                    .where(table.c.request_id.in_(ids))
-                    .values(result=None, result_file=None, result_bytes=0, result_type="dropped")
-                )
-            return len(drop), [row.result_file for row in drop if row.result_file]
-
-        count, names = await self.write(write)
-        await self.read(self.blobs.delete, names)
-        return count
+            await self.read(self.blobs.delete, [name for _, name in part if name])
+        return len(drop)
 
     async def add_custom_loss(
         self, loss: CustomLossRecord, operation: OperationRecord

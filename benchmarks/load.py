@@ -1,0 +1,428 @@
+"""The server under load: many clients, thousands of held polls, a steady rate of requests.
+
+    python benchmarks/load.py [--seconds 60] [--clients 500] [--polls 4000] [--rate 1000]
+
+Starts a server of its own over the fake engine and drives it from this process through plain
+sockets, so that the driver costs little on the cores that both share. Every client trains (a pass,
+a step, a poll for each), keeps its share of the polls open for samples that take half a minute,
+and shows signs of life. Prints as JSON what was sent, what came back, how long each kind took, and
+how memory, descriptors and processor time went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+import uvloop
+
+from tinsmith.server.auth import create_key
+from tinsmith.server.config import build_config
+from tinsmith.server.serving import open_store
+from tinsmith.types import Datum, ForwardBackwardInput, ForwardBackwardRequest, ModelInput
+from tinsmith.wire import proto
+
+MODEL = "tinsmith/fake"
+PROTO = "application/x-protobuf"
+TOKEN_SECONDS = 10.0
+"""A sampled token of the fake engine. It costs a timer, so few and long ones are cheap."""
+
+SAMPLE_TOKENS = 3
+SAMPLE_SECONDS = TOKEN_SECONDS * SAMPLE_TOKENS
+HEARTBEAT_SECONDS = 10.0
+READ_SECONDS = 10.0
+REQUESTS_PER_SAMPLE = 3.0
+"""One to ask, and about two polls of at most half a minute."""
+
+REQUESTS_PER_STEP = 4.0
+SETTLE_SECONDS = 5.0
+"""After the start-up, before anything is measured."""
+
+_DATUM = Datum(
+    model_input=ModelInput.from_ints(list(range(1, 65))),
+    loss_fn_inputs={"target_tokens": list(range(2, 66)), "weights": [1.0] * 64},
+)
+
+
+@dataclass
+class Measured:
+    """What was seen since the measuring began."""
+
+    is_on: bool = False
+    answers: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    held_polls: int = 0
+    memory_mb: list[float] = field(default_factory=list)
+    descriptors: list[int] = field(default_factory=list)
+    outstanding: list[int] = field(default_factory=list)
+    lag_seconds: list[float] = field(default_factory=list)
+
+    def note(self, kind: str, status: int, seconds: float) -> None:
+        if not self.is_on:
+            return
+        self.answers[f"{kind} {status}"] += 1
+        self.seconds[kind].append(seconds)
+        if status not in (200, 204) and not (kind == "poll" and status == 408):
+            self.errors[f"{kind} {status}"] += 1
+
+
+class Connection(asyncio.Protocol):
+    """One keep-alive connection: a request out, its answer back, nothing else."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
+        self._buffer = b""
+
+    @classmethod
+    async def open(cls, host: str, port: int) -> Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(cls, host, port)
+        return connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer = self._buffer + data if self._buffer else data
+        head_end = self._buffer.find(b"\r\n\r\n")
+        if head_end < 0:
+            return
+        start = self._buffer.find(b"content-length: ") + 16
+        size = int(self._buffer[start : self._buffer.index(b"\r\n", start)])
+        if len(self._buffer) < head_end + 4 + size:
+            return
+        status, body = int(self._buffer[9:12]), self._buffer[head_end + 4 :]
+        self._buffer = b""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result((status, body))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ConnectionResetError("the server closed the connection"))
+
+    async def ask(self, request: bytes) -> tuple[int, bytes]:
+        assert self._transport is not None
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return await self._answer
+
+
+class Client:
+    """One user of the service, with a key of its own."""
+
+    def __init__(self, address: tuple[str, int], key: str, measured: Measured) -> None:
+        self._address = address
+        self._key = key
+        self._measured = measured
+        self._session_id = ""
+        self._model_id = ""
+        self._sampler_id = ""
+        self._sample_number = 0
+
+    async def start(self) -> None:
+        control = await self._connection()
+        session = await self._post(
+            control,
+            "start",
+            "/create_session",
+            {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"},
+        )
+        self._session_id = session["session_id"]
+        promise = await self._post(
+            control,
+            "start",
+            "/create_model",
+            {
+                "session_id": self._session_id,
+                "model_seq_id": 0,
+                "base_model": MODEL,
+                "lora_config": {"rank": 4, "seed": 1},
+            },
+        )
+        await self._result(control, promise["request_id"])
+        self._model_id = promise["model_id"]
+        sampler = await self._post(
+            control,
+            "start",
+            "/create_sampling_session",
+            {"session_id": self._session_id, "sampling_session_seq_id": 0, "base_model": MODEL},
+        )
+        self._sampler_id = sampler["sampling_session_id"]
+
+    async def train(self, pause_seconds: float) -> None:
+        """Passes and steps, a new pair every so often whether or not the last one is done."""
+        sending, polling = await self._connection(), await self._connection()
+        await asyncio.sleep(random.uniform(0, pause_seconds))
+        seq_id, due = 0, time.perf_counter()
+        while True:
+            body = proto.encode_pass(
+                ForwardBackwardRequest(
+                    ForwardBackwardInput([_DATUM], "cross_entropy"), self._model_id, seq_id + 1
+                )
+            )
+            promise = await self._send(sending, "forward_backward", "/forward_backward", body)
+            step = {
+                "model_id": self._model_id,
+                "seq_id": seq_id + 2,
+                "adam_params": {"learning_rate": 1e-3},
+            }
+            stepped = await self._post(sending, "optim_step", "/optim_step", step)
+            await self._result(polling, promise["request_id"])
+            await self._result(polling, stepped["request_id"])
+            seq_id += 2
+            due += pause_seconds
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+
+    async def roll_out(self) -> None:
+        """Samples one after another, always with a poll open for the one under way."""
+        connection = await self._connection()
+        await asyncio.sleep(random.uniform(0, SAMPLE_SECONDS))
+        while True:
+            self._sample_number += 1
+            promise = await self._post(
+                connection,
+                "asample",
+                "/asample",
+                {
+                    "sampling_session_id": self._sampler_id,
+                    "seq_id": self._sample_number,
+                    "num_samples": 1,
+                    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+                    "sampling_params": {"max_tokens": SAMPLE_TOKENS, "seed": 5, "stop": []},
+                },
+            )
+            await self._result(connection, promise["request_id"])
+
+    async def look_around(self) -> None:
+        """Signs of life, and a look at the run now and then."""
+        connection = await self._connection()
+        await asyncio.sleep(random.uniform(0, HEARTBEAT_SECONDS))
+        while True:
+            heartbeat = {"session_id": self._session_id}
+            await self._post(connection, "heartbeat", "/session_heartbeat", heartbeat)
+            await asyncio.sleep(READ_SECONDS / 2)
+            await self._post(connection, "get_info", "/get_info", {"model_id": self._model_id})
+            await asyncio.sleep(HEARTBEAT_SECONDS / 2)
+
+    async def _result(self, connection: Connection, request_id: str) -> None:
+        body = orjson.dumps({"request_id": request_id})
+        request = self._request("/retrieve_future", body, "application/json", accept=PROTO)
+        while True:
+            started = time.perf_counter()
+            self._measured.held_polls += 1
+            try:
+                status, _ = await connection.ask(request)
+            finally:
+                self._measured.held_polls -= 1
+            self._measured.note("poll", status, time.perf_counter() - started)
+            if status != 408:
+                return
+
+    async def _post(self, connection: Connection, kind: str, path: str, body: Any) -> Any:
+        return await self._send(connection, kind, path, orjson.dumps(body))
+
+    async def _send(self, connection: Connection, kind: str, path: str, body: bytes) -> Any:
+        """Send until it is accepted; what was refused for lack of room is sent again."""
+        content_type = PROTO if kind == "forward_backward" else "application/json"
+        request = self._request(path, body, content_type)
+        while True:
+            started = time.perf_counter()
+            status, answer = await connection.ask(request)
+            self._measured.note(kind, status, time.perf_counter() - started)
+            if status == 200:
+                return orjson.loads(answer)
+            if status != 429:
+                raise RuntimeError(f"{path} answered {status}: {answer[:300]!r}")
+            await asyncio.sleep(1.0)
+
+    def _request(self, path: str, body: bytes, content_type: str, accept: str = "*/*") -> bytes:
+        head = (
+            f"POST /api/v1{path} HTTP/1.1\r\nhost: load\r\nx-api-key: {self._key}\r\n"
+            f"content-type: {content_type}\r\naccept: {accept}\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
+
+    async def _connection(self) -> Connection:
+        return await Connection.open(*self._address)
+
+
+class Server:
+    """A server process over the fake engine, and what the system says about it."""
+
+    def __init__(self, folder: Path, num_keys: int, settings: dict[str, object]) -> None:
+        self.keys = asyncio.run(_make_keys(folder, num_keys))
+        options = {
+            "engine": "fake",
+            "port": 0,
+            "max_loaded_models": 2 * num_keys,
+            "fake_token_seconds": TOKEN_SECONDS,
+            "max_queued_samples": 16_384,
+            **settings,
+        }
+        command = [sys.executable, "-m", "tinsmith.cli", "serve", "--data-dir", str(folder)]
+        for name, value in options.items():
+            command += ["--set", f"{name}={value}"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        host, _, port = line.split()[-1].removeprefix("http://").rpartition(":")
+        self.address = (host, int(port))
+        self._folder = Path(f"/proc/{self._process.pid}")
+
+    def memory_mb(self) -> float:
+        pages = int((self._folder / "statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    def descriptors(self) -> int:
+        return sum(1 for _ in (self._folder / "fd").iterdir())
+
+    def cpu_seconds(self) -> float:
+        fields = (self._folder / "stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+async def _make_keys(folder: Path, count: int) -> list[str]:
+    store = open_store(build_config({"data_dir": folder}))
+    try:
+        made = await asyncio.gather(
+            *(create_key(store, f"user-{number}", "load") for number in range(count))
+        )
+    finally:
+        await store.close()
+    return [key for key, _ in made]
+
+
+async def drive(
+    server: Server,
+    *,
+    seconds: float,
+    polls: int,
+    rate: float,
+    meanwhile: Callable[[], Awaitable[None]] | None = None,
+) -> dict[str, Any]:
+    """Put a server under load and measure; `meanwhile` runs beside it while that is done."""
+    measured = Measured()
+    clients = [Client(server.address, key, measured) for key in server.keys]
+    for start in range(0, len(clients), 50):
+        await asyncio.gather(*(client.start() for client in clients[start : start + 50]))
+    other = polls / SAMPLE_SECONDS * REQUESTS_PER_SAMPLE + len(clients) * 2 / HEARTBEAT_SECONDS
+    steps = max(1.0, (rate - other) / REQUESTS_PER_STEP)
+    work = [client.train(len(clients) / steps) for client in clients]
+    work += [client.look_around() for client in clients]
+    work += [clients[slot % len(clients)].roll_out() for slot in range(polls)]
+    tasks = [asyncio.create_task(item) for item in work]
+    guard = asyncio.create_task(_first_failure(tasks))
+    try:
+        await asyncio.wait([guard], timeout=SAMPLE_SECONDS + SETTLE_SECONDS)
+        begun, cpu, own = time.perf_counter(), server.cpu_seconds(), time.process_time()
+        measured.is_on = True
+        extra = None if meanwhile is None else asyncio.ensure_future(meanwhile())
+        while (elapsed := time.perf_counter() - begun) < seconds and not guard.done():
+            measured.memory_mb.append(server.memory_mb())
+            measured.descriptors.append(server.descriptors())
+            measured.outstanding.append(measured.held_polls)
+            before = time.perf_counter()
+            await asyncio.sleep(min(1.0, seconds - elapsed))
+            measured.lag_seconds.append(time.perf_counter() - before - min(1.0, seconds - elapsed))
+        measured.is_on = False
+        elapsed = time.perf_counter() - begun
+        cpu, own = server.cpu_seconds() - cpu, time.process_time() - own
+        if extra is not None:
+            await extra
+    finally:
+        for task in [guard, *tasks]:
+            task.cancel()
+        await asyncio.gather(guard, *tasks, return_exceptions=True)
+    if guard.done() and not guard.cancelled() and (error := guard.exception()) is not None:
+        measured.errors[repr(error)] += 1
+    return _report(measured, elapsed, cpu, own, len(clients))
+
+
+async def _first_failure(tasks: list[asyncio.Task[None]]) -> None:
+    await asyncio.gather(*tasks)
+
+
+def _report(
+    measured: Measured, elapsed: float, cpu: float, own: float, num_clients: int
+) -> dict[str, Any]:
+    third = max(1, len(measured.memory_mb) // 3)
+    return {
+        "clients": num_clients,
+        "seconds": round(elapsed, 1),
+        "requests_per_second": round(sum(measured.answers.values()) / elapsed, 1),
+        "polls_outstanding": _spread(measured.outstanding),
+        "answers": dict(sorted(measured.answers.items())),
+        "errors": dict(measured.errors),
+        "latency_ms": {
+            kind: {
+                name: round(1e3 * _quantile(values, q), 2)
+                for name, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
+            }
+            for kind, values in sorted(measured.seconds.items())
+            if kind != "poll"
+        },
+        "server_memory_mb": {
+            "first_third": round(statistics.median(measured.memory_mb[:third]), 1),
+            "last_third": round(statistics.median(measured.memory_mb[-third:]), 1),
+        },
+        "server_descriptors": _spread(measured.descriptors),
+        "server_cpu_cores": round(cpu / elapsed, 2),
+        "driver_cpu_cores": round(own / elapsed, 2),
+        "driver_lag_ms_p99": round(1e3 * _quantile(measured.lag_seconds, 0.99), 1),
+    }
+
+
+def _spread(values: list[int]) -> dict[str, float]:
+    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
+
+
+def _quantile(values: list[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--seconds", type=float, default=60.0)
+    options.add_argument("--clients", type=int, default=500)
+    options.add_argument("--polls", type=int, default=4000)
+    options.add_argument("--rate", type=float, default=1000.0)
+    arguments = options.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tinsmith-load-") as folder:
+        server = Server(Path(folder) / "data", arguments.clients, {})
+        try:
+            found = uvloop.run(
+                drive(server, seconds=arguments.seconds, polls=arguments.polls, rate=arguments.rate)
+            )
+        finally:
+            server.stop()
+    print(json.dumps({"load_average": os.getloadavg(), **found}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
