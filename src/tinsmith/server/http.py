@@ -18,6 +18,7 @@ from starlette.routing import Route
 from tinsmith.errors import EngineError, TooLargeError, ValidationError
 from tinsmith.server.auth import Caller
 from tinsmith.server.service import Service
+from tinsmith.server.store.base import StoreUnavailableError
 from tinsmith.wire import json, zstd
 
 logger = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ async def _answer(
         status, detail, headers = 413, str(error), None
     except ValidationError as error:
         status, detail, headers = 400, str(error), None
-    except EngineError as error:
+    except (EngineError, StoreUnavailableError) as error:
         status, detail, headers = 503, str(error), None
     except ClientDisconnect:
         return Response(status_code=400)
