@@ -41,6 +41,7 @@ async def _start_fake(config: ServerConfig) -> Engine:
 async def _start_local(config: ServerConfig) -> Engine:
     from tinsmith.engine.local.config import LocalEngineConfig
     from tinsmith.engine.local.engine import LocalEngine
+    from tinsmith.engine.local.messages import Patience
 
     # The configuration's own checks know which words are allowed.
     settings: dict[str, Any] = {
@@ -50,4 +51,5 @@ async def _start_local(config: ServerConfig) -> Engine:
     }
     if config.models:
         settings["models"] = config.models
-    return await LocalEngine.start(LocalEngineConfig(**settings))
+    patience = Patience(config.engine_silence_seconds, config.engine_turn_seconds)
+    return await LocalEngine.start(LocalEngineConfig(**settings), patience=patience)

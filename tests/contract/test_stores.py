@@ -243,22 +243,48 @@ async def test_the_log_is_read_in_order_and_pending_models_are_known(store: Stor
     assert await store.models_with_pending() == [MODEL.model_id]
 
 
-async def test_a_snapshot_drops_the_payloads_that_it_covers(store: Store) -> None:
-    for seq_id in range(3):
+async def test_a_snapshot_drops_the_payloads_before_the_previous_one(store: Store) -> None:
+    """The previous one is kept, and what is needed to come from there to the newest."""
+    for seq_id in range(4):
         payload = os.urandom(100_000 if seq_id == 1 else 10)
         await store.record(operation(seq_id, payload=payload), MODEL if seq_id == 0 else None)
-    ends = [Finish(request_id=f"r{n}", status="done", finished_at=5.0) for n in (0, 1)]
+    ends = [Finish(request_id=f"r{n}", status="done", finished_at=5.0) for n in (0, 1, 2)]
     await store.finish(ends)
-    await store.record_snapshot(MODEL.model_id, 1, weights("w", "exact"))
+    await store.record_snapshot(MODEL.model_id, 1, weights("w1", "exact"))
+    assert len(await store.read_payload("r1")) == 100_000
+    await store.record_snapshot(MODEL.model_id, 2, weights("w2", "exact"))
     model = await store.get_model(MODEL.model_id)
     assert model is not None
-    assert (model.snapshot_seq_id, model.snapshot_weights_id) == (1, "w")
+    assert (model.snapshot_seq_id, model.snapshot_weights_id) == (2, "w2")
+    assert (model.previous_snapshot_seq_id, model.previous_snapshot_weights_id) == (1, "w1")
     log = await store.read_log(MODEL.model_id, -1)
-    assert [o.payload_file for o in log] == [None, None, None]
-    assert len(await store.read_payload("r2")) == 10
+    assert [o.payload_file for o in log] == [None, None, None, None]
+    assert [len(await store.read_payload(f"r{n}")) for n in (2, 3)] == [10, 10]
     assert await store.unreferenced_weights() == []
-    await store.record_snapshot(MODEL.model_id, 1, weights("w2", "exact"))
-    assert await store.unreferenced_weights() == ["w"]
+    await store.record_snapshot(MODEL.model_id, 2, weights("w3", "exact"))
+    assert await store.unreferenced_weights() == ["w1"]
+
+
+async def test_a_damaged_snapshot_gives_way_to_the_previous_one(store: Store) -> None:
+    await store.record(operation(0), MODEL)
+    await store.record_snapshot(MODEL.model_id, 0, weights("w1", "exact"))
+    await store.record_snapshot(MODEL.model_id, 5, weights("w2", "exact"))
+    await store.revert_snapshot(MODEL.model_id)
+    model = await store.get_model(MODEL.model_id)
+    assert model is not None
+    assert (model.snapshot_seq_id, model.snapshot_weights_id) == (0, "w1")
+    assert await store.unreferenced_weights() == ["w2"]
+    assert set(await store.list_weights()) == {"w1", "w2"}
+
+
+async def test_a_retry_with_a_large_payload_leaves_no_second_file(
+    store: Store, tmp_path: Path
+) -> None:
+    await store.record(operation(0, payload=b"x" * 100_000), MODEL)
+    again = dataclasses.replace(operation(0, payload=b"x" * 100_000), request_id="another")
+    first, is_new = await store.record(again)
+    assert (first.request_id, is_new) == ("r0", False)
+    assert [f.name for f in tmp_path.rglob("*.payload")] == ["r0.payload"]  # noqa: ASYNC240
 
 
 async def test_weights_are_kept_while_anything_refers_to_them(store: Store) -> None:

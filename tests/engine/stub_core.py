@@ -1,8 +1,8 @@
 """A core that computes nothing, for tests of the process around it.
 
 Adapter ids say what should happen: `slow:SECONDS`, `parts:N` (a pass of N parts), `raise`,
-`exit:STATUS`, `segfault`. Time is a counter (`now`) unless `sleeps` is set: a part of a pass
-takes 5, a sampling turn 1.
+`exit:STATUS`, `segfault`, `deadlock`. Time is a counter (`now`) unless `sleeps` is set: a part of
+a pass takes 5, a sampling turn 1.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -75,6 +76,10 @@ class StubCore:
                 os._exit(int(value))
             case "segfault":
                 ctypes.string_at(0)
+            case "deadlock":
+                lock = threading.Lock()
+                lock.acquire()
+                lock.acquire()
             case "bad":
                 return Failure("no such thing", "user")
         return None

@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tinsmith import disk
 from tinsmith.engine.base import SnapshotKind
-from tinsmith.engine.local import checkpoints, durable_files
+from tinsmith.engine.local import checkpoints
 from tinsmith.engine.local.batch import PackedAttention
 from tinsmith.engine.local.decoder import Decoder
 from tinsmith.engine.local.lora import Adapter, AdapterPool, AdapterSegments
@@ -165,8 +166,8 @@ def test_an_interrupted_save_is_not_taken_for_a_checkpoint_and_can_be_repeated(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable_files, "publish_folder", killed)
-        patch.setattr(durable_files, "discard_folder", lambda folder: None)
+        patch.setattr(disk, "publish_folder", killed)
+        patch.setattr(disk, "discard_folder", lambda folder: None)
         with pytest.raises(Killed):
             checkpoints.save(trained, tmp_path / "c", "exact")
     assert not (tmp_path / "c").exists()

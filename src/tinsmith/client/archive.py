@@ -46,7 +46,8 @@ def check_free(folder: Path) -> None:
 def confined(folder: Path, name: str) -> Path:
     """Where a file of that name goes; never outside the folder."""
     path = PurePosixPath(name)
-    if path.is_absolute() or not path.parts or any(p in ("..", "") or ":" in p for p in path.parts):
+    is_strange = "\x00" in name or any(p in ("..", "") or ":" in p for p in path.parts)
+    if path.is_absolute() or not path.parts or is_strange:
         raise ValidationError(f"the file name {name[:200]!r} leads out of its folder")
     longest = max(len(part.encode(errors="replace")) for part in path.parts)
     if longest > MAX_NAME_BYTES or len(name.encode(errors="replace")) > MAX_PATH_BYTES:

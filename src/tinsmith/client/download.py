@@ -61,7 +61,7 @@ async def download_archive(
 ) -> list[Path]:
     """Fetch a tar archive and unpack it as `folder`; its files."""
     check_free(folder)
-    tar = folder.with_name(f"{folder.name}.tar")
+    tar = folder.with_name(f".{folder.name}.download.tar")
     if not tar.exists():
         tar.parent.mkdir(parents=True, exist_ok=True)
         await _fetch(connection, url, tar.name, tar, on_progress)

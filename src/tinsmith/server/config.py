@@ -118,6 +118,12 @@ class ServerConfig:
     max_queued_memory_bytes: int = 1024**3
     """Most memory for training requests that wait; others are read from disk in their turn."""
 
+    engine_silence_seconds: float = 60.0
+    """An engine process that gives no sign of life for this long is replaced..."""
+
+    engine_turn_seconds: float = 900.0
+    """... and so is one that is busy with one turn for this long, and 0.1 s more for each token."""
+
     engine_attempts: int = 3
     """How often an operation may be under way when the engine dies before it is given up."""
 

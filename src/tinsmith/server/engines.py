@@ -18,15 +18,31 @@ logger = logging.getLogger(__name__)
 
 EngineFactory = Callable[[], Awaitable[Engine]]
 
+
+async def _nothing() -> None: ...
+
+
 HEALTH_SECONDS = 2.0
 """How often an engine that nobody talks to is asked whether it lives."""
 
 _LONGEST_PAUSE_SECONDS = 30.0
+"""Most time between two attempts to start an engine that does not start."""
+
+_LONGEST_REST_SECONDS = 5.0
+"""Most time between the death of an engine that had started and the next one."""
+
+_STEADY_SECONDS = 10.0
+"""An engine that lived this long did not die of being started."""
 
 
 class EngineSupervisor:
-    def __init__(self, factory: EngineFactory) -> None:
+    def __init__(
+        self, factory: EngineFactory, clean_up: Callable[[], Awaitable[None]] = _nothing
+    ) -> None:
+        """`clean_up` is called before each start, when no engine is at work."""
         self._factory = factory
+        self._clean_up = clean_up
+        self._closing: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
         self._is_up = asyncio.Event()
         self._is_needed = asyncio.Event()
@@ -84,6 +100,10 @@ class EngineSupervisor:
         while True:
             await asyncio.sleep(pause)
             try:
+                if self._closing is not None:
+                    # Two at once would share the device's memory and the folder of weights.
+                    await self._closing
+                await self._clean_up()
                 engine = await self._factory()
                 self.capabilities = await engine.capabilities()
             except Exception as error:
@@ -103,8 +123,8 @@ class EngineSupervisor:
                 callback()
             started = asyncio.get_running_loop().time()
             await self._watch(engine)
-            is_short = asyncio.get_running_loop().time() - started < _LONGEST_PAUSE_SECONDS
-            pause = min(max(0.1, pause * 2), _LONGEST_PAUSE_SECONDS) if is_short else 0.0
+            is_short = asyncio.get_running_loop().time() - started < _STEADY_SECONDS
+            pause = min(max(0.1, pause * 2), _LONGEST_REST_SECONDS) if is_short else 0.0
 
     async def _watch(self, engine: Engine) -> None:
         """Return when the engine is no longer in use."""

@@ -2,8 +2,8 @@
 
 Every function takes an operation whose turn it is and gives back its `Finish`: the end to be
 recorded, with everything the operation brought into being. A mistake of the user is a failed
-end, not an exception; exceptions mean that the engine is in trouble and the operation must be
-taken again.
+end, not an exception; exceptions mean that the engine, the store or the disk is in trouble and the
+operation must be taken again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 from tinsmith.engine.base import CustomLoss, Engine, Failure, Pass, SnapshotKind, Step
-from tinsmith.errors import ValidationError
+from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.server.checkpoints import Checkpoints, checkpoint_name, expiry
 from tinsmith.server.futures import Outcome
 from tinsmith.server.models import LiveModel
@@ -45,6 +45,10 @@ from tinsmith.types import (
 from tinsmith.types.model import Model
 from tinsmith.wire import json, proto
 from tinsmith.wire.limits import Limits
+
+
+class DiskTroubleError(TinkerError):
+    """The engine is well but could not write weights to disk, which may be full for now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +240,8 @@ class Executor:
         weights_id, folder = self.weights.new()
         info = await engine.snapshot(model.model_id, folder, kind)
         if isinstance(info, Failure):
+            if info.category == "server":
+                raise DiskTroubleError(info.message)
             return info
         return weights_record(weights_id, model.record, kind, info, time.time())
 

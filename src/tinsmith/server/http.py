@@ -21,6 +21,7 @@ from tinsmith.errors import EngineError, TooLargeError, ValidationError
 from tinsmith.server.admission import LARGE_BODY_BYTES
 from tinsmith.server.auth import Caller
 from tinsmith.server.service import Service
+from tinsmith.server.store.base import StoreUnavailableError
 from tinsmith.wire import json, zstd
 from tinsmith.wire.dialects import PROTO_TYPE, media_type
 
@@ -274,7 +275,7 @@ async def _answer(
         status, detail, headers = 413, str(error), None
     except ValidationError as error:
         status, detail, headers = 400, str(error), None
-    except EngineError as error:
+    except (EngineError, StoreUnavailableError) as error:
         status, detail, headers = 503, str(error), None
     except ClientDisconnect:
         return Response(status_code=400)

@@ -36,6 +36,8 @@ class LiveModel:
     steps_since_snapshot: int = 0
     bytes_since_snapshot: int = 0
     oldest_since_snapshot: float | None = None
+    wants_snapshot: bool = False
+    """Whether a snapshot is due whatever the policy says, because the newest one was damaged."""
     wants_unload: bool = False
     gap_since: float | None = None
     finishes: list[Finish] = field(default_factory=list)

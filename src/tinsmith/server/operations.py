@@ -55,6 +55,8 @@ class Operation:
     """Whether the request counts among those kept in memory."""
     attempts: int = 0
     """How often the engine died while this was under way."""
+    disk_troubles: int = 0
+    """How often its files could not be written."""
 
     @property
     def seq_id(self) -> int:

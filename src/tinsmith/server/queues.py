@@ -32,8 +32,9 @@ class SequenceQueue:
 
     def use_up(self, seq_id: int) -> None:
         """A number that was refused: those behind it need not wait for it."""
-        self._used.add(seq_id)
-        self._skip_used()
+        if seq_id >= self.next_seq_id:
+            self._used.add(seq_id)
+            self._skip_used()
 
     def head(self) -> Operation | None:
         return self._waiting.get(self.next_seq_id)

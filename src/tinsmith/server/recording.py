@@ -107,7 +107,10 @@ class Recorder:
         if new_model is not None:
             recorded, is_new = await self._store.record(operation, new_model)
             if not is_new:
-                return recorded.request_id
+                # Reading a model that is not live yet puts what is pending into its queue.
+                found = await self._models.get(operation.model_id)
+                assert found is not None, "it was recorded with its model"
+                return self._adopt(found, recorded)
             added = self._models.add(new_model)
             if added is None:
                 await self._models.get(operation.model_id)
@@ -124,7 +127,7 @@ class Recorder:
             finally:
                 model.num_recording -= 1
             if not is_new:
-                return recorded.request_id
+                return self._adopt(model, recorded)
         if operation.kind == REFUSED:
             model.queue.use_up(operation.seq_id)
         else:
@@ -141,6 +144,18 @@ class Recorder:
             )
         self._wake()
         return operation.request_id
+
+    def _adopt(self, model: LiveModel, recorded: OperationRecord) -> str:
+        """A number that was recorded before. Its first recording may have seemed to fail, when
+        the connection to the store was lost in the midst of it: then nobody has queued it."""
+        if recorded.kind == REFUSED:
+            model.queue.use_up(recorded.seq_id)
+            self._wake()
+        elif recorded.status == "pending" and self._promises.get(recorded.request_id) is None:
+            self._promises.open(recorded.request_id, recorded.owner)
+            model.queue.put(Operation(recorded))
+            self._wake()
+        return recorded.request_id
 
     def _operation(self, record: OperationRecord, request: object) -> Operation:
         """The operation for the queue. Its payload is on disk; the decoded request is kept while

@@ -1,4 +1,4 @@
-"""Rebuilding a model in an engine: its newest snapshot, then the log after it.
+"""Rebuilding a model in an engine: its newest snapshot that can be read, then the log after it.
 
 Used after a restart of the server, after the death of an engine, and when a model that was put on
 disk is wanted again. Only operations that had taken effect are replayed, in order and without
@@ -14,7 +14,7 @@ from tinsmith.errors import TinkerError
 from tinsmith.server.execution import Executor
 from tinsmith.server.models import LiveModel
 from tinsmith.server.operations import LoadRequest, Operation
-from tinsmith.server.store.base import OperationRecord
+from tinsmith.server.store.base import ModelRecord, OperationRecord
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +35,36 @@ class Recovery:
         record = await self._executor.store.get_model(model.model_id)
         assert record is not None
         model.record = record
-        await engine.unload_adapter(model.model_id)
-        _check(await engine.create_adapter(model.model_id, record.base_model, model.lora), "create")
-        if record.snapshot_weights_id is not None:
-            folder = self._executor.weights.folder(record.snapshot_weights_id)
-            _check(await engine.restore(model.model_id, folder, "exact"), "restore the snapshot of")
+        if (failure := await self._restore(engine, model)) is not None:
+            if record.snapshot_weights_id == record.previous_snapshot_weights_id:
+                _check(failure, "restore the snapshot of")
+            logger.error("the newest snapshot of %s is damaged: %s", model.model_id, failure)
+            record = await self._revert(model)
+            _check(await self._restore(engine, model), "restore the snapshots of")
         log = await self._executor.store.read_log(model.model_id, record.snapshot_seq_id)
         replayed = [Operation(o) for o in log if _touched_the_model(o)]
         logger.info("rebuilding %s: %d operations to replay", model.model_id, len(replayed))
         await self._replay(engine, model, replayed)
+
+    async def _restore(self, engine: Engine, model: LiveModel) -> Failure | None:
+        """Begin anew, from the snapshot where there is one; why it cannot be used."""
+        record = model.record
+        await engine.unload_adapter(model.model_id)
+        _check(await engine.create_adapter(model.model_id, record.base_model, model.lora), "create")
+        if record.snapshot_weights_id is None:
+            return None
+        folder = self._executor.weights.folder(record.snapshot_weights_id)
+        restored = await engine.restore(model.model_id, folder, "exact")
+        return restored if isinstance(restored, Failure) else None
+
+    async def _revert(self, model: LiveModel) -> ModelRecord:
+        """Go back to the previous snapshot; the log since then is still there."""
+        await self._executor.store.revert_snapshot(model.model_id)
+        record = await self._executor.store.get_model(model.model_id)
+        assert record is not None
+        model.record = record
+        model.is_changed = model.wants_snapshot = True
+        return record
 
     async def _replay(self, engine: Engine, model: LiveModel, operations: list[Operation]) -> None:
         passes: list[Pass] = []

@@ -7,8 +7,11 @@ is answered as soon as its own part is done, and a model's optimizer step starts
 last pass is, whatever else of the batch is still running.
 
 An engine that dies takes nothing with it: what was under way goes back to its place in the queue,
-and the models are rebuilt in the next engine. An operation that was under way at several deaths in
-a row runs by itself, and is finally given up, because it may be their cause.
+and the models are rebuilt in the next engine. What was under way at several deaths in a row, an
+operation or the rebuilding of a model, is suspected of being their cause: it runs by itself, so
+that nothing else is blamed for it, and is finally given up.
+
+While the store cannot be used, operations wait where they are.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tinsmith.engine.base import Engine, Failure, Pass, Step
-from tinsmith.errors import EngineError
+from tinsmith.errors import EngineError, TinkerError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.endings import Endings
 from tinsmith.server.engines import EngineSupervisor
 from tinsmith.server.execution import (
+    DiskTroubleError,
     Executor,
     failed,
     pass_done,
@@ -36,11 +40,16 @@ from tinsmith.server.models import LiveModel, LiveModels
 from tinsmith.server.operations import Operation
 from tinsmith.server.recovery import RebuildError, Recovery
 from tinsmith.server.snapshots import Snapshots
-from tinsmith.server.store.base import Finish, Store
+from tinsmith.server.store.base import Finish, Store, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_SECONDS = 1.0
+_STORE_PAUSE_SECONDS = 1.0
+"""How long an operation waits before it asks a store again that could not be used."""
+
+_DISK_PATIENCE_SECONDS = 600.0
+"""How long a save waits for a disk that is full before it fails."""
 
 Claim = tuple[LiveModel, Operation]
 
@@ -74,6 +83,7 @@ class Scheduler:
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_batch_running = False
+        self._is_suspect_running = False
         self._turn_tokens = 0.0
         engines.on_start(self.wake)
 
@@ -102,29 +112,27 @@ class Scheduler:
     # Choosing
 
     def _start_ready(self) -> None:
+        if self._is_suspect_running:
+            return
+        ready = [model for model in self._models if not model.is_busy]
+        suspects = [model for model in ready if self._is_suspect(model)]
+        if suspects:
+            # Nothing new starts until what is under way is done and the suspects have run alone.
+            if not self._tasks:
+                self._start_suspect(suspects[0])
+            return
         steps: list[LiveModel] = []
         passes: list[LiveModel] = []
-        for model in self._models:
-            if model.is_busy:
-                continue
+        for model in ready:
+            head = model.queue.head()
             if model.failure is not None:
                 self._fail_all(model, model.failure)
-                continue
-            is_loaded = model.generation == self._engines.generation
-            head = model.queue.head()
-            if is_loaded and self._snapshots.is_due(model):
-                self._start(self._take_snapshot(model), model)
-            elif head is None:
-                if is_loaded and model.wants_unload and not len(model.queue):
-                    self._start(self._unload(model), model)
-            elif head.seq_id > 0 and not is_loaded:
-                self._start(self._load(model), model)
-            elif head.is_pass:
+            elif (work := self._work_of(model)) is not None:
+                self._start(work, model)
+            elif head is not None and head.is_pass:
                 passes.append(model)
-            elif head.record.kind == "optim_step":
+            elif head is not None:
                 steps.append(model)
-            else:
-                self._start(self._run_single(model, self._take(model)), model)
         if steps:
             claims = [(model, self._take(model)) for model in steps]
             self._start(self._run_steps(claims), *steps)
@@ -132,6 +140,48 @@ class Scheduler:
             claims = self._claim_passes(passes)
             self._is_batch_running = True
             self._start(self._run_passes(claims), *{model for model, _ in claims})
+
+    def _work_of(self, model: LiveModel) -> Coroutine[Any, Any, None] | None:
+        """What the model needs that concerns no other; None for a pass, a step, or nothing."""
+        is_loaded = model.generation == self._engines.generation
+        head = model.queue.head()
+        if is_loaded and self._snapshots.is_due(model):
+            return self._take_snapshot(model)
+        if head is None:
+            is_leaving = is_loaded and model.wants_unload and not len(model.queue)
+            return self._unload(model) if is_leaving else None
+        if head.seq_id > 0 and not is_loaded:
+            return self._load(model)
+        if head.is_pass or head.record.kind == "optim_step":
+            return None
+        return self._run_single(model, self._take(model))
+
+    def _is_suspect(self, model: LiveModel) -> bool:
+        """Whether the model's next move was under way at all but one of the deaths allowed."""
+        head = model.queue.head()
+        if head is None or model.failure is not None:
+            return False
+        return max(head.attempts, model.rebuild_attempts) >= self._config.engine_attempts - 1 > 0
+
+    def _start_suspect(self, model: LiveModel) -> None:
+        work = self._work_of(model)
+        if work is None:
+            claim = (model, self._take(model))
+            if claim[1].is_pass:
+                self._is_batch_running = True
+                model.num_claimed += 1
+                work = self._run_passes([claim])
+            else:
+                work = self._run_steps([claim])
+        self._is_suspect_running = True
+        self._start(self._alone(work), model)
+
+    async def _alone(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        finally:
+            self._is_suspect_running = False
+            self.wake()
 
     def _claim_passes(self, ready: list[LiveModel]) -> list[Claim]:
         """Passes for one batch, in fair turns, in order within each model."""
@@ -175,7 +225,11 @@ class Scheduler:
             model.gap_since = None
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self.wake()
 
     async def _run_passes(self, claims: list[Claim]) -> None:
         unfinished = dict(enumerate(claims))
@@ -209,9 +263,15 @@ class Scheduler:
                 self._put_back(model, operation, error)
                 model.num_claimed = 0
                 model.is_busy = False
+        except StoreUnavailableError as error:
+            await self._wait_for_store(error)
+            for model, operation in unfinished.values():
+                model.queue.put(operation)
+                model.num_claimed = 0
+                model.is_busy = False
         except Exception as error:
             for model, operation in unfinished.values():
-                self._end_pass(model, operation, self._broken(operation, error))
+                self._end_pass(model, operation, self._broken(model, operation, error))
         finally:
             self._is_batch_running = False
             self.wake()
@@ -247,6 +307,7 @@ class Scheduler:
             self._metrics.observe("step_seconds", time.perf_counter() - started)
             for (model, operation), result in zip(unfinished, results, strict=True):
                 if isinstance(result, Failure):
+                    self._doubt(model, result.category)
                     self._endings.end(model, operation, failed(operation, result))
                 else:
                     self._endings.end(model, operation, step_done(operation, result))
@@ -254,9 +315,13 @@ class Scheduler:
             self._engines.report(generation, error)
             for model, operation in unfinished:
                 self._put_back(model, operation, error)
+        except StoreUnavailableError as error:
+            await self._wait_for_store(error)
+            for model, operation in unfinished:
+                model.queue.put(operation)
         except Exception as error:
             for model, operation in unfinished:
-                self._endings.end(model, operation, self._broken(operation, error))
+                self._endings.end(model, operation, self._broken(model, operation, error))
         finally:
             for model, _ in unfinished:
                 model.is_busy = False
@@ -277,12 +342,27 @@ class Scheduler:
                     model.failure = Failure(
                         f"model {model.model_id} was not created: {finish.error}", "user"
                     )
+            elif finish.status == "failed":
+                self._doubt(model, finish.category)
             self._endings.end(model, operation, finish)
         except EngineError as error:
             self._engines.report(generation, error)
             self._put_back(model, operation, error)
+        except (StoreUnavailableError, DiskTroubleError) as error:
+            await self._wait_for_store(error)
+            operation.disk_troubles += isinstance(error, DiskTroubleError)
+            if operation.disk_troubles * _STORE_PAUSE_SECONDS >= _DISK_PATIENCE_SECONDS:
+                self._endings.end(
+                    model, operation, failed(operation, Failure(str(error), "server"))
+                )
+                return
+            if operation.seq_id == 0:
+                # It may have been made by now; it is made again.
+                with contextlib.suppress(EngineError):
+                    await engine.unload_adapter(model.model_id)
+            model.queue.put(operation)
         except Exception as error:
-            self._endings.end(model, operation, self._broken(operation, error))
+            self._endings.end(model, operation, self._broken(model, operation, error))
         finally:
             model.is_busy = False
             self.wake()
@@ -298,9 +378,14 @@ class Scheduler:
             self._engines.report(generation, error)
             model.rebuild_attempts += 1
             if model.rebuild_attempts >= self._config.engine_attempts:
-                model.rebuild_attempts = 0
-                problem = f"the engine died each time model {model.model_id} was rebuilt: {error}"
-                self._fail_all(model, Failure(problem, "server"))
+                logger.error("model %s is set aside: %s", model.model_id, error)
+                problem = f"the engine died each time model {model.model_id} was rebuilt"
+                model.failure = Failure(
+                    f"{problem}, so it is set aside until the server starts again: {error}",
+                    "server",
+                )
+        except StoreUnavailableError as error:
+            await self._wait_for_store(error)
         except RebuildError as error:
             logger.exception("model %s cannot be rebuilt", model.model_id)
             model.failure = Failure(f"model {model.model_id} is lost: {error}", "server")
@@ -323,6 +408,7 @@ class Scheduler:
         except Exception:
             # The log goes on growing; another attempt is made when the next snapshot is due.
             logger.exception("a snapshot of %s failed", model.model_id)
+            model.wants_snapshot = False
             model.oldest_since_snapshot = time.time()
             model.steps_since_snapshot = model.bytes_since_snapshot = 0
         finally:
@@ -372,7 +458,17 @@ class Scheduler:
         problem = f"the engine died {operation.attempts} times while this was under way: {error}"
         self._endings.end(model, operation, failed(operation, Failure(problem, "server")))
 
-    def _broken(self, operation: Operation, error: Exception) -> Finish:
+    async def _wait_for_store(self, error: TinkerError) -> None:
+        logger.warning("%s; trying again in %g s", error, _STORE_PAUSE_SECONDS)
+        await asyncio.sleep(_STORE_PAUSE_SECONDS)
+
+    def _doubt(self, model: LiveModel, category: str | None) -> None:
+        """A failure of the engine's own may have left the model half changed: rebuild it."""
+        if category == "server":
+            model.generation = 0
+
+    def _broken(self, model: LiveModel, operation: Operation, error: Exception) -> Finish:
+        model.generation = 0
         logger.exception("operation %s failed", operation.record.request_id, exc_info=error)
         problem = f"an internal error ended this request ({type(error).__name__}: {error})"
         return failed(operation, Failure(problem, "server"))
@@ -400,6 +496,8 @@ class Scheduler:
             self._fail_all(model, Failure(problem, "user"))
             for number in missing:
                 model.queue.use_up(number)
+        except StoreUnavailableError as error:
+            await self._wait_for_store(error)
         finally:
             model.is_busy = False
             self.wake()

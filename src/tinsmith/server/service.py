@@ -65,11 +65,11 @@ class Service:
         self.admission = Admission(config.max_active_requests, config.max_active_body_bytes)
         changes = Path(config.data_dir) / KEY_CHANGES
         self.auth = Auth(store, secret, is_required=config.auth, changes=changes)
-        self.engines = EngineSupervisor(engine_factory)
+        self.weights = WeightsFolders(Path(config.data_dir) / "weights", store)
+        self.engines = EngineSupervisor(engine_factory, self.weights.sweep_drafts)
         self.promises = Promises(_RECENT_RESULT_BYTES)
         self.models = LiveModels(store, self.promises)
         self.sessions = Sessions(store, self.models, config)
-        self.weights = WeightsFolders(Path(config.data_dir) / "weights", store)
         self.checkpoints = Checkpoints(store, self.weights)
         self.samplers = Samplers(store, self.weights, config.max_loaded_samplers)
         self.usage = Usage(store)
@@ -119,7 +119,7 @@ class Service:
         self._add_gauges()
 
     async def start(self) -> None:
-        await self.weights.sweep_unknown()
+        await self.weights.sweep_unknown(min_age_seconds=0.0)
         await self.engines.start()
         await self.sessions.welcome_back()
         for model_id in await self.store.models_with_pending():
@@ -149,7 +149,10 @@ class Service:
             async with asyncio.timeout(_DRAIN_SECONDS):
                 for model in self.models:
                     await model.recorded()
-        await self._tidy()
+        try:
+            await self._tidy()
+        except Exception:
+            logger.exception("the last housekeeping failed")
         await self.engines.close()
         await self.store.close()
 
@@ -192,6 +195,7 @@ class Service:
 
     async def _tidy_results(self) -> None:
         now = time.time()
+        await self.weights.sweep_unknown()
         await self.sessions.retire_models()
         await self.store.drop_results(
             retrieved_before=now - self.config.retrieved_retention_seconds,

@@ -1,8 +1,8 @@
 """When a live model's state is saved so that its log can be trimmed, and how.
 
 A snapshot holds the weights, the optimizer's state and the pending gradients: everything that the
-operations before it did. It is taken between two operations of the model. The log's payloads
-before it are then dropped, and so is the previous snapshot.
+operations before it did. It is taken between two operations of the model. The one before it is
+kept as well, with the log since then, in case the newest turns out damaged; what is older goes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Snapshots:
             return False
         age = time.time() - (model.oldest_since_snapshot or time.time())
         return (
-            model.steps_since_snapshot >= self._config.snapshot_steps
+            model.wants_snapshot
+            or model.steps_since_snapshot >= self._config.snapshot_steps
             or model.bytes_since_snapshot >= self._config.snapshot_log_bytes
             or age >= self._config.snapshot_seconds
         )
@@ -61,7 +62,7 @@ class Snapshots:
             raise SnapshotError(f"no snapshot of {model.model_id} could be taken: {info.message}")
         record = weights_record(weights_id, model.record, "exact", info, time.time())
         await self._store.record_snapshot(model.model_id, seq_id, record)
-        model.is_changed = False
+        model.is_changed = model.wants_snapshot = False
         model.steps_since_snapshot = 0
         model.bytes_since_snapshot = 0
         model.oldest_since_snapshot = None

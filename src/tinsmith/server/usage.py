@@ -26,5 +26,11 @@ class Usage:
             )
             for (owner, hour, model, session, kind), count in counts.items()
         ]
-        if entries:
+        if not entries:
+            return
+        try:
             await self._store.add_usage(entries)
+        except Exception:
+            for key, count in counts.items():
+                self._counts[key] += count
+            raise

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import shutil
+import time
 import uuid
 from pathlib import Path
 
+from tinsmith import disk
 from tinsmith.engine.base import SnapshotInfo, SnapshotKind
 from tinsmith.server.store.base import ModelRecord, Store, WeightsRecord
 
@@ -20,12 +21,15 @@ logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"[0-9a-f]{32}")
 
+_STRAY_SECONDS = 3600.0
+"""Age at which a folder without a record can no longer be one that is about to get one."""
+
 
 class WeightsFolders:
     def __init__(self, root: Path, store: Store) -> None:
         self._root = root
         self._store = store
-        root.mkdir(parents=True, exist_ok=True)
+        disk.create_folder(root)
 
     def new(self) -> tuple[str, Path]:
         """A fresh id, and the folder (which does not exist yet) that belongs to it."""
@@ -53,16 +57,28 @@ class WeightsFolders:
             await self._store.forget_weights(stray)
             await asyncio.to_thread(self._delete, [self.folder(name) for name in stray])
 
-    async def sweep_unknown(self) -> None:
-        """Delete folders without a record: left behind when a save did not end. At start only."""
-        folders = await asyncio.to_thread(lambda: list(self._root.iterdir()))
-        unknown = [f for f in folders if await self._store.get_weights(f.name) is None]
-        await asyncio.to_thread(self._delete, unknown)
+    async def sweep_unknown(self, min_age_seconds: float = _STRAY_SECONDS) -> None:
+        """Delete folders without a record, left behind when a save did not end."""
+        unknown = await asyncio.to_thread(self._old_folders, time.time() - min_age_seconds)
+        if unknown:
+            known = set(await self._store.list_weights())
+            await asyncio.to_thread(self._delete, [f for f in unknown if f.name not in known])
+
+    async def sweep_drafts(self) -> None:
+        """Delete what an engine was writing when it died. Only while no engine is at work."""
+        drafts = await asyncio.to_thread(lambda: [*filter(disk.is_draft, self._root.iterdir())])
+        await asyncio.to_thread(self._delete, drafts)
+
+    def _old_folders(self, changed_before: float) -> list[Path]:
+        return [f for f in self._root.iterdir() if f.stat().st_mtime <= changed_before]
 
     def _delete(self, folders: list[Path]) -> None:
         for folder in folders:
             logger.info("deleting weights %s", folder.name)
-            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                disk.discard_folder(folder)
+            except OSError:
+                logger.exception("%s could not be deleted; the next start will try again", folder)
 
 
 def weights_record(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
-import shutil
-import uuid
+import zipfile
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
+from tinsmith import disk
 from tinsmith.engine.base import SnapshotInfo, SnapshotKind
 from tinsmith.engine.fake.bigram import Array, Bigram, BigramAdapter
 from tinsmith.errors import ValidationError
@@ -28,22 +30,19 @@ def save(adapter: BigramAdapter, folder: Path, kind: SnapshotKind) -> SnapshotIn
         arrays |= _present(exp_avg=adapter.exp_avg, exp_avg_sq=adapter.exp_avg_sq)
     if kind == "exact":
         arrays |= _present(grad=adapter.grad)
+    state = io.BytesIO()
+    np.savez(state, **arrays)  # type: ignore[arg-type]  # numpy's stub means `allow_pickle`
     config = {
         "base_model_name_or_path": adapter.model.name,
         "kind": kind,
         "step": adapter.step,
         "lora": adapter.lora.model_dump(),
+        "state_sha256": hashlib.sha256(state.getvalue()).hexdigest(),
     }
-    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    temporary.mkdir(parents=True)
-    try:
-        (temporary / _CONFIG_FILE).write_text(json.dumps(config))
-        with (temporary / _STATE_FILE).open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub means `allow_pickle`
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with disk.new_folder(folder) as draft:
+        disk.write_file(draft / _STATE_FILE, [state.getvalue()])
+        config["sha256"] = _checksum(config)
+        disk.write_file(draft / _CONFIG_FILE, [json.dumps(config).encode()])
     return SnapshotInfo(size_bytes=_size(folder), step=adapter.step)
 
 
@@ -89,12 +88,21 @@ def _check_fits(adapter: BigramAdapter, config: dict[str, Any]) -> None:
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     try:
-        config: dict[str, Any] = json.loads((folder / _CONFIG_FILE).read_text())
-        with np.load(folder / _STATE_FILE) as arrays:
+        config: dict[str, Any] = json.loads((folder / _CONFIG_FILE).read_bytes())
+        state = (folder / _STATE_FILE).read_bytes()
+        if config.pop("sha256", None) != _checksum(config):
+            raise ValueError(f"{_CONFIG_FILE} is damaged")
+        if config["state_sha256"] != hashlib.sha256(state).hexdigest():
+            raise ValueError(f"{_STATE_FILE} is damaged")
+        with np.load(io.BytesIO(state)) as arrays:
             return config, dict(arrays)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
         problem = f"there is no checkpoint of the fake engine called {folder.name!r}: {error}"
         raise ValidationError(problem) from None
+
+
+def _checksum(config: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def _present(**arrays: Array | None) -> dict[str, Array]:

@@ -24,8 +24,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from tinsmith.disk import FileRecord, describe_file, new_folder, write_file
 from tinsmith.engine.base import SnapshotInfo, SnapshotKind
-from tinsmith.engine.local.durable_files import FileRecord, describe_file, new_folder, write_file
 from tinsmith.engine.local.lora import Adapter
 from tinsmith.engine.local.peft_config import peft_config, read_json, read_peft_config
 from tinsmith.engine.local.tensor_files import encode_tensors, read_tensors, tensor_names

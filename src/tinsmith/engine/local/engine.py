@@ -36,8 +36,10 @@ from tinsmith.engine.base import (
 from tinsmith.engine.local.frames import Channel
 from tinsmith.engine.local.messages import (
     Abandon,
+    Beat,
     Done,
     Item,
+    Patience,
     Reply,
     Request,
     Result,
@@ -66,6 +68,9 @@ REAP_SECONDS = 0.5
 HEALTH_SECONDS = 1.0
 """Most time to wait for the process's own view; a long turn keeps it from answering."""
 
+WATCH_SECONDS = 1.0
+"""How often the owner looks at the process's signs of life."""
+
 NUM_LAST_LINES = 30
 """Lines of the process's output that become part of the reason when it dies."""
 
@@ -85,16 +90,23 @@ class LocalEngine:
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._last_health = Health(alive=True)
         self._is_closing = False
+        self._is_silent_for = 0.0
+        self._beat: Beat | None = None
+        self._verdict: str | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._output = asyncio.create_task(self._read_output())
         self._funeral: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, config: LocalEngineConfig, *, core: str = CORE) -> LocalEngine:
+    async def start(
+        cls, config: LocalEngineConfig, *, core: str = CORE, patience: Patience | None = None
+    ) -> LocalEngine:
         """Start the process; returns when it is ready for requests.
 
         `core` names the class that computes, as `module:name`, for tests of the boundary itself.
         """
+        patience = patience or Patience()
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -116,7 +128,7 @@ class LocalEngine:
             ours.setblocking(False)
             engine._channel = await Channel.open(ours, engine)
             async with asyncio.timeout(START_SECONDS):
-                await engine._ask(Start(core, config))
+                await engine._ask(Start(core, config, patience))
         except BaseException as error:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -126,6 +138,7 @@ class LocalEngine:
                 problem = f"engine process {process.pid} was not ready after {START_SECONDS:g} s"
                 raise EngineError(problem) from None
             raise
+        engine._watch = asyncio.create_task(engine._watch_pulse(patience.silence_seconds))
         logger.info("engine process %d is ready", process.pid)
         return engine
 
@@ -217,6 +230,9 @@ class LocalEngine:
         await asyncio.shield(self._death)
         if self._funeral is not None:
             await self._funeral
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
 
     # Calls
 
@@ -273,13 +289,35 @@ class LocalEngine:
     # What the process does
 
     def message_received(self, message: list[Reply]) -> None:
+        self._is_silent_for = 0.0
         for reply in message:
+            if isinstance(reply, Beat):
+                self._beat = reply
+                continue
             replies = self._pending.get(reply.number)
             if replies is None:
                 continue
             replies.put_nowait(reply)
             if not isinstance(reply, Item):
                 del self._pending[reply.number]
+
+    async def _watch_pulse(self, silence_seconds: float) -> None:
+        """Kill the process when it hangs. Silence is counted by looks and not by the clock: after
+        this process has been stopped for a while itself, the other has not been silent for long."""
+        while not self._death.done():
+            await asyncio.sleep(WATCH_SECONDS)
+            self._is_silent_for += WATCH_SECONDS
+            beat = self._beat
+            if self._is_silent_for > silence_seconds:
+                problem = f"gave no sign of life for {silence_seconds:g} s"
+            elif beat is not None and beat.turn_seconds > beat.patience_seconds:
+                problem = f"has been busy with {beat.what} for {beat.turn_seconds:.0f} s"
+            else:
+                continue
+            self._verdict = f"engine process {self.pid} {problem} and was killed"
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            return
 
     def channel_lost(self, error: Exception | None) -> None:
         if self._funeral is None:
@@ -310,7 +348,9 @@ class LocalEngine:
     def _reason(self, error: Exception | None) -> str:
         if self._is_closing:
             return f"engine process {self.pid} was closed"
-        reason = f"engine process {self.pid} {_describe_exit(self._process.returncode)}"
+        reason = self._verdict
+        if reason is None:
+            reason = f"engine process {self.pid} {_describe_exit(self._process.returncode)}"
         if error is not None:
             reason += f" after its socket failed ({error})"
         if self._last_lines:

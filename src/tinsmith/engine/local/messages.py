@@ -3,12 +3,25 @@
 The owner sends one message a frame; the process sends lists of them, because one decoding
 turn advances many jobs. Every request has a number, chosen by the owner, and ends with exactly
 one `Result`, `Done` or `Trouble` of that number, unless it is abandoned; streams have `Item`s
-before it.
+before it. `Beat`s come in between, at regular times, also during a long turn.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+
+class Patience(NamedTuple):
+    """When a process counts as hanging, and is killed. A long turn is not a hang."""
+
+    silence_seconds: float = 60.0
+    """How long it may give no sign of life at all."""
+
+    turn_seconds: float = 900.0
+    """How long a turn may take, whatever it does: a base model may have to be fetched first..."""
+
+    token_seconds: float = 0.1
+    """... and this much longer for every token of the passes that it works on."""
 
 
 class Start(NamedTuple):
@@ -18,6 +31,7 @@ class Start(NamedTuple):
     """Where the core class is, as `module:name`; it is called with `config`."""
 
     config: Any
+    patience: Patience
 
 
 class Request(NamedTuple):
@@ -57,4 +71,19 @@ class Trouble(NamedTuple):
     text: str
 
 
-Reply = Result | Item | Done | Trouble
+class Beat(NamedTuple):
+    """A sign of life of the process, belonging to no request (its number is -1)."""
+
+    turn_seconds: float
+    """How long the turn under way has taken so far; 0 between turns."""
+
+    patience_seconds: float
+    """How long it may take: more for more work."""
+
+    what: str
+    """What the turn does, for the log."""
+
+    number: int = -1
+
+
+Reply = Result | Item | Done | Trouble | Beat

@@ -10,6 +10,9 @@ on them one turn at a time:
 When both have work, the turn goes to the one that has had less time, so neither starves the other.
 Questions that change nothing are answered between turns, whatever is queued.
 
+A thread of its own sends signs of life, which also say how long the present turn has taken and may
+take; by them the owner tells a process that hangs from one that has much to do.
+
 The process ends when the socket closes, which also happens when the owner dies: no orphans.
 It ignores Ctrl-C, because when to stop is for the owner to decide. The mathematics is the core's.
 """
@@ -48,8 +51,10 @@ from tinsmith.engine.base import (
 from tinsmith.engine.local import frames
 from tinsmith.engine.local.messages import (
     Abandon,
+    Beat,
     Done,
     Item,
+    Patience,
     Reply,
     Request,
     Result,
@@ -62,6 +67,10 @@ logger = logging.getLogger(__name__)
 
 EXIT_GRACE_SECONDS = 2.0
 """How long a turn may go on after the socket closed before the process ends in the midst of it."""
+
+
+BEAT_SECONDS = 1.0
+"""Time between two signs of life."""
 
 
 PassResults = Generator[tuple[int, ForwardBackwardOutput | Failure] | None, None, None]
@@ -135,25 +144,40 @@ class Worker:
         inbox: queue.SimpleQueue[Incoming],
         send: Callable[[list[Reply]], None],
         clock: Callable[[], float] = time.monotonic,
+        patience: Patience | None = None,
     ) -> None:
         self._core = core
         self._inbox = inbox
         self._send = send
         self._clock = clock
+        self._patience = patience or Patience()
         self._ordered: deque[Request] = deque()
         self._passes: tuple[int, PassResults] | None = None
+        self._passes_seconds = 0.0
         self._jobs: dict[str, int] = {}
         self._training_seconds = 0.0
         self._sampling_seconds = 0.0
         self._busy_seconds = 0.0
+        self._turn: tuple[float, str, float] | None = None
+        """When the turn under way began, what it does, and how long it may take."""
+
+    def beat(self) -> Beat:
+        """A sign of life; called by another thread."""
+        turn = self._turn
+        if turn is None:
+            return Beat(0.0, self._patience.turn_seconds, "waiting")
+        started, what, patience = turn
+        return Beat(self._clock() - started, patience, what)
 
     def run(self) -> None:
         """Work until the socket closes."""
         while self._receive():
             if self._takes_training_turn():
-                self._training_seconds += self._timed(self._training_turn)
+                self._training_seconds += self._timed(self._training_turn, *self._next_training())
             elif self._core.is_sampling:
-                self._sampling_seconds += self._timed(self._sampling_turn)
+                self._sampling_seconds += self._timed(
+                    self._sampling_turn, "sample", self._patience.turn_seconds
+                )
 
     # What comes in
 
@@ -238,9 +262,24 @@ class Worker:
         # At a tie a decoding turn goes first, being the shorter one.
         return self._training_seconds < self._sampling_seconds
 
-    def _timed(self, turn: Callable[[], None]) -> float:
+    def _next_training(self) -> tuple[str, float]:
+        """What the next training turn does, and how long it may take."""
+        patience = self._patience
+        if self._passes is not None:
+            return "run_passes", self._passes_seconds
+        request = self._ordered[0]
+        if request.method != "run_passes":
+            return request.method, patience.turn_seconds
+        (passes,) = request.arguments
+        num_tokens = sum(datum.model_input.length for p in passes for datum in p.data)
+        self._passes_seconds = patience.turn_seconds + patience.token_seconds * num_tokens
+        return "run_passes", self._passes_seconds
+
+    def _timed(self, turn: Callable[[], None], what: str, patience: float) -> float:
         start = self._clock()
+        self._turn = (start, what, patience)
         turn()
+        self._turn = None
         taken = self._clock() - start
         self._busy_seconds += taken
         return taken
@@ -374,8 +413,16 @@ def main(fd: int) -> int:
         outbox.close()
         return 1
     outbox.send([Result(0, None)])
-    Worker(core, inbox, outbox.send).run()
+    worker = Worker(core, inbox, outbox.send, patience=start.patience)
+    threading.Thread(target=_beat, args=(worker, outbox), name="pulse", daemon=True).start()
+    worker.run()
     return 0
+
+
+def _beat(worker: Worker, outbox: Outbox) -> None:
+    while True:
+        time.sleep(BEAT_SECONDS)
+        outbox.send([worker.beat()])
 
 
 def _be_first_to_go() -> None:

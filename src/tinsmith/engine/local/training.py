@@ -8,7 +8,9 @@ reported for every target, whatever its weight; the backward pass skips rows wit
 
 A pass takes effect as a whole or not at all: its gradient grows in a buffer of its own and
 joins the adapter's when the last datum is done. That inputs are well formed has been seen to by
-`checks`; what cannot be known before (a loss that is not finite) fails the pass here.
+`checks`; what cannot be known before (a loss that is not finite) fails the pass here. When memory
+runs out, the passes of that micro-batch begin again, each by itself and in smaller micro-batches;
+one that finds no memory even so fails, alone.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ def run_passes(
     adapters: Mapping[str, Adapter],
     decoder: Decoder,
     config: LocalEngineConfig,
+    max_tokens: int | None = None,
 ) -> Iterator[tuple[int, PassResult] | None]:
     """Run passes of adapters on `decoder`; yield (index, result) as each pass is finished.
 
@@ -51,6 +54,7 @@ def run_passes(
 
     Gradients of a pass are in its adapter's `grad` when its result comes out. In deterministic
     mode they are added datum by datum, so that cutting a pass into several changes no bit.
+    `max_tokens` is given when memory ran out before: a micro-batch then holds no more than that.
     """
     progress = {index: _Progress.start(p, adapters[p.adapter_id]) for index, p in enumerate(passes)}
     yield from _finished(progress, adapters, decoder, config)
@@ -60,22 +64,58 @@ def run_passes(
         for number, datum in enumerate(p.data)
     ]
     limits = _Limits.of(config, decoder)
-    for batch in plan(items, max_tokens=limits.batch_tokens, one_by_one=config.deterministic):
+    batch_tokens = limits.batch_tokens if max_tokens is None else max_tokens
+    for batch in plan(items, max_tokens=batch_tokens, one_by_one=config.deterministic):
         wanted = [item for item in batch if item.pass_index in progress]
         if not wanted:
             continue
         involved = [progress[index] for index in dict.fromkeys(i.pass_index for i in wanted)]
+        is_to_split = False
         try:
             for state in involved:
                 state.prepare(add_in_order=config.deterministic)
                 state.had_company |= len(involved) > 1
             _run_batch(wanted, progress, decoder, limits)
         except Exception as error:  # whatever it is, passes in other micro-batches go on
-            logger.exception("a micro-batch of %d sequences failed", len(wanted))
-            for state in involved:
-                state.fail(f"the engine failed during the pass: {error}", "server")
+            may_split = max_tokens is None or len(wanted) > 1
+            is_to_split = may_split and _is_out_of_memory(error)
+            logger.warning("a micro-batch of %d sequences failed", len(wanted), exc_info=error)
+            if not is_to_split:
+                for state in involved:
+                    state.fail(f"the engine failed during the pass: {error}", "server")
+        if is_to_split:
+            # Outside the handler, which holds on to all that the failed micro-batch had made.
+            again = {index: progress.pop(index) for index in {i.pass_index for i in wanted}}
+            num_tokens = sum(item.length for item in wanted)
+            yield from _one_by_one(again, adapters, decoder, config, max(1, num_tokens // 2))
+            continue
         yield from _finished(progress, adapters, decoder, config)
         yield None
+
+
+def _one_by_one(
+    states: Mapping[int, _Progress],
+    adapters: Mapping[str, Adapter],
+    decoder: Decoder,
+    config: LocalEngineConfig,
+    max_tokens: int,
+) -> Iterator[tuple[int, PassResult] | None]:
+    """Run passes from the start, in order; what they had done so far took no effect."""
+    requests = {index: states[index].request for index in sorted(states)}
+    for state in states.values():
+        state.gradient = None
+    for index, request in requests.items():
+        if decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
+        for result in run_passes([request], adapters, decoder, config, max_tokens):
+            yield None if result is None else (index, result[1])
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # On the CPU torch raises a plain RuntimeError.
+    return isinstance(
+        error, torch.OutOfMemoryError | MemoryError
+    ) or "can't allocate memory" in str(error)
 
 
 def _finished(

@@ -23,6 +23,15 @@ class StoreInUseError(TinkerError):
     """Another server works on the same database."""
 
 
+class StoreUnavailableError(TinkerError):
+    """The database or its disk cannot be read or written now. Trying again later may help, and
+    what was to be written may be there or not."""
+
+
+class StoreTooNewError(TinkerError):
+    """A later version of this software has written the database."""
+
+
 OperationStatus = Literal["pending", "done", "failed"]
 SessionState = Literal["active", "finished"]
 
@@ -74,6 +83,10 @@ class ModelRecord:
     snapshot_seq_id: int = -1
     """The last operation whose effect the snapshot holds; -1 when there is none."""
     snapshot_weights_id: str | None = None
+    previous_snapshot_seq_id: int = -1
+    """The same of the snapshot before, which is kept in case the newest turns out damaged; the
+    payloads of the log are kept from here on."""
+    previous_snapshot_weights_id: str | None = None
     is_corrupted: bool = False
     retired_at: float | None = None
     """When the state was dropped because nobody had used it for very long."""
@@ -283,7 +296,12 @@ class Store(Protocol):
     async def models_of_session(self, session_id: str) -> Sequence[ModelRecord]: ...
     async def set_model(self, model_id: str, values: Mapping[str, Any]) -> None: ...
     async def record_snapshot(self, model_id: str, seq_id: int, weights: WeightsRecord) -> None:
-        """Make `weights` the model's snapshot and drop the payloads that it makes superfluous."""
+        """Make `weights` the model's snapshot, keep the one before it as the previous one, and
+        drop the payloads that are older than that."""
+        ...
+
+    async def revert_snapshot(self, model_id: str) -> None:
+        """Forget the model's snapshot, which is damaged: the previous one takes its place."""
         ...
 
     async def forgotten_models(self, seen_before: float) -> Sequence[str]:
@@ -305,6 +323,10 @@ class Store(Protocol):
     # Weights, checkpoints, samplers
 
     async def get_weights(self, weights_id: str) -> WeightsRecord | None: ...
+    async def list_weights(self) -> Sequence[str]:
+        """The ids of all weights."""
+        ...
+
     async def unreferenced_weights(self) -> Sequence[str]:
         """Weights that no checkpoint, sampler, snapshot or replayable load refers to."""
         ...

@@ -8,10 +8,10 @@ never came is swept away at the next start.
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Collection
 from pathlib import Path
+
+from tinsmith import disk
 
 INLINE_BYTES = 64 * 1024
 """Largest payload or result that is kept in its row."""
@@ -20,41 +20,31 @@ INLINE_BYTES = 64 * 1024
 class Blobs:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        disk.create_folder(folder)
 
-    def write(self, data: bytes) -> str:
-        """Keep `data` for good; the name under which `read` finds it."""
-        name = uuid.uuid4().hex
-        folder = self._folder / name[:2]
-        is_new = not folder.exists()
-        folder.mkdir(exist_ok=True)
-        with (folder / name).open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(folder)
-        if is_new:
-            _sync_folder(self._folder)
+    def write(self, name: str, data: bytes) -> str:
+        """Keep `data` for good under a name of two letters and more; the name again.
+
+        Written twice under one name, as when a commit has to be tried again, it is there once.
+        """
+        path = self._path(name)
+        disk.create_folder(path.parent)
+        disk.publish_file(path, data)
         return name
 
     def read(self, name: str) -> bytes:
-        return (self._folder / name[:2] / name).read_bytes()
+        return self._path(name).read_bytes()
 
     def delete(self, names: Collection[str]) -> None:
         for name in names:
-            (self._folder / name[:2] / name).unlink(missing_ok=True)
+            disk.discard_file(self._path(name))
 
     def sweep(self, known: Collection[str]) -> int:
         """Delete every file that is not known; how many there were."""
         stray = [f for f in self._folder.glob("??/*") if f.name not in known]
         for file in stray:
-            file.unlink(missing_ok=True)
+            disk.discard_file(file)
         return len(stray)
 
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def _path(self, name: str) -> Path:
+        return self._folder / name[:2] / name

@@ -22,6 +22,7 @@ from tinsmith.server.store.base import (
     Page,
     StoreConflictError,
     StoreInUseError,
+    StoreUnavailableError,
 )
 from tinsmith.server.store.blobs import Blobs
 from tinsmith.server.store.migrate import migrate
@@ -33,6 +34,15 @@ R = TypeVar("R")
 _READ_THREADS = 4
 _LOCK_NUMBER = 0x71A5_1714
 """What servers of ours lock in a Postgres database; any number that others do not use."""
+
+_TROUBLE = (
+    sa.exc.OperationalError,
+    sa.exc.InterfaceError,
+    sa.exc.PendingRollbackError,
+    sa.exc.TimeoutError,
+    OSError,
+)
+"""What is raised while a database is away, or a disk is full or broken."""
 
 
 def sqlite_url(file: Path) -> str:
@@ -52,7 +62,6 @@ class Database:
         migrate(self._engine)
         self._put_new: dict[str, sa.Executable] = {}
         self.blobs = Blobs(blob_folder)
-        self._claim: sa.Connection | None = None
         self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="store-reader")
         self._writer = Writer(self._engine, on_commit)
 
@@ -61,17 +70,18 @@ class Database:
 
     def _prepare(self) -> None:
         if self._engine.dialect.name == "postgresql":
-            # A file's lock keeps others off a data folder; this keeps them off a database.
-            self._claim = self._engine.connect()
-            lock = sa.select(sa.func.pg_try_advisory_lock(_LOCK_NUMBER))
-            if not self._claim.execute(lock).scalar_one():
-                raise StoreInUseError(f"another server uses the database {self._engine.url!r}")
+            # A file's lock keeps others off a data folder; this keeps them off a database. It
+            # goes with the connection, so it is held by the one that everything is written on.
+            self._writer.claim(self._lock)
         self.blobs.sweep(self._known_blobs())
+
+    def _lock(self, connection: sa.Connection) -> None:
+        lock = sa.select(sa.func.pg_try_advisory_lock(_LOCK_NUMBER))
+        if not connection.execute(lock).scalar_one():
+            raise StoreInUseError(f"another server uses the database {self._engine.url!r}")
 
     async def close(self) -> None:
         await asyncio.to_thread(self._writer.close)
-        if self._claim is not None:
-            self._claim.close()
         self._readers.shutdown()
         self._engine.dispose()
 
@@ -84,6 +94,8 @@ class Database:
             return await self._writer.run(write)
         except sa.exc.IntegrityError as error:
             raise StoreConflictError(str(error.orig)) from error
+        except _TROUBLE as error:
+            raise _unavailable(error) from error
 
     async def execute(self, statement: sa.UpdateBase) -> int:
         return await self.write(lambda connection: connection.execute(statement).rowcount)
@@ -93,7 +105,11 @@ class Database:
             await self.write(lambda connection: connection.execute(statement, rows))
 
     async def read(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
+        """Call a function that reads the database, or reads or writes a file beside it."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
+        except _TROUBLE as error:
+            raise _unavailable(error) from error
 
     async def all(self, kind: Callable[..., R], query: sa.Select[Any]) -> list[R]:
         def read() -> list[R]:
@@ -164,7 +180,8 @@ def _create_engine(url: str) -> sa.Engine:
     parsed = sa.make_url(url)
     if parsed.get_backend_name() == "postgresql" and parsed.drivername == "postgresql":
         parsed = parsed.set(drivername="postgresql+psycopg")
-    engine = sa.create_engine(parsed, pool_size=_READ_THREADS + 2)
+    # A connection that was lost while nobody used it is replaced without a word.
+    engine = sa.create_engine(parsed, pool_size=_READ_THREADS + 2, pool_pre_ping=True)
     if engine.dialect.name == "sqlite":
         sa.event.listen(engine, "connect", _prepare_sqlite)
         sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
@@ -181,6 +198,14 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
         "journal_size_limit=67108864",
     ):
         connection.execute(f"PRAGMA {setting}")
+
+
+def _unavailable(error: BaseException) -> StoreUnavailableError:
+    """What went wrong first: cleaning up after it may have failed as well."""
+    while isinstance(error.__context__, _TROUBLE):
+        error = error.__context__
+    reason = getattr(error, "orig", None) or error
+    return StoreUnavailableError(f"the store cannot be used now: {reason}")
 
 
 def fields(record: Any) -> dict[str, Any]:

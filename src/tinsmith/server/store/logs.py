@@ -44,8 +44,9 @@ class LogTables(Database):
     ) -> tuple[OperationRecord, bool]:
         values = fields(operation)
         if operation.payload is not None and len(operation.payload) > INLINE_BYTES:
-            values["payload_file"] = await self.read(self.blobs.write, operation.payload)
+            values["payload_file"] = f"{operation.request_id}.payload"
             values["payload"] = None
+            await self.read(self.blobs.write, values["payload_file"], operation.payload)
 
         def write(connection: sa.Connection) -> tuple[OperationRecord, bool]:
             is_new = self.put_new(connection, schema.operations, values)
@@ -56,7 +57,10 @@ class LogTables(Database):
                 connection.execute(_USED, used)
             return (operation if is_new else self._first(connection, operation)), is_new
 
-        return await self.write(write)
+        recorded, is_new = await self.write(write)
+        if not is_new and values["payload_file"] is not None:
+            await self.read(self.blobs.delete, [values["payload_file"]])
+        return recorded, is_new
 
     async def finish(self, finishes: Sequence[Finish]) -> None:
         rows = [await self._end_row(finish) for finish in finishes]
@@ -79,8 +83,9 @@ class LogTables(Database):
             "weights_id": finish.used_weights_id,
         }
         if finish.result is not None and len(finish.result) > INLINE_BYTES:
-            row["result_file"] = await self.read(self.blobs.write, finish.result)
+            row["result_file"] = f"{finish.request_id}.result"
             row["result"] = None
+            await self.read(self.blobs.write, row["result_file"], finish.result)
         return row
 
     def _finish_one(self, connection: sa.Connection, finish: Finish, row: dict[str, Any]) -> None:
@@ -161,31 +166,47 @@ class LogTables(Database):
         )
 
     async def record_snapshot(self, model_id: str, seq_id: int, weights: WeightsRecord) -> None:
-        table = schema.operations
-        covered = sa.and_(
-            table.c.model_id == model_id, table.c.seq_id <= seq_id, table.c.status != "pending"
-        )
+        models, table = schema.models, schema.operations
 
         def write(connection: sa.Connection) -> list[str]:
             connection.execute(sa.insert(schema.weights).values(fields(weights)))
+            present = connection.execute(
+                sa.select(models.c.snapshot_seq_id, models.c.snapshot_weights_id).where(
+                    models.c.model_id == model_id
+                )
+            ).one()
             connection.execute(
-                sa.update(schema.models)
-                .where(schema.models.c.model_id == model_id)
-                .values(snapshot_seq_id=seq_id, snapshot_weights_id=weights.weights_id)
+                sa.update(models)
+                .where(models.c.model_id == model_id)
+                .values(
+                    snapshot_seq_id=seq_id,
+                    snapshot_weights_id=weights.weights_id,
+                    previous_snapshot_seq_id=present.snapshot_seq_id,
+                    previous_snapshot_weights_id=present.snapshot_weights_id,
+                )
             )
-            files = connection.execute(
-                sa.select(table.c.payload_file).where(covered, table.c.payload_file.is_not(None))
+            return _drop_payloads(
+                connection,
+                sa.and_(
+                    table.c.model_id == model_id,
+                    table.c.seq_id <= present.snapshot_seq_id,
+                    table.c.status != "pending",
+                ),
             )
-            names = list(files.scalars())
-            connection.execute(
-                sa.update(table)
-                .where(covered)
-                .values(payload=None, payload_file=None, weights_id=None)
-            )
-            return names
 
         names = await self.write(write)
         await self.read(self.blobs.delete, names)
+
+    async def revert_snapshot(self, model_id: str) -> None:
+        table = schema.models
+        await self.execute(
+            sa.update(table)
+            .where(table.c.model_id == model_id)
+            .values(
+                snapshot_seq_id=table.c.previous_snapshot_seq_id,
+                snapshot_weights_id=table.c.previous_snapshot_weights_id,
+            )
+        )
 
     async def forgotten_models(self, seen_before: float) -> Sequence[str]:
         sessions, models, operations = schema.sessions, schema.models, schema.operations
@@ -201,25 +222,15 @@ class LogTables(Database):
         return await self.column(query)
 
     async def retire_model(self, model_id: str, at: float) -> None:
-        table = schema.operations
-        of_model = table.c.model_id == model_id
+        models = schema.models
 
         def write(connection: sa.Connection) -> list[str]:
             connection.execute(
-                sa.update(schema.models)
-                .where(schema.models.c.model_id == model_id)
-                .values(retired_at=at, snapshot_weights_id=None)
+                sa.update(models)
+                .where(models.c.model_id == model_id)
+                .values(retired_at=at, snapshot_weights_id=None, previous_snapshot_weights_id=None)
             )
-            files = connection.execute(
-                sa.select(table.c.payload_file).where(of_model, table.c.payload_file.is_not(None))
-            )
-            names = list(files.scalars())
-            connection.execute(
-                sa.update(table)
-                .where(of_model)
-                .values(payload=None, payload_file=None, weights_id=None)
-            )
-            return names
+            return _drop_payloads(connection, schema.operations.c.model_id == model_id)
 
         names = await self.write(write)
         await self.read(self.blobs.delete, names)
@@ -299,3 +310,27 @@ class LogTables(Database):
             )
         )
         return OperationRecord(**found.one()._mapping)
+
+
+def _drop_payloads(connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[str]:
+    """Forget the requests of operations; the names of the files that they were in.
+
+    A model's log grows until its next snapshot and is never shortened, so rows that have nothing
+    to drop any more are left alone.
+    """
+    table = schema.operations
+    has_any = sa.or_(
+        table.c.payload.is_not(None),
+        table.c.payload_file.is_not(None),
+        table.c.weights_id.is_not(None),
+    )
+    files = connection.execute(
+        sa.select(table.c.payload_file).where(which, table.c.payload_file.is_not(None))
+    )
+    names = list(files.scalars())
+    connection.execute(
+        sa.update(table)
+        .where(which, has_any)
+        .values(payload=None, payload_file=None, weights_id=None)
+    )
+    return names

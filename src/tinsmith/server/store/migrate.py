@@ -1,6 +1,7 @@
 """Bringing a database's tables up to date, from any released version.
 
 Each change of the tables is a step in `migrations/versions`; alembic knows which have been taken.
+A database with a step that is not among ours comes from a later version, and is left alone.
 """
 
 from __future__ import annotations
@@ -13,14 +14,23 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
+from tinsmith.server.store.base import StoreTooNewError
+
 
 def migrate(engine: sa.Engine) -> None:
     """Take the steps that are missing, all or none."""
     config = _config()
+    steps = ScriptDirectory.from_config(config)
     with engine.begin() as connection:
         present = MigrationContext.configure(connection).get_current_revision()
-        if present == ScriptDirectory.from_config(config).get_current_head():
+        if present == steps.get_current_head():
             return
+        known = {step.revision for step in steps.walk_revisions()}
+        if present is not None and present not in known:
+            raise StoreTooNewError(
+                f"the database has version {present} of the tables, this software knows them up "
+                f"to {steps.get_current_head()}: it was used by a later version, so use that one"
+            )
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
 

@@ -82,6 +82,8 @@ models = Table(
     Column("last_request_at", Double, nullable=False),
     Column("snapshot_seq_id", BigInteger, nullable=False),
     Column("snapshot_weights_id", Text),
+    Column("previous_snapshot_seq_id", BigInteger, nullable=False, server_default="-1"),
+    Column("previous_snapshot_weights_id", Text),
     Column("is_corrupted", Boolean, nullable=False),
     Column("retired_at", Double),
     UniqueConstraint("session_id", "model_seq_id"),

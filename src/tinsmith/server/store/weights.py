@@ -27,12 +27,16 @@ class WeightTables(Database):
             WeightsRecord, sa.select(table).where(table.c.weights_id == weights_id)
         )
 
+    async def list_weights(self) -> Sequence[str]:
+        return await self.column(sa.select(schema.weights.c.weights_id))
+
     async def unreferenced_weights(self) -> Sequence[str]:
         table = schema.weights
         referring = (
             schema.checkpoints.c.weights_id,
             schema.samplers.c.weights_id,
             schema.models.c.snapshot_weights_id,
+            schema.models.c.previous_snapshot_weights_id,
             schema.operations.c.weights_id,
         )
         query = sa.select(table.c.weights_id)

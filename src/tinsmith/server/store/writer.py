@@ -2,7 +2,9 @@
 
 A commit that reaches the disk takes milliseconds however little it holds. So writes queue up
 while one commit is under way, and the next carries all of them; each caller is answered after the
-commit that contains its write. A write that fails takes back only itself (a savepoint).
+commit that contains its write. A write that contradicts what is there takes back only itself (a
+savepoint). When the database is in trouble (a full disk, a lost connection) it may have taken back
+everything without saying so: then the whole batch has failed, and every caller hears it.
 """
 
 from __future__ import annotations
@@ -15,25 +17,41 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine
+import sqlalchemy as sa
 
 T = TypeVar("T")
 
 _MAX_WRITES_PER_COMMIT = 512
 
-Write = Callable[[Connection], Any]
+Write = Callable[[sa.Connection], Any]
+Batch = list[tuple[Write, Future[Any]]]
 
 
 class Writer:
-    def __init__(self, engine: Engine, on_commit: Callable[[float, int], None]) -> None:
+    def __init__(self, engine: sa.Engine, on_commit: Callable[[float, int], None]) -> None:
         """`on_commit` hears the seconds and the number of writes of every commit."""
         self._engine = engine
         self._on_commit = on_commit
+        self._claim: Write | None = None
+        self._claimed: object = None
         self._queue: queue.SimpleQueue[tuple[Write, Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._thread.start()
 
-    async def run(self, write: Callable[[Connection], T]) -> T:
+    def claim(self, claim: Write) -> None:
+        """Call `claim` on this writer's connection now, and on each that replaces it, before
+        anything else is written; when it raises, nothing is."""
+        future: Future[None] = Future()
+
+        def adopt(connection: sa.Connection) -> None:
+            claim(connection)
+            self._claim = claim
+            self._claimed = connection.connection.dbapi_connection
+
+        self._queue.put((adopt, future))
+        future.result()
+
+    async def run(self, write: Callable[[sa.Connection], T]) -> T:
         """Carry out `write` in the writing thread; return when it is on disk."""
         future: Future[T] = Future()
         self._queue.put((write, future))
@@ -46,33 +64,56 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
-        with self._engine.connect() as connection:
-            is_open = True
-            while is_open:
-                entries = [self._queue.get()]
-                while len(entries) < _MAX_WRITES_PER_COMMIT and not self._queue.empty():
-                    entries.append(self._queue.get())
-                is_open = None not in entries
-                batch = [entry for entry in entries if entry is not None]
-                if batch:
-                    self._commit(connection, batch)
-
-    def _commit(self, connection: Connection, batch: list[tuple[Write, Future[Any]]]) -> None:
-        started = time.perf_counter()
-        done: list[tuple[Future[Any], Any]] = []
-        try:
-            with connection.begin():
-                for write, future in batch:
-                    try:
-                        with connection.begin_nested():
-                            done.append((future, write(connection)))
-                    except Exception as error:
+        connection: sa.Connection | None = None
+        is_open = True
+        while is_open:
+            entries = [self._queue.get()]
+            while len(entries) < _MAX_WRITES_PER_COMMIT and not self._queue.empty():
+                entries.append(self._queue.get())
+            is_open = None not in entries
+            batch = [entry for entry in entries if entry is not None]
+            if not batch:
+                continue
+            try:
+                connection = connection or self._engine.connect()
+                commit(connection, batch, self._prepare, self._on_commit)
+            except Exception as error:
+                for _, future in batch:
+                    if not future.done():
                         future.set_exception(error)
-        except Exception as error:
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(error)
-            return
-        self._on_commit(time.perf_counter() - started, len(batch))
-        for future, value in done:
-            future.set_result(value)
+        if connection is not None:
+            connection.close()
+
+    def _prepare(self, connection: sa.Connection) -> None:
+        """After a connection was lost, make the claim again on the one that came instead."""
+        present = connection.connection.dbapi_connection
+        if self._claim is not None and present is not self._claimed:
+            self._claim(connection)
+            self._claimed = present
+
+
+def commit(
+    connection: sa.Connection,
+    batch: Batch,
+    prepare: Write,
+    on_commit: Callable[[float, int], None],
+) -> None:
+    """Carry out the writes of a batch in one transaction and answer each; raises when the
+    transaction as a whole failed."""
+    started = time.perf_counter()
+    done: list[tuple[Future[Any], Any]] = []
+    with connection.begin():
+        prepare(connection)
+        for write, future in batch:
+            try:
+                with connection.begin_nested():
+                    done.append((future, write(connection)))
+            except (sa.exc.OperationalError, sa.exc.InterfaceError, sa.exc.PendingRollbackError):
+                # SQLite ends the transaction by itself when the disk is full, and would then
+                # commit nothing without complaint; a lost connection has lost it, too.
+                raise
+            except Exception as error:
+                future.set_exception(error)
+    on_commit(time.perf_counter() - started, len(batch))
+    for future, value in done:
+        future.set_result(value)

@@ -1,0 +1,157 @@
+"""Every write to the data folder, in a few named functions.
+
+What they make is there whole or not at all, whatever happens meanwhile. A new folder is written
+under a hidden sibling name, every file and the folder itself are synced, and then it is renamed;
+a new file likewise. After a crash there is nothing under the final name, or everything.
+
+A function marked `@writes` is a point where a process may die: a test ends the process before and
+after each of them, and another sees to it that the server and the engine write by no other way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tinsmith.errors import ValidationError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+WRITES: list[str] = []
+"""The names of the functions that write."""
+
+_DRAFT_SUFFIX = ".draft"
+
+
+def writes(function: _F) -> _F:
+    """Mark a function that changes what is on disk."""
+    WRITES.append(function.__name__)
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a file held when it was written."""
+
+    size: int
+    sha256: str
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A draft to fill; it becomes `folder` when the block ends, and is removed if the block fails.
+
+    A draft that an earlier, interrupted attempt left behind is removed first.
+    """
+    if os.path.lexists(folder):
+        raise ValidationError(f"{folder.name!r} exists already and is not overwritten")
+    draft = folder.with_name(f".{folder.name}{_DRAFT_SUFFIX}")
+    create_folder(folder.parent)
+    discard_folder(draft)
+    create_draft(draft)
+    try:
+        yield draft
+        publish_folder(draft, folder)
+    except BaseException:
+        discard_folder(draft)
+        raise
+
+
+def is_draft(path: Path) -> bool:
+    """Whether a file or folder is one that was not finished."""
+    return path.name.startswith(".") and path.name.endswith(_DRAFT_SUFFIX)
+
+
+@writes
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write a new file and sync it; returns its size and checksum, taken on the way."""
+    digest = hashlib.sha256()
+    size = 0
+    with path.open("xb") as file:
+        for part in parts:
+            file.write(part)
+            digest.update(part)
+            size += len(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(size, digest.hexdigest())
+
+
+@writes
+def publish_file(path: Path, data: bytes) -> None:
+    """Put `data` under a name, durably; the name has it whole or is as it was."""
+    draft = path.with_name(f".{path.name}{_DRAFT_SUFFIX}")
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+@writes
+def publish_folder(draft: Path, folder: Path) -> None:
+    """Give a finished draft its name, durably."""
+    sync_folder(draft)
+    # rename() would replace an empty folder without a word.
+    if os.path.lexists(folder):
+        raise ValidationError(f"{folder.name!r} exists already and is not overwritten")
+    draft.rename(folder)
+    sync_folder(folder.parent)
+
+
+@writes
+def create_folder(folder: Path) -> None:
+    """Make a folder and those above it, each durable before the next is put into it."""
+    missing = []
+    wanted = folder
+    while not wanted.exists():
+        missing.append(wanted)
+        wanted = wanted.parent
+    for made in reversed(missing):
+        made.mkdir(exist_ok=True)
+        sync_folder(made.parent)
+
+
+@writes
+def create_draft(draft: Path) -> None:
+    """Make a folder that need not outlive a crash."""
+    draft.mkdir()
+
+
+@writes
+def discard_folder(folder: Path) -> None:
+    """Remove a folder and all that is in it; one that is not there is no trouble."""
+    if os.path.lexists(folder):
+        shutil.rmtree(folder)
+
+
+@writes
+def discard_file(path: Path) -> None:
+    """Remove a file; one that is not there is no trouble."""
+    path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's list of names durable; syncing its files does not do that."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def describe_file(path: Path) -> FileRecord:
+    """What a file holds now."""
+    with path.open("rb") as file:
+        return FileRecord(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
