@@ -147,7 +147,7 @@ def _listen(config: ServerConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
         raise TinkerError(f"cannot listen on {config.host}:{config.port}: {error}") from None
     return listener
