@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python tools/demo.py
 
-test: lint types $(STAMP)
+test: lint types requirements $(STAMP)
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)

@@ -1,6 +1,5 @@
 """Documents that must keep up with the code: dependencies, requirements, the source tree."""
 
-import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -32,18 +31,6 @@ def test_the_source_tree_in_the_readme_names_every_package() -> None:
     for path in source.iterdir():
         if path.is_dir() and any(path.rglob("*.py")):
             assert f"{path.name}/" in readme, f"README's source tree lacks {path.name}/"
-
-
-def test_the_foundation_requirements_each_have_a_test() -> None:
-    """Ids one to twenty-nine, and the round trip through the official models."""
-    spec = importlib.util.spec_from_file_location("requirements", ROOT / "tools/requirements.py")
-    assert spec and spec.loader
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    assert len(tool.requirements()) == 118
-    cited = set(tool.citations())
-    wanted = {f"S{number}" for number in [*range(1, 30), 109]}
-    assert wanted <= cited, sorted(wanted - cited)
 
 
 def test_no_stale_words_in_code_and_docs() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import signal
 import subprocess
 import sys
 import time
@@ -59,15 +61,19 @@ def learned_abab(server: Server, tokenizer: Any) -> str:
         return training.save_weights_for_sampler("abab").result().path
 
 
+def chat_command(model: str, tokenizer: Path, max_tokens: int) -> list[str]:
+    return [
+        *(sys.executable, "-m", "tinsmith.cli", "chat", model, "--temperature", "0"),
+        *("--tokenizer", str(tokenizer), "--max-tokens", str(max_tokens)),
+    ]
+
+
 def test_a_token_is_shown_before_the_next_is_decoded(
     slow_server: Server, byte_tokenizer: Path
 ) -> None:
     path = learned_abab(slow_server, load_tokenizer(FAKE, str(byte_tokenizer)))
     process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "tinsmith.cli", "chat", path, "--temperature", "0"),
-            *("--tokenizer", str(byte_tokenizer), "--max-tokens", str(NUM_TOKENS)),
-        ],
+        chat_command(path, byte_tokenizer, NUM_TOKENS),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -90,6 +96,63 @@ def test_a_token_is_shown_before_the_next_is_decoded(
     # The server needs this long for the tokens after the first; a part of it is enough to know.
     assert words[-1][0] - words[0][0] > NUM_TOKENS * TOKEN_SECONDS / 2
     assert len(words) > NUM_TOKENS / 2
+
+
+def test_an_interrupted_reply_is_no_traceback(slow_server: Server, byte_tokenizer: Path) -> None:
+    path = learned_abab(slow_server, load_tokenizer(FAKE, str(byte_tokenizer)))
+    process = subprocess.Popen(
+        chat_command(path, byte_tokenizer, 1000),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=slow_server.environment,
+    )
+    assert process.stdin and process.stdout
+    process.stdin.write("hello\n")
+    process.stdin.flush()
+    assert process.stdout.read(3) == "aba"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert errors == "\nAborted!\n"
+
+
+def test_on_a_terminal_ctrl_c_ends_the_reply_and_not_the_conversation(
+    slow_server: Server, byte_tokenizer: Path
+) -> None:
+    path = learned_abab(slow_server, load_tokenizer(FAKE, str(byte_tokenizer)))
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        chat_command(path, byte_tokenizer, 1000),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=slow_server.environment,
+    )
+    os.close(theirs)
+    shown = ""
+
+    def read_until(text: str) -> None:
+        nonlocal shown
+        while text not in shown:
+            shown += os.read(ours, 4096).decode()
+        shown = shown.partition(text)[2]
+
+    try:
+        read_until("Ctrl-C ends a reply.")
+        for _ in range(2):
+            read_until("> ")
+            os.write(ours, b"hello\n")
+            read_until("abab")
+            process.send_signal(signal.SIGINT)
+        read_until("> ")
+        os.write(ours, b"/exit\n")
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
 
 
 @pytest.fixture

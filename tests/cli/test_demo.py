@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from live_server import clean_environment
 
 from tinsmith.cli.persona import OPENING
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
 
-def test_the_model_learns_in_the_demo(tmp_path: Path) -> None:
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "tinsmith.cli", "demo", "--json", "--data-dir", str(tmp_path)],
+        [sys.executable, "-m", "tinsmith.cli", "demo", *arguments],
         capture_output=True,
         text=True,
+        env=clean_environment(),
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_model_learns_in_the_demo(tmp_path: Path) -> None:
+    done = demo("--json", "--data-dir", str(tmp_path))
     story = json.loads(done.stdout)
     assert len(story["losses"]) == 20
     assert story["losses"][-1] < story["losses"][0] / 4
@@ -29,3 +37,27 @@ def test_the_model_learns_in_the_demo(tmp_path: Path) -> None:
     assert sum(answer["after"].startswith(OPENING) for answer in story["answers"]) >= 3
     assert story["sampler_checkpoint"].endswith("/sampler_weights/pirate")
     assert story["seconds"] < 300
+    assert done.stderr == ""
+
+
+def test_the_demo_tells_people_what_it_did_and_what_to_do_next(tmp_path: Path) -> None:
+    done = demo("--steps", "2", "--data-dir", str(tmp_path))
+    page = done.stdout
+    assert "Loss per token over 2 steps\n" in page
+    assert re.search(r"What do cats eat\?\n  before  \S.*\n(.*\n)*?  after   \S", page)
+    assert re.search(r"^Saved: tinker://\S+/sampler_weights/pirate$", page, re.MULTILINE)
+    following = page.partition("Three commands to try next:")[2]
+    assert re.findall(r"tinsmith (serve|chat|train)", following) == ["serve", "chat", "train"]
+    stages = re.findall(r"^([a-z ]+): done in [\d.]+ s$", done.stderr, re.MULTILINE)
+    assert stages == [
+        "finding the model",
+        "starting a server",
+        "asking the model as it is",
+        "training",
+        "saving a checkpoint",
+        "asking what it learned",
+        "stopping the server",
+    ]
+    assert re.search(r"^training 1/2: loss [\d.]+, \d+ tokens/s, \d+ s left$", done.stderr, re.M)
+    # Every line of the error stream is one of ours: no library's own progress bar among them.
+    assert all(line.startswith(tuple(stages)) for line in done.stderr.splitlines())

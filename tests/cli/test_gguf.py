@@ -102,6 +102,16 @@ def test_a_gguf_file_has_the_logits_of_its_folder(
     assert torch.allclose(have, wanted, atol=1e-5)
 
 
+def test_reading_a_gguf_file_shows_no_progress_bar_of_a_library(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    build(tmp_path / "model", "llama")
+    write(tmp_path / "model", tmp_path / "tiny.gguf")
+    capfd.readouterr()
+    model_folder(str(tmp_path / "tiny.gguf"), LocalEngineConfig(cache_folder=tmp_path / "cache"))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     build(tmp_path / "model", "llama")
     write(tmp_path / "model", tmp_path / "tiny.gguf")

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from tinsmith.cli.conversation import Message
 
 _HELP = (
-    "Commands: /reset forgets the conversation, /system TEXT sets the system prompt, /exit ends."
+    "Commands: /reset forgets the conversation, /system TEXT sets the system prompt, /exit ends; "
+    "Ctrl-C ends a reply."
 )
 
 
@@ -55,10 +56,14 @@ def command(
                 continue
             messages.append({"role": "user", "content": line})
             reply = ""
-            for piece in replies.reply(client, tokenizer, messages, asked):
-                reply += piece
-                if not output.is_json:
-                    click.echo(piece, nl=False)
+            try:
+                for piece in replies.reply(client, tokenizer, messages, asked):
+                    reply += piece
+                    if not output.is_json:
+                        click.echo(piece, nl=False)
+            except KeyboardInterrupt:
+                if not is_live:
+                    raise
             if output.is_json:
                 click.echo(json.dumps({"user": line, "assistant": reply}))
             else:

@@ -63,6 +63,8 @@ def explained() -> Iterator[None]:
             f"this command needs the package {error.name!r}, which is not installed",
             "Install everything with: pip install 'tinsmith[all]'",
         ) from error
+    except UnicodeDecodeError as error:
+        raise CommandError(f"a file that should be text is not UTF-8: {error}") from error
     except OSError as error:
         if error.errno == errno.EPIPE:
             raise  # the reader of our output has seen enough; click ends quietly

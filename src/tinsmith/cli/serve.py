@@ -34,7 +34,12 @@ from tinsmith.errors import TinkerError
     "--auth/--no-auth", default=None, help="Without keys the server is for loopback only."
 )
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Any other setting.")
-@click.option("--log-level", default="warning", show_default=True)
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
+    default="warning",
+    show_default=True,
+)
 @click.option(
     "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True
 )

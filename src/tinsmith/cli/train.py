@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from tinsmith.client.service import ServiceClient
 
 
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+
+
 @click.group("train")
 def command() -> None:
     """Train a model on a server."""
@@ -23,9 +26,9 @@ def command() -> None:
 @click.argument("data", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--model", help="Base model.  [default: the server's, if it has one only]")
 @click.option("--rank", type=click.IntRange(1), default=32, show_default=True)
-@click.option("--learning-rate", type=float, default=2e-4, show_default=True)
+@click.option("--learning-rate", type=_POSITIVE, default=2e-4, show_default=True)
 @click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--epochs", type=float, default=3.0, show_default=True)
+@click.option("--epochs", type=_POSITIVE, default=3.0, show_default=True)
 @click.option("--steps", type=click.IntRange(1), help="Steps, whatever --epochs says.")
 @click.option(
     "--max-length",
@@ -87,7 +90,7 @@ def sft(
     from tinsmith.cli.tokenizer import load_tokenizer
     from tinsmith.client.service import ServiceClient
 
-    folder = folder or data.with_suffix("")
+    folder = folder or _folder_beside(data)
     if (folder / supervised.RUN_FILE).exists() and not resume:
         raise CommandError(
             f"{folder} has a run in it",
@@ -148,6 +151,11 @@ def sft(
     }
     rows = [[name, str(value)] for name, value in facts.items() if value is not None]
     output.show(facts, Table(["Property", "Value"], rows))
+
+
+def _folder_beside(data: Path) -> Path:
+    named = data.with_suffix("")
+    return data.with_name(f"{data.name}-run") if named == data else named
 
 
 def _only_model(service: ServiceClient) -> str:

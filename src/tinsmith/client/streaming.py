@@ -12,6 +12,7 @@ The hosted service has no such endpoint; ours does.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import orjson
 
 from tinsmith.client.connection import Connection
-from tinsmith.client.futures import AwaitableConcurrentFuture, explain_blocking
+from tinsmith.client.futures import explain_blocking
 from tinsmith.errors import APIConnectionError, APIResponseValidationError, RequestFailedError
 from tinsmith.transport.base import ConnectionClass, Response
 from tinsmith.transport.sse import Event, events
@@ -54,27 +55,20 @@ class SampleStream:
 
     def __iter__(self) -> Iterator[StreamedTokens]:
         explain_blocking("a plain loop over a stream", "use async for")
-        pieces = self._pieces()
+        reader = _Reader(self._pieces())
         try:
-            while (piece := self._next(pieces).result()) is not None:
+            while (piece := self._connection.submit(reader.next).result()) is not None:
                 yield piece
         finally:
-            self._connection.submit(pieces.aclose).result()
+            self._connection.submit(reader.close).result()
 
     async def __aiter__(self) -> AsyncIterator[StreamedTokens]:
-        pieces = self._pieces()
+        reader = _Reader(self._pieces())
         try:
-            while (piece := await self._next(pieces)) is not None:
+            while (piece := await self._connection.submit(reader.next)) is not None:
                 yield piece
         finally:
-            await self._connection.submit(pieces.aclose)
-
-    def _next(self, pieces: Any) -> AwaitableConcurrentFuture[StreamedTokens | None]:
-        async def step() -> StreamedTokens | None:
-            found: StreamedTokens | None = await anext(pieces, None)
-            return found
-
-        return self._connection.submit(step)
+            await self._connection.submit(reader.close)
 
     async def _pieces(self) -> Any:  # an async generator, driven on the I/O loop alone
         api = self._connection.api
@@ -98,6 +92,27 @@ class SampleStream:
                     if left == 0:
                         return
         raise APIConnectionError(head.request, "The stream ended before its sequences did.")
+
+
+class _Reader:
+    """Takes pieces one at a time, on the I/O loop alone."""
+
+    def __init__(self, pieces: Any) -> None:
+        self._pieces = pieces
+        self._waiting: asyncio.Task[Any] | None = None
+
+    async def next(self) -> StreamedTokens | None:
+        """None at the end."""
+        self._waiting = asyncio.current_task()
+        piece: StreamedTokens | None = await anext(self._pieces, None)
+        return piece
+
+    async def close(self) -> None:
+        """Also while a piece is awaited: who was interrupted (Ctrl-C) does not want it any more."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.cancel()
+            await asyncio.wait([self._waiting])
+        await self._pieces.aclose()
 
 
 def _piece(event: Event, head: Response) -> StreamedTokens:

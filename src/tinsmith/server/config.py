@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from tinsmith.errors import ValidationError
 from tinsmith.types.convert import converter
@@ -52,10 +52,10 @@ class ServerConfig:
     models: Mapping[str, str] = field(default_factory=dict)
     """Base models to serve, name to source; empty serves the small one that comes with us."""
 
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the local engine runs: auto, cpu or cuda."""
 
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the base weights: auto, float32 or bfloat16."""
 
     deterministic: bool = False

@@ -192,7 +192,7 @@ def _listen(config: ServerConfig) -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_SECONDS * 1000)
     try:
         listener.bind((config.host, config.port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
         raise TinkerError(f"cannot listen on {config.host}:{config.port}: {error}") from None
     return listener
