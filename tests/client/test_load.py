@@ -23,7 +23,7 @@ from tinsmith.types import AdamParams, ModelInput, SamplingParams
 PROMPT = ModelInput.from_ints(list(range(50)))
 PARAMS = SamplingParams(max_tokens=2)
 PEAK_GROWTH_MB = 200.0
-"""For two thousand samples in flight, each held open at the server; about 65 kB each were measured."""
+"""For two thousand samples held open at the server; about 65 kB each were measured."""
 
 
 def step_seconds(training: TrainingClient, count: int = 9) -> float:
