@@ -13,7 +13,7 @@ import json
 import ssl
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -47,6 +47,8 @@ class Answer:
     fault: str | None = None
     """reset, truncate, garbage, stall, slow_body; in the body's middle: reset_body, stall_body."""
     with_length: bool = True
+    pieces: Iterable[bytes] | None = None
+    """Sent after the body as fast as they are read; needs `with_length=False`."""
 
     def encoded(self) -> bytes:
         return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
@@ -208,4 +210,7 @@ async def _write(answer: Answer, writer: asyncio.StreamWriter) -> bool:
     else:
         writer.write(body)
     await writer.drain()
+    for piece in answer.pieces or ():
+        writer.write(piece)
+        await writer.drain()
     return answer.with_length and answer.fault != "truncate"
