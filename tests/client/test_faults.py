@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
 from tinsmith.errors import (
+    APIConnectionError,
     APIResponseValidationError,
     APIStatusError,
     ConflictError,
@@ -24,6 +27,8 @@ from tinsmith.errors import (
     RateLimitError,
     TinkerError,
 )
+from tinsmith.transport.config import ClientConfig
+from tinsmith.transport.retry import NO_RETRY
 from tinsmith.types import AdamParams, ModelInput, SamplingParams
 
 STEP = "/api/v1/optim_step"
@@ -260,3 +265,31 @@ def test_everything_goes_through_a_proxy(
     assert len(proxy.requests) == len(stub.requests) > 5
     assert {request.headers["host"] for request in proxy.requests} == {"service.invalid"}
     proxy.close()
+
+
+def test_everything_goes_over_tls_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
+    """The environment names the certificates; without them nobody is trusted."""
+    import ssl
+
+    import tinker_stub
+
+    trustme = pytest.importorskip("trustme")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    secure = tinker_stub.TinkerStub(tls=context)
+    environment = {
+        "TINKER_BASE_URL": secure.url,
+        "TINKER_API_KEY": "tml-tls",
+        "TINKER_TELEMETRY": "0",
+    }
+    trusting = ClientConfig.from_env({**environment, "SSL_CERT_FILE": str(tmp_path / "ca.pem")})
+    with ServiceClient(config=trusting) as service:
+        assert step(service.create_lora_training_client("m")) == {"lr": 0.1}
+    wary = replace(ClientConfig.from_env(environment), retry=NO_RETRY)
+    seen = len(secure.requests)
+    with pytest.raises(APIConnectionError, match="certificate"):
+        ServiceClient(config=wary).get_server_capabilities()
+    assert len(secure.requests) == seen, "nothing was said to a server that nobody vouches for"
+    secure.close()
