@@ -1,9 +1,10 @@
 """The client's speed beside the official one's, on one machine, against one stub server.
 
-    python benchmarks/client_speed.py [--rounds 3]
+    python benchmarks/client_speed.py [--rounds 3] [--output FILE]
 
 Runs `tinker` and `tinsmith` in turn, each measurement in a process of its own, and prints the
-medians and their ratios as JSON. A ratio above 1 means that ours is better.
+medians and their ratios as JSON, or writes them to a file. A ratio above 1 means that ours is
+better.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import argparse
 import asyncio
 import importlib
 import json
+import os
 import random
 import resource
 import statistics
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +40,33 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--samples", type=int, default=2000)
+    options.add_argument("--output", type=Path)
     options.add_argument("--worker", nargs=3, metavar=("PACKAGE", "MEASURE", "PORT"))
     arguments = options.parse_args()
     if arguments.worker:
         package, measure, port = arguments.worker
         print(json.dumps(work(package, measure, f"http://127.0.0.1:{port}", arguments.samples)))
         return
-    print(json.dumps(compare(arguments.rounds, arguments.samples), indent=2))
+    load_before = os.getloadavg()[0]
+    text = json.dumps(
+        {
+            "command": f"python benchmarks/client_speed.py --rounds {arguments.rounds}",
+            "date": datetime.now(UTC).date().isoformat(),
+            "commit": commit(),
+            "machine": f"{os.cpu_count()} CPU cores, load {load_before:.1f} before the run",
+            "result": compare(arguments.rounds, arguments.samples),
+        },
+        indent=2,
+    )
+    if arguments.output is None:
+        print(text)
+    else:
+        arguments.output.write_text(text + "\n")
+
+
+def commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def compare(rounds: int, samples: int) -> dict[str, Any]:
@@ -163,7 +186,7 @@ def round_trips(sdk: Any, training: Any) -> dict[str, float]:
 def building(sdk: Any) -> dict[str, float]:
     values = lists()
     times = []
-    for _ in range(20):
+    for _ in range(60):
         started = time.perf_counter()
         datums(sdk, values)
         times.append(time.perf_counter() - started)

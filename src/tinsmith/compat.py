@@ -132,6 +132,10 @@ class TinkerFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if module.__name__ in ("tinker", "tinker._version"):
             vars(module)["__version__"] = PROTOCOL_VERSION
             vars(module)["__title__"] = "tinker"
+        if module.__name__ == "tinker":
+            # `import tinker` is enough to write `tinker.types.Datum`.
+            for name in ("types", "auth", "lib"):
+                importlib.import_module(f"tinker.{name}")
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None

@@ -12,6 +12,7 @@ import tinsmith.compat
 tinsmith.compat.install(); tinsmith.compat.install()
 import importlib.metadata
 import tinker, tinsmith
+assert tinker.types.Datum is tinsmith.Datum and tinker.auth and tinker.lib
 from tinker import types
 from tinker.types import tensor_data, LossFnType
 from tinker.types.tensor_data import TensorData

@@ -435,6 +435,15 @@ def test_deprecation_notes_are_shown_once(
     assert caplog.text.count("move on") == 1
 
 
+def test_servers_are_told_which_client_and_which_protocol(
+    stub: Any, service: ServiceClient
+) -> None:
+    service.get_server_capabilities()
+    headers = stub.requests[-1].headers
+    assert headers["user-agent"] == "tinsmith/Python (protocol 0.36.0)"
+    assert headers["x-stainless-package-version"] == "0.36.0"
+
+
 def test_local_counters_need_no_telemetry(stub: Any, service: ServiceClient) -> None:
     """S101: what is counted here is sent nowhere."""
     sampler = service.create_sampling_client(base_model="m")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +22,8 @@ from tinsmith.types import AdamParams, ModelInput, SamplingParams
 
 PROMPT = ModelInput.from_ints(list(range(50)))
 PARAMS = SamplingParams(max_tokens=2)
+PEAK_GROWTH_MB = 200.0
+"""For two thousand samples held open at the server; about 65 kB each were measured."""
 
 
 def step_seconds(training: TrainingClient, count: int = 9) -> float:
@@ -79,3 +84,52 @@ def test_two_thousand_samples_starve_nobody(
     while open_files() > before + 10 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert open_files() <= before + 10, "no socket is left, on neither side"
+
+
+@pytest.mark.parametrize("with_poller", [False, True])
+def test_a_process_under_load_stays_quick_small_and_leaves_nothing(
+    stub: Any, with_poller: bool
+) -> None:
+    """S64, S77, S79, S111: the client in a process of its own, so that the numbers are its own."""
+    stub.flags = {"sample_use_retrieve_futures": with_poller}
+    release = asyncio.Event()
+    held = 0
+
+    async def hold(request: Recorded) -> Answer:
+        nonlocal held
+        if "Sample" in request.headers.get("x-tinker-request-type", ""):
+            held += 1
+            await release.wait()
+        answer: Answer = await stub._do_retrieve_future(request)
+        return answer
+
+    async def hold_all(request: Recorded) -> Answer:
+        await release.wait()
+        answer: Answer = await stub._do_retrieve_futures(request)
+        return answer
+
+    def let_go(request: Recorded) -> Answer:
+        release.set()
+        return Answer(200, b"0")
+
+    def number(count: Callable[[], int]) -> Callable[[Recorded], Answer]:
+        return lambda request: Answer(200, str(count()).encode())
+
+    stub.on("/api/v1/retrieve_future", hold)
+    stub.on("/api/v1/retrieve_futures", hold_all)
+    stub.on("/release", let_go)
+    stub.on("/held", number(lambda: stub.count("/asample") if with_poller else held))
+    stub.on("/beats", number(lambda: stub.count("/session_heartbeat")))
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("load_program.py")), stub.url],
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    # Within twice the idle time, with room for the clock of a busy machine.
+    assert found["busy_ms"] < 2 * found["idle_ms"] + 2, found
+    assert found["beats_per_second"] > 5, found
+    assert found["peak_growth_mb"] < PEAK_GROWTH_MB, found
+    assert (found["sockets_left"], found["tasks_left"], found["threads_left"]) == (0, 0, 0), found

@@ -414,6 +414,9 @@ def test_a_clock_that_jumps_changes_nothing(
     started = time.monotonic()
     sample(sampler).result(5)
     assert time.monotonic() - started < 2
+    assert stub.count("/asample") == 3
+    told = stub.seen("/retrieve_future")[-1].headers["x-tinker-create-promise-roundtrip-time"]
+    assert 0 <= float(told) < 2
 
 
 def test_duplicate_and_early_completions_are_harmless(
@@ -431,6 +434,7 @@ def test_duplicate_and_early_completions_are_harmless(
     stub.on("/api/v1/retrieve_futures", twice)
     for future in [sample(sampler) for _ in range(10)]:
         future.result(10)
+    assert stub.count("/asample") == stub.count("/retrieve_future") == 10
 
 
 @pytest.mark.parametrize(

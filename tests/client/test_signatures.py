@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -100,6 +101,55 @@ def test_twins_take_what_their_siblings_take(cls: type) -> None:
             assert parameters(function) == parameters(public(cls)[name.removesuffix("_async")]), (
                 name
             )
+
+
+class Recorder:
+    """Stands in for a client: every plain method notes how it was called."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def note(*args: Any, **kwargs: Any) -> Future[None]:
+            self.calls.append((name, args, kwargs))
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+
+        return note
+
+
+TWINS = {
+    "TrainingClient": [
+        ("forward_async", (["d"], "ppo"), {"loss_fn_config": {"a": 1.0}}),
+        ("forward_backward_async", (["d"], "ppo"), {}),
+        ("optim_step_async", ("p",), {}),
+        ("optim_step_async", (), {"adam_params": "p"}),
+        ("save_state_async", ("n", 60), {"overwrite": True}),
+        ("save_weights_for_sampler_async", ("n", 60), {}),
+        ("save_weights_external_async", ("n",), {"ttl_seconds": 60}),
+    ],
+    "SamplingClient": [
+        ("sample_async", ("prompt", 2, "params"), {"topk_prompt_logprobs": 3}),
+        ("compute_logprobs_async", ("prompt",), {}),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "args", "kwargs"),
+    [(owner, *case) for owner, cases in TWINS.items() for case in cases],
+)
+async def test_a_twin_calls_its_sibling_as_the_official_one_does(
+    owner: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Packages wrap or mock the plain methods, and see the arguments as they are passed on."""
+    seen = []
+    for cls in (getattr(tinker, owner), PAIRS[owner]):
+        client = Recorder()
+        await getattr(cls, name)(client, *args, **kwargs)
+        seen.append(client.calls)
+    assert seen[0] and seen[1] == seen[0]
 
 
 def test_retry_config_is_the_official_one_but_frozen() -> None:

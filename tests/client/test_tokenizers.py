@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_server import Answer
 
 from tinsmith.client import tokenizers
+from tinsmith.client.service import ServiceClient
 from tinsmith.errors import TinkerError
+from tinsmith.types import ModelInput
 
 NAMES = [
     ("Qwen/Qwen3-8B", None, "Qwen/Qwen3-8B"),
@@ -80,6 +83,23 @@ def test_text_is_encoded_as_it_is_and_templates_are_the_callers(folder: Path) ->
     assert tokenizer.encode("hello") == [0, 3]
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
     assert chat == "<s> hello </s>"
+
+
+def test_text_goes_both_ways_without_a_tokenizer_in_hand(
+    stub: Any, service: ServiceClient, folder: Path
+) -> None:
+    """S85, S89: the service's word about the tokenizer is taken, by every client."""
+    known = {"model_name": "served", "tokenizer_id": str(folder)}
+    stub.on("/api/v1/get_info", Answer(200, {"model_id": "x", "model_data": known}))
+    training = service.create_lora_training_client("served")
+    assert training.encode("hello world") == [0, 3, 4]
+    assert training.decode([3, 4, 5]) == "hello world!"
+    prompt = ModelInput.from_text("hello world", training.get_tokenizer())
+    assert prompt.to_ints() == [3, 4], "raw text: nothing is added"
+    sampler = service.create_sampling_client(base_model="served")
+    about = {"sampler_id": "x", "base_model": "served", "tokenizer_id": str(folder)}
+    stub.on("/api/v1/samplers/s1:sample:0", Answer(200, about))
+    assert sampler.get_tokenizer() is training.get_tokenizer()
 
 
 def test_a_tokenizer_is_loaded_once(folder: Path) -> None:

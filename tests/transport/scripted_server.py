@@ -13,7 +13,7 @@ import json
 import ssl
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -45,8 +45,10 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
     delay: float = 0.0
     fault: str | None = None
-    """reset, truncate, garbage, stall, or slow_body."""
+    """reset, truncate, garbage, stall, slow_body; in the body's middle: reset_body, stall_body."""
     with_length: bool = True
+    pieces: Iterable[bytes] | None = None
+    """Sent after the body as fast as they are read; needs `with_length=False`."""
 
     def encoded(self) -> bytes:
         return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
@@ -192,6 +194,14 @@ async def _write(answer: Answer, writer: asyncio.StreamWriter) -> bool:
         headers["connection"] = "close"
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     writer.write(f"HTTP/1.1 {answer.status} X\r\n{lines}\r\n".encode())
+    if answer.fault in ("reset_body", "stall_body"):
+        writer.write(body[: len(body) // 2])
+        await writer.drain()
+        if answer.fault == "stall_body":
+            await asyncio.sleep(3600)
+        await asyncio.sleep(0.02)  # what was written has left before the connection is reset
+        writer.transport.abort()
+        return False
     if answer.fault == "slow_body":
         for byte in body:
             writer.write(bytes([byte]))
@@ -200,4 +210,7 @@ async def _write(answer: Answer, writer: asyncio.StreamWriter) -> bool:
     else:
         writer.write(body)
     await writer.drain()
+    for piece in answer.pieces or ():
+        writer.write(piece)
+        await writer.drain()
     return answer.with_length and answer.fault != "truncate"

@@ -191,7 +191,8 @@ async def test_a_body_is_only_redirected_when_it_would_arrive(
     http = Http(config)
     await http.send(Request(method="POST", url=f"{server.url}/kept", content=b"abc"))
     assert server.seen("/x")[0].body == b"abc"
-    with pytest.raises(APIConnectionError, match="base URL"):
+    # A status error, which is final: the next attempt would be redirected, too.
+    with pytest.raises(APIStatusError, match="base URL"):
         await http.send(Request(method="POST", url=f"{server.url}/moved", content=b"abc"))
     with pytest.raises(APIConnectionError, match="redirects"):
         await http.send(Request(method="POST", url=f"{server.url}/circle", content=b"abc"))

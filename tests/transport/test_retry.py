@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
+import time
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from typing import Any
@@ -221,6 +223,10 @@ CASES = [
     ([Answer(fault="garbage"), OK], 2, None),
     ([Answer(fault="stall"), OK], 2, None),
     ([Answer(fault="stall")], 5, APITimeoutError),
+    ([Answer(200, {"ok": True}, fault="reset_body"), OK], 2, None),
+    ([Answer(200, {"ok": True}, fault="reset_body")], 5, APIConnectionError),
+    ([Answer(200, {"ok": True}, fault="stall_body"), OK], 2, None),
+    ([Answer(200, {"ok": True}, fault="stall_body")], 5, APITimeoutError),
     ([Answer(200, {"ok": True}, fault="slow_body")], 1, None),
 ]
 
@@ -282,6 +288,28 @@ async def test_a_server_that_accepts_late_is_waited_for(server: Any, config: Cli
     answer = await http.send(Request(method="GET", url=f"{server.url}/try", timeout_seconds=5.0))
     await http.close()
     assert answer.json() == {"ok": 1}
+
+
+async def test_a_connection_that_is_accepted_late_is_waited_for(config: ClientConfig) -> None:
+    """The kernel makes the connection, and nobody reads from it for a while: one request."""
+    arrived: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            time.sleep(0.3)
+            peer, _ = listening.accept()
+            with peer:
+                arrived.append(peer.recv(65536))
+                peer.sendall(b'HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{"ok": 1}')
+
+        accepting = asyncio.create_task(asyncio.to_thread(serve))
+        http = Http(config)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/x"
+        answer = await Retrying(http, config.retry).send(Request(method="GET", url=url))
+        await accepting
+        await http.close()
+    assert answer.json() == {"ok": 1}
+    assert len(arrived) == 1
 
 
 async def test_a_request_that_may_not_be_repeated_is_sent_once(

@@ -29,7 +29,7 @@ async def operate(
     turn: AbstractAsyncContextManager[None] | None = None,
 ) -> M:
     """Post `message` to `path` in its `turn`, and wait for the `result`."""
-    started = time.time()
+    started = time.monotonic()
     with connection.spans.span(
         path.strip("/"),
         model_id=getattr(message, "model_id", None),
@@ -43,6 +43,6 @@ async def operate(
             connection,
             promise,
             json_kind(type(message).__name__.removesuffix("Request"), result),
-            roundtrip_seconds=time.time() - started,
+            roundtrip_seconds=time.monotonic() - started,
             observer=observer,
         )

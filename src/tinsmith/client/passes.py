@@ -115,7 +115,7 @@ class Passes:
             datums=sum(len(run.inputs.data) for run in runs),
             chunks=len(runs),
         ):
-            started = time.time()
+            started = time.monotonic()
             promises = await self._post_all(runs, forward_only)
             kind = pass_kind(forward_only=forward_only)
 
@@ -124,7 +124,7 @@ class Passes:
                     self._connection,
                     promise,
                     kind,
-                    roundtrip_seconds=time.time() - started,
+                    roundtrip_seconds=time.monotonic() - started,
                     observer=self._observer,
                 )
                 _settle(run.part.future(), output)

@@ -256,7 +256,7 @@ class SamplingClient(QueueStateObserver):
         """One submission, with a sequence id of its own."""
         if self._clone_id is None:
             await self._join()
-        started = time.time()
+        started = time.monotonic()
         numbered = {**body, "seq_id": next(self._seq_ids)}
         promise = await self._submit(numbered, _estimated_bytes(request.prompt))
         try:
@@ -264,7 +264,7 @@ class SamplingClient(QueueStateObserver):
                 self.holder,
                 promise,
                 sample_kind(promise),
-                roundtrip_seconds=time.time() - started,
+                roundtrip_seconds=time.monotonic() - started,
                 observer=self,
                 poller=self._completion_poller(),
             )

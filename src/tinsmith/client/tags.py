@@ -12,7 +12,7 @@ _TAGS: ContextVar[Mapping[str, str]] = ContextVar("tinsmith_tags", default=Mappi
 
 @contextmanager
 def request_tags(**tags: str) -> Iterator[None]:
-    """Operations called inside carry these tags into telemetry events and log records.
+    """Operations called inside carry these tags into telemetry events and spans.
 
     >>> with request_tags(experiment="a"):
     ...     current_tags()["experiment"]

@@ -247,7 +247,9 @@ class TrainingClient:
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> APIFuture[SaveWeightsResponse]:
-        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+        return self.save_state(
+            name, ttl_seconds=ttl_seconds, overwrite=overwrite, user_metadata=user_metadata
+        )
 
     @warns(_LOAD_STATE, FutureWarning)
     def load_state(
@@ -303,7 +305,9 @@ class TrainingClient:
         ttl_seconds: int | None = None,
         user_metadata: dict[str, str] | None = None,
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+        return self.save_weights_for_sampler(
+            name, ttl_seconds=ttl_seconds, user_metadata=user_metadata
+        )
 
     def save_weights_external(
         self,
@@ -333,7 +337,9 @@ class TrainingClient:
         ttl_seconds: int | None = None,
         age_encryption_recipients: list[str] | None = None,
     ) -> APIFuture[SaveWeightsExternalResponse]:
-        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
+        return self.save_weights_external(
+            name, ttl_seconds=ttl_seconds, age_encryption_recipients=age_encryption_recipients
+        )
 
     # --- sampling from the model --------------------------------------------------------------
 

@@ -283,10 +283,11 @@ def _redirected(request: Request, response: Response) -> Request:
     target = urljoin(request.url, response.headers["location"])
     keeps_method = response.status_code in (307, 308) or request.method in ("GET", "HEAD")
     if not keeps_method:
-        raise APIConnectionError(
-            request,
+        raise APIStatusError(
             f"{request.method} {request.url} was redirected to {target} with status "
             f"{response.status_code}, which would drop its body; use the new address as base URL.",
+            response,
+            None,
         )
     headers = request.headers
     if urls.origin(target) != urls.origin(request.url):

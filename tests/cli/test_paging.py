@@ -1,0 +1,68 @@
+"""Long lists, from the command line down to the requests."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tinsmith.cli.__main__ import cli
+
+TOTAL = 250
+
+
+@pytest.fixture
+def service() -> Any:
+    """A service with 250 training runs."""
+    path = Path(__file__).parents[1] / "transport" / "scripted_server.py"
+    spec = importlib.util.spec_from_file_location("scripted_server", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.get("scripted_server") or importlib.util.module_from_spec(spec)
+    if "scripted_server" not in sys.modules:
+        sys.modules["scripted_server"] = module
+        spec.loader.exec_module(module)
+    server = module.ScriptedServer()
+
+    def runs(request: Any) -> Any:
+        limit, offset = (int(request.query[name][0]) for name in ("limit", "offset"))
+        page = [
+            {
+                "training_run_id": f"r{number}:train:0",
+                "base_model": "m",
+                "model_owner": "me",
+                "is_lora": True,
+                "lora_rank": 8,
+                "last_request_time": "2026-01-01T00:00:00Z",
+            }
+            for number in range(offset, min(offset + limit, TOTAL))
+        ]
+        cursor = {"offset": offset, "limit": limit, "total_count": TOTAL}
+        return module.Answer(200, {"training_runs": page, "cursor": cursor})
+
+    server.default = lambda request: module.Answer(200, {})
+    server.on("/api/v1/training_runs", runs)
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize(("limit", "requests", "rows"), [(0, 3, 250), (130, 2, 130), (20, 1, 20)])
+def test_a_list_is_fetched_page_by_page(service: Any, limit: int, requests: int, rows: int) -> None:
+    """S83: 250 items in pages of 100 are three requests, and no more than asked for."""
+    environment = {
+        "TINKER_BASE_URL": service.url,
+        "TINKER_API_KEY": f"tml-paging-{limit}",
+        "TINKER_TELEMETRY": "0",
+    }
+    done = CliRunner().invoke(
+        cli, ["--format", "json", "run", "list", "--limit", str(limit)], env=environment
+    )
+    assert done.exit_code == 0, done.output
+    found = [run["training_run_id"] for run in json.loads(done.stdout)["runs"]]
+    assert found == [f"r{number}:train:0" for number in range(rows)]
+    pages = [(int(r.query["offset"][0])) for r in service.seen("/training_runs")]
+    assert pages == [100 * number for number in range(requests)]

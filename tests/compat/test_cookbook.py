@@ -1,0 +1,92 @@
+"""The real tinker-cookbook: its supervised loop, on the official client and on ours.
+
+S114: against identical deterministic servers both log the same numbers, to the last bit. The
+cookbook is fetched from the package index once per machine; its code is not in this repository.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tinsmith
+
+pytest.importorskip("tinker")
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parent / "scripts" / "cookbook_supervised.py"
+VERSION = "0.5.8"
+# What it imports beside torch, transformers and the client; without their own dependencies, which
+# the test environment has.
+PACKAGES = (
+    f"tinker-cookbook=={VERSION} chz termcolor cloudpickle blobfile aiohttp multidict yarl "
+    "frozenlist aiosignal attrs propcache aiohappyeyeballs tiktoken datasets pyarrow pandas dill "
+    "multiprocess xxhash pyrage tml-renderers python-dateutil pytz six tzdata lxml pycryptodomex "
+    "pillow"
+).split()
+
+
+@pytest.fixture(scope="module")
+def cookbook() -> Path:
+    """A folder with the cookbook and what it needs."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")))
+    folder = cache / "tinsmith-tests" / f"cookbook-{VERSION}"
+    if not folder.exists():
+        fetching = folder.with_name(f"{folder.name}.{os.getpid()}")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+        fetched = subprocess.run(
+            [*command, str(fetching), *PACKAGES], capture_output=True, text=True, timeout=600
+        )
+        if fetched.returncode != 0:
+            shutil.rmtree(fetching, ignore_errors=True)
+            pytest.skip(f"tinker-cookbook could not be fetched: {fetched.stderr[-300:]}")
+        fetching.rename(folder)
+    return folder
+
+
+def run(server: Any, sdk: str, cookbook: Path, log: Path, tokenizer: Path) -> dict[str, Any]:
+    with tinsmith.ServiceClient(base_url=server.url, api_key=server.key) as service:
+        # The cookbook gives no seed; starting from one checkpoint makes both runs comparable.
+        training = service.create_lora_training_client("tiny", rank=4, seed=5)
+        start = training.save_state("start").result(60).path
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), sdk, str(log), start, str(tokenizer)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={
+            **os.environ,
+            **server.script_environment,
+            "TINKER_BASE_URL": server.url,
+            "TINKER_API_KEY": server.key,
+            "TINKER_TELEMETRY": "0",
+            "PYTHONPATH": str(cookbook),
+            "OMP_NUM_THREADS": "1",
+        },
+    )
+    assert done.returncode == 0, (sdk, done.stderr[-4000:])
+    logged: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return logged
+
+
+def test_the_supervised_loop_logs_the_same_numbers_on_both_clients(
+    cookbook: Path, local_server_in: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    logged = {}
+    for sdk in ("tinker", "tinsmith"):
+        folder = tmp_path / sdk
+        folder.mkdir()
+        with local_server_in(folder) as server:
+            logged[sdk] = run(server, sdk, cookbook, folder / "log", tiny_model)
+    assert logged["tinsmith"] == logged["tinker"]
+    assert logged["tinsmith"]["imported"] > 100
+    losses = [step["train_mean_nll"] for step in logged["tinsmith"]["steps"]]
+    assert len(losses) == 7, "three steps, and four more after going on from the second"
+    assert losses[-1] < losses[0]
