@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from hypothesis import settings
+
+settings.register_profile("long", max_examples=2000, deadline=None)
+
 
 def _load(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("in_process_server", file)
