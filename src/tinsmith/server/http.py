@@ -238,7 +238,7 @@ async def while_known(
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """What `work` gives; cancelled when the client goes away. The body must have been read."""
     task = asyncio.create_task(work)
-    leaving = asyncio.create_task(_gone(request))
+    leaving = asyncio.create_task(gone(request))
     try:
         await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -250,7 +250,8 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, leaving, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def gone(request: Request) -> None:
+    """Returns when the client goes away. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
