@@ -52,6 +52,10 @@ def all_pages(
 
 def download(url: str, target: Path, *, label: str, what: str, hint: str, output: Output) -> int:
     """Fetch a signed URL into a file; how many bytes it has."""
+    if not url.startswith(("https://", "http://")):
+        raise CommandError(
+            f"Failed to download {what}: {url[:40]!r} is no address of a server", hint
+        )
     written = 0
     try:
         with urllib.request.urlopen(url, timeout=60) as response:
