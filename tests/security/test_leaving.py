@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -194,4 +195,33 @@ async def test_beyond_the_limit_requests_are_told_to_wait(start_server: StartSer
         visitor.leave()
         await asyncio.wait_for(visitor.task, 2)
     assert server.service.admission.num_requests == 0
+    assert (await server.api.get("/sessions")).status_code == 200
+
+
+async def test_an_owner_who_sends_too_fast_waits_alone(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_TOO_FAST_SECONDS", 0.3)
+    server = await start_server(key_max_requests_per_second=5)
+    other = await server.other_user()
+    began = time.monotonic()
+    answers = await asyncio.gather(*(server.api.get("/sessions") for _ in range(30)))
+    statuses = [answer.status_code for answer in answers]
+    assert statuses.count(200) in range(10, 14) and set(statuses) == {200, 429}
+    assert time.monotonic() - began >= 0.3, "refusals come late, so that they are few"
+    began = time.monotonic()
+    assert (await other.get("/sessions")).status_code == 200
+    assert time.monotonic() - began < 0.3
+    # A question for a result is late as well, but not refused.
+    poll = await server.api.post("/retrieve_future", {"request_id": "x"})
+    assert poll.status_code == 404
+
+
+async def test_nothing_new_is_let_in_while_the_loop_is_behind(server: TestServer) -> None:
+    assert (await server.api.get("/sessions")).status_code == 200
+    time.sleep(1.5)  # noqa: ASYNC251  # what a server that cannot keep up looks like
+    await asyncio.sleep(0)
+    await server.until(lambda: server.service.admission.lag_seconds > 1, seconds=0.2)
+    assert (await server.api.get("/sessions")).status_code == 429
+    await server.until(lambda: server.service.admission.lag_seconds < 1)
     assert (await server.api.get("/sessions")).status_code == 200

@@ -34,6 +34,7 @@ ErrorBody = Callable[[int, str], Any]
 T = TypeVar("T")
 
 _WAIT = {"retry-after-ms": "1000", "retry-after": "1"}
+_TOO_FAST_SECONDS = 1.0
 _BODY_PAUSE_SECONDS = 60.0
 """How long a client may be silent in the middle of a body."""
 
@@ -104,9 +105,13 @@ def route(
     async def authorised(service: Service, request: Request) -> Response:
         caller = await _known(service, request)
         request.scope[_OWNER] = caller.owner
+        is_too_fast = service.admission.is_too_fast(caller.owner)
+        if is_too_fast:
+            # Whoever ignores refusals would send the next one at once: that much is prevented.
+            await asyncio.sleep(_TOO_FAST_SECONDS)
         if not is_counted:
             return await handler(service, caller, request)
-        if not service.admission.enter():
+        if is_too_fast or not service.admission.enter():
             raise Refusal(429, "too many requests are under way; send this one again", _WAIT)
         try:
             return await handler(service, caller, request)
