@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: help demo test lint types schema docs bench requirements format clean
+.PHONY: help demo test lint types schema docs bench load fuzz audit requirements format clean
 
 help:
 	@echo "make demo          start a server, fine-tune the embedded model, sample before and after"
@@ -15,6 +15,9 @@ help:
 	@echo "make schema        write the generated reference pages"
 	@echo "make docs          check that the documentation is fresh"
 	@echo "make bench         benchmarks, as ratios against the official package"
+	@echo "make load          500 clients, 4,000 held polls, 1,000 requests a second, for ten minutes"
+	@echo "make fuzz          many more random requests and bytes than make test tries"
+	@echo "make audit         bandit, and pip-audit where its advisory service can be reached"
 	@echo "make requirements  every requirement with the tests that cite it"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -53,6 +56,23 @@ docs: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/foundation.py
+
+LOAD_SECONDS ?= 600
+load: $(STAMP)
+	$(BIN)/python benchmarks/load.py --seconds $(LOAD_SECONDS)
+
+FUZZ_SECONDS ?= 120
+FUZZ_TARGETS := json_messages json_passes raw_json passes pass_ids outputs samples compressed paths custom_losses
+fuzz: $(STAMP)
+	$(BIN)/python -m pytest tests/security/test_fuzz_api.py tests/security/test_paths.py -q --hypothesis-profile=long
+	for target in $(FUZZ_TARGETS); do \
+		$(BIN)/python tests/security/fuzz_codecs.py $$target -max_total_time=$(FUZZ_SECONDS) -timeout=1 -rss_limit_mb=1024 || exit 1; \
+	done
+
+audit: $(STAMP)
+	$(BIN)/python -m pytest tests/security/test_static.py -q
+	$(BIN)/python -m pip install --quiet -c constraints.txt pip-audit
+	$(BIN)/pip-audit --strict --no-deps -r constraints.txt
 
 requirements: $(STAMP)
 	$(BIN)/python tools/requirements.py

@@ -1,32 +1,37 @@
 """The server under load: many clients, thousands of held polls, a steady rate of requests.
 
     python benchmarks/load.py [--seconds 60] [--clients 500] [--polls 4000] [--rate 1000]
+                              [--beside {large,silent,flood}]
 
 Starts a server of its own over the fake engine and drives it from this process through plain
 sockets, so that the driver costs little on the cores that both share. Every client trains (a pass,
 a step, a poll for each), keeps its share of the polls open for samples that take half a minute,
-and shows signs of life. Prints as JSON what was sent, what came back, how long each kind took, and
-how memory, descriptors and processor time went.
+and shows signs of life. `--beside` adds somebody who means harm: bodies of 100 MB, answers that are
+never read, or requests as fast as they can be sent. Prints as JSON what was sent, what came back,
+how long each kind took, and how memory, descriptors and processor time went.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import orjson
 import uvloop
 
@@ -42,11 +47,9 @@ TOKEN_SECONDS = 10.0
 """A sampled token of the fake engine. It costs a timer, so few and long ones are cheap."""
 
 SAMPLE_TOKENS = 3
-SAMPLE_SECONDS = TOKEN_SECONDS * SAMPLE_TOKENS
 HEARTBEAT_SECONDS = 10.0
-READ_SECONDS = 10.0
 REQUESTS_PER_SAMPLE = 3.0
-"""One to ask, and about two polls of at most half a minute."""
+"""One to ask, and up to two polls of at most half a minute."""
 
 REQUESTS_PER_STEP = 4.0
 SETTLE_SECONDS = 5.0
@@ -71,6 +74,7 @@ class Measured:
     descriptors: list[int] = field(default_factory=list)
     outstanding: list[int] = field(default_factory=list)
     lag_seconds: list[float] = field(default_factory=list)
+    harm: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def note(self, kind: str, status: int, seconds: float) -> None:
         if not self.is_on:
@@ -189,10 +193,10 @@ class Client:
             due += pause_seconds
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
 
-    async def roll_out(self) -> None:
+    async def roll_out(self, seconds: float) -> None:
         """Samples one after another, always with a poll open for the one under way."""
         connection = await self._connection()
-        await asyncio.sleep(random.uniform(0, SAMPLE_SECONDS))
+        await asyncio.sleep(random.uniform(0, seconds))
         while True:
             self._sample_number += 1
             promise = await self._post(
@@ -216,7 +220,7 @@ class Client:
         while True:
             heartbeat = {"session_id": self._session_id}
             await self._post(connection, "heartbeat", "/session_heartbeat", heartbeat)
-            await asyncio.sleep(READ_SECONDS / 2)
+            await asyncio.sleep(HEARTBEAT_SECONDS / 2)
             await self._post(connection, "get_info", "/get_info", {"model_id": self._model_id})
             await asyncio.sleep(HEARTBEAT_SECONDS / 2)
 
@@ -263,15 +267,82 @@ class Client:
         return await Connection.open(*self._address)
 
 
+class Harm(Client):
+    """Somebody who means harm, in one of several ways."""
+
+    LARGE_BYTES = 100 * 1000 * 1000
+    MAX_RECORDED = 10
+    """Large bodies that are accepted, and so written to disk; those after them are refused."""
+
+    def __init__(self, address: tuple[str, int], key: str, measured: Measured) -> None:
+        super().__init__(address, key, measured)
+        self._large = np.ones(self.LARGE_BYTES // 4, np.int32)
+        self._result_id = ""
+
+    async def start(self) -> None:
+        await super().start()
+        control = await self._connection()
+        promise = await self._send(
+            control, "forward_backward", "/forward_backward", self._pass([_DATUM] * 1024, 1)
+        )
+        self._result_id = promise["request_id"]
+        await self._result(control, self._result_id)
+
+    def ways(self) -> dict[str, list[Coroutine[Any, Any, None]]]:
+        return {
+            "large": [self.send_large(is_recorded=number == 0) for number in range(2)],
+            "silent": [self.never_read() for _ in range(50)],
+            "flood": [self.flood() for _ in range(3000)],
+        }
+
+    def _pass(self, data: list[Datum], seq_id: int) -> bytes:
+        inputs = ForwardBackwardInput(data, "cross_entropy")
+        return proto.encode_pass(ForwardBackwardRequest(inputs, self._model_id, seq_id))
+
+    async def send_large(self, *, is_recorded: bool) -> None:
+        connection = await self._connection()
+        data = [Datum(model_input=ModelInput.from_ints(self._large), loss_fn_inputs={})]
+        refused = self._request("/forward_backward", self._pass(data, 0), PROTO)
+        for number in itertools.count(1):
+            request = refused
+            if is_recorded and number <= self.MAX_RECORDED:
+                # Far ahead of the others, so that it waits and its body stays where it is.
+                request = self._request("/forward_backward", self._pass(data, 99 + number), PROTO)
+            started = time.perf_counter()
+            status, _ = await connection.ask(request)
+            self._measured.harm["large", status].append(time.perf_counter() - started)
+
+    async def never_read(self) -> None:
+        asked = orjson.dumps({"request_id": self._result_id})
+        request = self._request("/retrieve_future", asked, "application/json", accept=PROTO)
+        with socket.socket() as silent:
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            silent.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(silent, self._address)
+            await loop.sock_sendall(silent, request * 20)
+            self._measured.harm["silent", 0].append(0.0)
+            await asyncio.Event().wait()
+
+    async def flood(self) -> None:
+        connection = await self._connection()
+        body = orjson.dumps({"model_id": self._model_id})
+        request = self._request("/get_info", body, "application/json")
+        while True:
+            started = time.perf_counter()
+            status, _ = await connection.ask(request)
+            self._measured.harm["flood", status].append(time.perf_counter() - started)
+
+
 class Server:
     """A server process over the fake engine, and what the system says about it."""
 
-    def __init__(self, folder: Path, num_keys: int, settings: dict[str, object]) -> None:
-        self.keys = asyncio.run(_make_keys(folder, num_keys))
+    def __init__(self, folder: Path, num_clients: int, **settings: object) -> None:
+        *self.keys, self.harmful_key = asyncio.run(_make_keys(folder, num_clients + 1))
         options = {
             "engine": "fake",
             "port": 0,
-            "max_loaded_models": 2 * num_keys,
+            "max_loaded_models": 2 * num_clients,
             "fake_token_seconds": TOKEN_SECONDS,
             "max_queued_samples": 16_384,
             **settings,
@@ -323,25 +394,34 @@ async def drive(
     seconds: float,
     polls: int,
     rate: float,
-    meanwhile: Callable[[], Awaitable[None]] | None = None,
+    token_seconds: float = TOKEN_SECONDS,
+    beside: str | None = None,
 ) -> dict[str, Any]:
-    """Put a server under load and measure; `meanwhile` runs beside it while that is done."""
+    """Put a server under load and measure; `beside` names a way of harm that is done meanwhile."""
     measured = Measured()
     clients = [Client(server.address, key, measured) for key in server.keys]
     for start in range(0, len(clients), 50):
         await asyncio.gather(*(client.start() for client in clients[start : start + 50]))
-    other = polls / SAMPLE_SECONDS * REQUESTS_PER_SAMPLE + len(clients) * 2 / HEARTBEAT_SECONDS
+    harm = None if beside is None else Harm(server.address, server.harmful_key, measured)
+    if harm is not None:
+        await harm.start()
+    sample_seconds = token_seconds * SAMPLE_TOKENS
+    other = polls / sample_seconds * REQUESTS_PER_SAMPLE + len(clients) * 2 / HEARTBEAT_SECONDS
     steps = max(1.0, (rate - other) / REQUESTS_PER_STEP)
     work = [client.train(len(clients) / steps) for client in clients]
     work += [client.look_around() for client in clients]
-    work += [clients[slot % len(clients)].roll_out() for slot in range(polls)]
+    work += [clients[slot % len(clients)].roll_out(sample_seconds) for slot in range(polls)]
     tasks = [asyncio.create_task(item) for item in work]
     guard = asyncio.create_task(_first_failure(tasks))
     try:
-        await asyncio.wait([guard], timeout=SAMPLE_SECONDS + SETTLE_SECONDS)
+        await asyncio.wait([guard], timeout=sample_seconds + SETTLE_SECONDS)
         begun, cpu, own = time.perf_counter(), server.cpu_seconds(), time.process_time()
         measured.is_on = True
-        extra = None if meanwhile is None else asyncio.ensure_future(meanwhile())
+        if harm is not None and beside is not None:
+            ways = harm.ways()
+            tasks += [asyncio.create_task(work) for work in ways.pop(beside)]
+            for unused in itertools.chain.from_iterable(ways.values()):
+                unused.close()
         while (elapsed := time.perf_counter() - begun) < seconds and not guard.done():
             measured.memory_mb.append(server.memory_mb())
             measured.descriptors.append(server.descriptors())
@@ -352,8 +432,6 @@ async def drive(
         measured.is_on = False
         elapsed = time.perf_counter() - begun
         cpu, own = server.cpu_seconds() - cpu, time.process_time() - own
-        if extra is not None:
-            await extra
     finally:
         for task in [guard, *tasks]:
             task.cancel()
@@ -393,6 +471,13 @@ def _report(
         "server_descriptors": _spread(measured.descriptors),
         "server_cpu_cores": round(cpu / elapsed, 2),
         "driver_cpu_cores": round(own / elapsed, 2),
+        "harm": {
+            f"{way} {status}": {
+                "count": len(seconds),
+                "p50_ms": round(1e3 * _quantile(seconds, 0.5), 1),
+            }
+            for (way, status), seconds in sorted(measured.harm.items())
+        },
         "driver_lag_ms_p99": round(1e3 * _quantile(measured.lag_seconds, 0.99), 1),
     }
 
@@ -412,9 +497,10 @@ def main() -> None:
     options.add_argument("--clients", type=int, default=500)
     options.add_argument("--polls", type=int, default=4000)
     options.add_argument("--rate", type=float, default=1000.0)
+    options.add_argument("--beside", choices=["large", "silent", "flood"])
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="tinsmith-load-") as folder:
-        server = Server(Path(folder) / "data", arguments.clients, {})
+        server = Server(Path(folder) / "data", arguments.clients)
         try:
             found = uvloop.run(
                 drive(server, seconds=arguments.seconds, polls=arguments.polls, rate=arguments.rate)

@@ -5,9 +5,18 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
+
+from tinsmith.errors import ValidationError
+from tinsmith.server.oai import Asked, read_chat, read_completion
+from tinsmith.server.text import TextModel
+
+if TYPE_CHECKING:
+    from .conftest import Api
 
 SCRIPT = Path(__file__).with_name("costly_requests.py")
 REQUESTS = runpy.run_path(str(SCRIPT))["REQUESTS"]
@@ -34,3 +43,45 @@ def _output(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_offsets_of_a_long_completion_do_not_take_long() -> None:
+    ask = read_completion({"model": "m", "prompt": "a", "logprobs": 0})
+    asked = Asked(ask=ask, answer_id="a", created=0, num_prompt_tokens=1)
+    count = 100_000
+    began = time.process_time()
+    found = asked.logprobs([7] * count, [0.0] * count, cast(TextModel, _TwoLetters()))
+    assert time.process_time() - began < MAX_CPU_SECONDS
+    assert found is not None and found["text_offset"] == list(range(0, 2 * count, 2))
+    nothing = asked.logprobs([], [], cast(TextModel, _TwoLetters()))
+    assert nothing is not None and nothing["text_offset"] == []
+
+
+class _TwoLetters:
+    def token_text(self, token: int) -> str:
+        return "ab"
+
+
+@pytest.mark.parametrize("stop", [["x"] * 1000, "x" * 100_000])
+def test_stop_texts_beyond_reason_are_refused(stop: object) -> None:
+    with pytest.raises(ValidationError, match="stop"):
+        read_completion({"model": "m", "prompt": "a", "stop": stop})
+
+
+def test_prompts_beyond_reason_are_refused() -> None:
+    with pytest.raises(ValidationError, match="prompt"):
+        read_completion({"model": "m", "prompt": ["a"] * 100_000})
+
+
+def test_a_message_part_without_a_text_is_refused() -> None:
+    message = {"role": "user", "content": [{"type": "text"}]}
+    with pytest.raises(ValidationError, match="only text parts"):
+        read_chat({"model": "m", "messages": [message]})
+
+
+@pytest.mark.parametrize("moment", ["0001-01-01T00:00:00+23:00", "9999-12-31T23:00:00-23:00"])
+async def test_times_at_the_ends_of_the_calendar_are_refused(api: Api, moment: str) -> None:
+    """Found by fuzzing: they were a 500."""
+    hours = {"starting_on": moment, "ending_before": "2026-01-01T00:00:00Z"}
+    assert (await api.get("/billing/usage/events", **hours)).status_code == 400
+    assert (await api.get("/audit", day="9999-12-31")).status_code == 200

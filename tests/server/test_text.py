@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 class Bytes:
     """One token per byte."""
 
+    most_decoded = 0
+
     def decode(self, tokens: Sequence[int]) -> str:
+        self.most_decoded = max(self.most_decoded, len(tokens))
         return bytes(tokens).decode(errors="replace")
 
 
@@ -53,6 +56,26 @@ def test_what_only_looked_like_a_stop_string_is_sent_after_all() -> None:
     assert stream.add(list(b"gine")) == "ENgine"
     stream = _stream("END")
     assert stream.add(list(b"EN")) + stream.finish() == "EN"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 65])
+def test_a_long_text_streams_whole_and_is_decoded_in_pieces(size: int) -> None:
+    text = "ünïcödé ✓ 日本語 plain text " * 400
+    data, model = text.encode(), Bytes()
+    stream = TextStream(cast(TextModel, model), ("never",))
+    parts = [list(data[start : start + size]) for start in range(0, len(data), size)]
+    pieces = [stream.add(part) for part in parts]
+    assert "".join(pieces) + stream.finish() == text
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert model.most_decoded < 1000, "the work of a token does not grow with the text"
+
+
+def test_a_stop_string_is_found_wherever_a_long_text_is_cut() -> None:
+    data = b"word " * 60 + b"STOP" + b" more"
+    for size in (1, 3, 64, 100):
+        stream = _stream("STOP")
+        parts = [list(data[start : start + size]) for start in range(0, len(data), size)]
+        assert "".join(stream.add(part) for part in parts) + stream.finish() == "word " * 60
 
 
 @pytest.mark.parametrize(

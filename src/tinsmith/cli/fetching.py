@@ -53,6 +53,10 @@ def download(url: str, target: Path, *, label: str, what: str, hint: str, output
     import urllib.error
     import urllib.request
 
+    if not url.startswith(("https://", "http://")):
+        raise CommandError(
+            f"Failed to download {what}: {url[:40]!r} is no address of a server", hint
+        )
     written = 0
     try:
         with urllib.request.urlopen(url, timeout=60) as response:

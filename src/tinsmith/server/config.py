@@ -73,6 +73,9 @@ class ServerConfig:
     max_active_requests: int = 2048
     """Most requests worked on at once, those that wait for a result aside; beyond, 429."""
 
+    key_max_requests_per_second: float = 2000.0
+    """Most requests of one owner for long; beyond, each waits a second and is then refused."""
+
     max_active_body_bytes: int = 1024**3
     """Most bytes of large bodies worked on at once, half of it for one owner; beyond, 429."""
 

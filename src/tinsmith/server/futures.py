@@ -76,11 +76,15 @@ class Promises:
         _wake(promise.waiters)
         self._make_room()
 
-    async def wait(self, promise: Promise, seconds: float) -> Outcome | None:
-        """The outcome, or None when it does not come in time."""
+    async def wait(
+        self, promise: Promise, seconds: float, leaving: asyncio.Future[None] | None = None
+    ) -> Outcome | None:
+        """The outcome, or None when it does not come in time, or once `leaving` is done."""
         if promise.outcome is None and not self._is_closing:
             waiter = asyncio.get_running_loop().create_future()
             promise.waiters.add(waiter)
+            if leaving is not None:
+                leaving.add_done_callback(lambda _: _wake([waiter]))
             try:
                 async with asyncio.timeout(seconds):
                     await waiter

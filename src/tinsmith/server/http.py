@@ -35,6 +35,7 @@ ErrorBody = Callable[[int, str], Any]
 T = TypeVar("T")
 
 _WAIT = {"retry-after-ms": "1000", "retry-after": "1"}
+_TOO_FAST_SECONDS = 1.0
 _BODY_PAUSE_SECONDS = 60.0
 """How long a client may be silent in the middle of a body."""
 
@@ -105,9 +106,13 @@ def route(
     async def authorised(service: Service, request: Request) -> Response:
         caller = await _known(service, request)
         request.scope[_OWNER] = caller.owner
+        is_too_fast = service.admission.is_too_fast(caller.owner)
+        if is_too_fast:
+            # Whoever ignores refusals would send the next one at once: that much is prevented.
+            await asyncio.sleep(_TOO_FAST_SECONDS)
         if not is_counted:
             return await handler(service, caller, request)
-        if not service.admission.enter():
+        if is_too_fast or not service.admission.enter():
             raise Refusal(429, "too many requests are under way; send this one again", _WAIT)
         try:
             return await handler(service, caller, request)
@@ -239,7 +244,7 @@ async def while_known(
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """What `work` gives; cancelled when the client goes away. The body must have been read."""
     task = asyncio.create_task(work)
-    leaving = asyncio.create_task(_gone(request))
+    leaving = asyncio.create_task(gone(request))
     try:
         await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -251,7 +256,8 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, leaving, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def gone(request: Request) -> None:
+    """Returns when the client goes away. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from tinsmith.types.convert import converter
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_CHOICES = 128
 _MAX_PROMPTS = 1024
+_MAX_STOPS = 64
+_MAX_STOP_CHARACTERS = 1000
 _MAX_TOP_LOGPROBS = 20
 
 _SHARED = {
@@ -110,6 +113,10 @@ def _ask(
 ) -> Ask:
     stop = _field("stop", str | list[str] | None, fields.get("stop"))
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > _MAX_STOPS or any(len(text) > _MAX_STOP_CHARACTERS for text in stops):
+        raise ValidationError(
+            f"at most {_MAX_STOPS} texts of at most {_MAX_STOP_CHARACTERS} characters", "stop"
+        )
     n = _given(fields, "n", int, 1)
     if not 1 <= n <= _MAX_CHOICES:
         raise ValidationError(f"must be between 1 and {_MAX_CHOICES}, got {n}", "n")
@@ -210,12 +217,12 @@ class Asked:
                 for name, logprob, row in zip(names, logprobs, rows, strict=True)
             ]
             return {"content": content, "refusal": None}
-        offsets = [sum(len(n) for n in names[:i]) for i in range(len(names))]
+        offsets = list(itertools.accumulate((len(name) for name in names[:-1]), initial=0))
         return {
             "tokens": names,
             "token_logprobs": logprobs,
             "top_logprobs": rows if self.ask.top_logprobs else None,
-            "text_offset": offsets,
+            "text_offset": offsets[: len(names)],
         }
 
 

@@ -82,7 +82,7 @@ class Sampling:
         self._channels: dict[tuple[str, int], _Channel] = {}
         self._cursor = itertools.count(1)
         self._prompt_bytes = 0
-        self._num_streams = 0
+        self.num_streams = 0
         """Jobs in the engine's hands, those that others than `submit` started too."""
         self._is_draining = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,7 +94,7 @@ class Sampling:
     @property
     def is_full(self) -> bool:
         return (
-            max(len(self._running), self._num_streams) >= self._config.max_queued_samples
+            max(len(self._running), self.num_streams) >= self._config.max_queued_samples
             or self._prompt_bytes >= self._config.max_queued_sample_bytes
         )
 
@@ -129,7 +129,7 @@ class Sampling:
         """Run a job and pass its events on; leaving the iterator gives the job up."""
         engine, generation = await self._engines.get()
         is_over = False
-        self._num_streams += 1
+        self.num_streams += 1
         try:
             failure = await self._samplers.acquire(engine, generation, sampler)
             if failure is not None:
@@ -146,7 +146,7 @@ class Sampling:
             self._engines.report(generation, error)
             raise
         finally:
-            self._num_streams -= 1
+            self.num_streams -= 1
             self._samplers.release(generation, sampler)
             if not is_over:
                 # Whoever left may be a cancelled task, in which nothing can be awaited any more.

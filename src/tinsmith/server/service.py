@@ -62,7 +62,11 @@ class Service:
         self.store = store
         self.metrics = metrics
         self.limits = Limits(max_body_bytes=config.max_body_bytes)
-        self.admission = Admission(config.max_active_requests, config.max_active_body_bytes)
+        self.admission = Admission(
+            config.max_active_requests,
+            config.max_active_body_bytes,
+            config.key_max_requests_per_second,
+        )
         changes = Path(config.data_dir) / KEY_CHANGES
         self.auth = Auth(store, secret, is_required=config.auth, changes=changes)
         self.weights = WeightsFolders(Path(config.data_dir) / "weights", store)
@@ -127,6 +131,7 @@ class Service:
         self._tasks = [
             asyncio.create_task(self.scheduler.run(), name="scheduler"),
             asyncio.create_task(self._keep_house(), name="housekeeping"),
+            asyncio.create_task(self.admission.watch_lag(), name="lag"),
         ]
 
     def begin_drain(self) -> None:
@@ -206,6 +211,7 @@ class Service:
     def _add_gauges(self) -> None:
         gauges: dict[str, Callable[[], float]] = {
             "active_requests": lambda: self.admission.num_requests,
+            "event_loop_lag_seconds": lambda: self.admission.lag_seconds,
             "active_body_bytes": lambda: self.admission.body_bytes,
             "queued_operations": lambda: sum(len(m.queue) for m in self.models),
             "live_models": lambda: len(self.models),

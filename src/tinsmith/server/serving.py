@@ -32,7 +32,7 @@ from tinsmith.server.store.sql import SqlStore, sqlite_url
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_SECONDS = 35
-_GARBAGE_THRESHOLD = 50_000
+_GARBAGE_THRESHOLDS = (5_000, 10, 200)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FIRST_OWNER = "owner"
 
@@ -175,10 +175,10 @@ def _raise_file_limit() -> None:
 
 def _tune_collector() -> None:
     """Look for garbage in cycles more rarely: with thousands of held questions there is much to
-    look through and little to find, and everybody waits meanwhile."""
+    look through and little to find, and everybody waits meanwhile, a second for all of it."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_GARBAGE_THRESHOLD, 20, 100)
+    gc.set_threshold(*_GARBAGE_THRESHOLDS)
 
 
 def _listen(config: ServerConfig) -> socket.socket:

@@ -19,6 +19,9 @@ from tinsmith.errors import ValidationError
 _UNFINISHED = "\ufffd"
 """What a decoder writes for bytes that are not yet a character."""
 
+_SETTLED_TOKENS = 64
+_CONTEXT_TOKENS = 16
+
 
 class TextModel:
     """The tokenizer and chat template of one base model."""
@@ -88,19 +91,23 @@ class TextStream:
     """The text of a sequence as its tokens arrive, up to a stop string.
 
     Text is held back while it might still be the beginning of a stop string, or while its last
-    character is not complete.
+    character is not complete. Only the newest tokens are decoded each time, behind a few earlier
+    ones: what a token stands for may depend on those, and on none before them.
     """
 
     model: TextModel
     stops: tuple[str, ...] = ()
     is_stopped: bool = False
-    _tokens: list[int] = field(default_factory=list)
-    _sent: int = 0
-    """Characters given out so far."""
+    _before: list[int] = field(default_factory=list)
+    _fresh: list[int] = field(default_factory=list)
+    _num_before: int = 0
+    """Characters that the earlier tokens decode to."""
+    _num_given: int = 0
+    """Characters of the newest tokens that were given out."""
 
     def add(self, tokens: Sequence[int]) -> str:
         """New text that these tokens bring."""
-        self._tokens.extend(tokens)
+        self._fresh.extend(tokens)
         return self._take(is_last=False)
 
     def finish(self) -> str:
@@ -110,7 +117,8 @@ class TextStream:
     def _take(self, *, is_last: bool) -> str:
         if self.is_stopped:
             return ""
-        text = self.model.decode(self._tokens)
+        decoded = self.model.decode(self._before + self._fresh)
+        text = decoded[self._num_before + self._num_given :]
         for stop in self.stops:
             found = text.find(stop)
             if found >= 0:
@@ -119,9 +127,17 @@ class TextStream:
         if not (is_last or self.is_stopped):
             end = len(text.rstrip(_UNFINISHED))
             end = min(end, len(text) - _held(text, self.stops))
-        new = text[self._sent : end]
-        self._sent = max(self._sent, end)
-        return new
+        self._num_given += end
+        if end == len(text) and len(self._fresh) >= _SETTLED_TOKENS:
+            self._settle()
+        return text[:end]
+
+    def _settle(self) -> None:
+        """All that there is was given out: keep only what the next tokens may depend on."""
+        self._before = (self._before + self._fresh)[-_CONTEXT_TOKENS:]
+        self._fresh = []
+        self._num_before = len(self.model.decode(self._before))
+        self._num_given = 0
 
 
 def _held(text: str, stops: Sequence[str]) -> int:

@@ -31,6 +31,9 @@ MAX_ELEMENTS = 2**26
 MAX_WORK = 2**28
 """Elements of all intermediate tensors of one evaluation, products of matrices counted in full."""
 
+MAX_PASS_WORK = 2**30
+"""The same for all evaluations of one pass together: seconds, not hours, whoever sent it."""
+
 _MAX_REMEMBERED_SHAPES = 1024
 _CPU = torch.device("cpu")
 
@@ -53,7 +56,8 @@ class CompiledLoss:
         self._graph = graph
         # Sizes follow from the shapes of the inputs alone unless a mask selects elements, so
         # shapes that were measured once need no second look.
-        self._measured: set[tuple[Any, ...]] = set()
+        self._measured: dict[tuple[Any, ...], int] = {}
+        self._work = 0
 
     def __call__(
         self, logprobs: Tensor, inputs: Mapping[str, Tensor]
@@ -63,13 +67,17 @@ class CompiledLoss:
         values: list[Value] = [leaf]
         values += [inputs[name].detach().to(_CPU) for name in self.input_names[1:]]
         shapes = tuple((value.shape, value.dtype) for value in values)
-        meter = None if shapes in self._measured else _Meter()
+        known_work = self._measured.get(shapes)
+        meter = None if known_work is not None else _Meter()
+        self._count(known_work or 0)
         for call in self._graph.calls:
             values.append(_run(call, values, meter))
-        if meter is not None and not meter.selects_by_value:
-            if len(self._measured) >= _MAX_REMEMBERED_SHAPES:
-                self._measured.clear()
-            self._measured.add(shapes)
+        if meter is not None:
+            self._count(meter.work)
+            if not meter.selects_by_value:
+                if len(self._measured) >= _MAX_REMEMBERED_SHAPES:
+                    self._measured.clear()
+                self._measured[shapes] = meter.work
 
         loss = values[self._graph.loss.index]
         if not (isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point()):
@@ -86,6 +94,15 @@ class CompiledLoss:
         gradient = _gradient(loss, leaf)
         known = loss.detach().float().to(device), gradient.to(device)
         return _KnownGradient.apply(logprobs, *known), metrics
+
+    def _count(self, work: int) -> None:
+        self._work += work
+        if self._work > MAX_PASS_WORK:
+            raise ValidationError(
+                f"the loss computes more than {MAX_PASS_WORK} elements in one pass; send fewer "
+                "datums at a time, or make it smaller",
+                "graph",
+            )
 
 
 def _gradient(loss: Tensor, leaf: Tensor) -> Tensor:
@@ -125,7 +142,7 @@ class _Meter:
     """Adds up the work of one evaluation and stops it at the limits, before the work is done."""
 
     def __init__(self) -> None:
-        self._work = 0
+        self.work = 0
         self.selects_by_value = False
         """Whether sizes depended on the values of a mask."""
 
@@ -151,12 +168,12 @@ class _Meter:
         self._count(largest, work)
 
     def _count(self, largest: int, work: int) -> None:
-        self._work += work
+        self.work += work
         if largest > MAX_ELEMENTS:
             raise ValidationError(
                 f"the result would have {largest} elements; at most {MAX_ELEMENTS} are allowed"
             )
-        if self._work > MAX_WORK:
+        if self.work > MAX_WORK:
             raise ValidationError(
                 f"the loss computes more than {MAX_WORK} elements for one datum; make it smaller"
             )

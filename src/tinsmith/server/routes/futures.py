@@ -6,6 +6,7 @@ clients ask again at once either way, and this way without a line in their logs.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Literal
 
@@ -13,15 +14,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.server.auth import Caller
-from tinsmith.server.futures import Outcome
+from tinsmith.server.futures import Outcome, Promise, Promises
 from tinsmith.server.http import (
     Refusal,
     answer,
     check_still_known,
+    gone,
     not_found,
     nothing,
     read_body,
     route,
+    while_connected,
 )
 from tinsmith.server.sampling import REQUEST_PREFIX
 from tinsmith.server.service import Service
@@ -44,9 +47,9 @@ async def retrieve_future(service: Service, caller: Caller, request: Request) ->
     message = dialects.decode(FutureRetrieveRequest, body, service.limits)
     request_id = message.request_id
     if request_id.startswith(REQUEST_PREFIX):
-        outcome = await _sampled(service, caller, request_id)
+        outcome = await _sampled(service, caller, request, request_id)
     else:
-        outcome = await _trained(service, caller, request_id)
+        outcome = await _trained(service, caller, request, request_id)
     await check_still_known(service, request)
     if outcome is None:
         return _try_again(service, request_id)
@@ -71,9 +74,10 @@ async def retrieve_futures(service: Service, caller: Caller, request: Request) -
     seconds = service.config.hold_seconds
     if message.timeout is not None:
         seconds = min(max(0.0, message.timeout), seconds)
-    found = await service.sampling.completions(
+    completions = service.sampling.completions(
         sampler.sampler_id, target.cloned_sampler_id, message.prev_cursor, seconds
     )
+    found = await while_connected(request, completions)
     await check_still_known(service, request)
     cursor = max((number for number, _ in found), default=message.prev_cursor)
     return answer(FuturesRetrieveResponse(completions=[c for _, c in found], cursor=cursor))
@@ -87,22 +91,26 @@ async def cancel_future(service: Service, caller: Caller, request: Request) -> R
     return nothing()
 
 
-async def _sampled(service: Service, caller: Caller, request_id: str) -> Outcome | None:
+async def _sampled(
+    service: Service, caller: Caller, request: Request, request_id: str
+) -> Outcome | None:
     promise = service.sampling.promises.get(request_id)
     if promise is None or promise.owner != caller.owner:
         raise Refusal(410, f"the result of {request_id[:80]} is no longer here; send it again")
-    outcome = await service.sampling.promises.wait(promise, service.config.hold_seconds)
+    outcome = await _held(service, service.sampling.promises, promise, request)
     if outcome is not None:
         promise.retrieved_at = time.time()
     return outcome
 
 
-async def _trained(service: Service, caller: Caller, request_id: str) -> Outcome | None:
+async def _trained(
+    service: Service, caller: Caller, request: Request, request_id: str
+) -> Outcome | None:
     promise = service.promises.get(request_id)
     if promise is not None:
         if promise.owner != caller.owner:
             raise not_found("request", request_id)
-        outcome = await service.promises.wait(promise, service.config.hold_seconds)
+        outcome = await _held(service, service.promises, promise, request)
         if outcome is not None:
             promise.retrieved_at = time.time()
     else:
@@ -113,6 +121,19 @@ async def _trained(service: Service, caller: Caller, request_id: str) -> Outcome
     if outcome is not None:
         service.retrieved[request_id] = time.time()
     return outcome
+
+
+async def _held(
+    service: Service, promises: Promises, promise: Promise, request: Request
+) -> Outcome | None:
+    """Wait for a promise for as long as the client does, and no longer than we hold anybody."""
+    if promise.outcome is not None:
+        return promise.outcome
+    leaving = asyncio.create_task(gone(request))
+    try:
+        return await promises.wait(promise, service.config.hold_seconds, leaving)
+    finally:
+        leaving.cancel()
 
 
 def _stored(operation: OperationRecord) -> Outcome | None:
