@@ -197,9 +197,12 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
 
 def _unavailable(error: BaseException) -> StoreUnavailableError:
     """What went wrong first: cleaning up after it may have failed as well."""
-    while isinstance(error.__context__, _TROUBLE):
-        error = error.__context__
-    reason = getattr(error, "orig", None) or error
+    first: BaseException = error
+    seen: BaseException | None = error
+    while seen is not None:
+        first = seen if isinstance(seen, _TROUBLE) else first
+        seen = seen.__context__
+    reason = getattr(first, "orig", None) or first
     return StoreUnavailableError(f"the store cannot be used now: {reason}")
 
 
