@@ -5,7 +5,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint types schema docs bench requirements format clean
+.PHONY: help demo test lint types schema docs bench chaos requirements format clean
+
+SEED ?= 1
+MINUTES ?= 30
+STORE ?= sqlite
 
 help:
 	@echo "make demo          start a server, fine-tune the embedded model, sample before and after"
@@ -14,6 +18,7 @@ help:
 	@echo "make schema        write the generated reference pages"
 	@echo "make docs          check that the documentation is fresh"
 	@echo "make bench         benchmarks, as ratios against the official package"
+	@echo "make chaos         break everything while clients train (SEED=1 MINUTES=30 STORE=sqlite or postgres)"
 	@echo "make requirements  every requirement with the tests that cite it"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -52,6 +57,9 @@ docs: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/foundation.py
+
+chaos: $(STAMP)
+	$(BIN)/python tools/chaos --seed $(SEED) --minutes $(MINUTES) --store $(STORE)
 
 requirements: $(STAMP)
 	$(BIN)/python tools/requirements.py

@@ -146,6 +146,16 @@ async def read_body(service: Service, request: Request) -> bytes:
     return body
 
 
+async def body_start(request: Request) -> bytes:
+    """The first bytes of a body that is not going to be read; none when some were read already."""
+    try:
+        async for part in request.stream():
+            return part
+    except RuntimeError:
+        pass
+    return b""
+
+
 async def _answer(
     handler: Callable[[Service, Request], Awaitable[Response]], request: Request, errors: ErrorBody
 ) -> Response:
