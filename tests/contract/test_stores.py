@@ -31,6 +31,7 @@ from tinsmith.server.store.base import (
     SamplerRecord,
     SessionRecord,
     Store,
+    StoreDamagedError,
     StoreInUseError,
     StoreUnavailableError,
     UsageRecord,
@@ -285,7 +286,23 @@ async def test_a_retry_with_a_large_payload_leaves_no_second_file(
     again = dataclasses.replace(operation(0, payload=b"x" * 100_000), request_id="another")
     first, is_new = await store.record(again)
     assert (first.request_id, is_new) == ("r0", False)
-    assert [f.name for f in tmp_path.rglob("*.payload")] == ["r0.payload"]  # noqa: ASYNC240
+    names = [f.name for f in tmp_path.rglob("*.payload.*")]  # noqa: ASYNC240
+    assert [name.partition(".")[0] for name in names] == ["r0"]
+
+
+async def test_a_damaged_file_is_noticed(store: Store, tmp_path: Path) -> None:
+    await store.record(operation(0, payload=b"x" * 100_000), MODEL)
+    end = Finish(
+        request_id="r0", status="done", finished_at=5.0, result_type="json", result=b"y" * 100_000
+    )
+    await store.finish([end])
+    assert len(await store.read_payload("r0")) == 100_000
+    for file in tmp_path.rglob("r0.*"):  # noqa: ASYNC240
+        file.write_bytes(file.read_bytes()[:-1] + b"z")
+    with pytest.raises(StoreDamagedError, match="checksum"):
+        await store.read_payload("r0")
+    found = await store.get_operation("r0")
+    assert found is not None and (found.result, found.result_type) == (None, "dropped")
 
 
 async def test_weights_are_kept_while_anything_refers_to_them(store: Store) -> None:

@@ -172,6 +172,34 @@ async def test_a_pass_that_kills_every_engine_is_given_up_and_the_others_are_not
     assert "died 3 times" in error and category == "server"
 
 
+async def test_a_sample_that_kills_every_engine_is_given_up_and_training_is_not(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await start_server(fake_pass_seconds=0.3)
+    api = server.api
+    model = await api.model()
+    body = {
+        "session_id": await api.session(),
+        "sampling_session_seq_id": 0,
+        "base_model": "tinsmith/fake",
+    }
+    sampler = (await api.ok("/create_sampling_session", body))["sampling_session_id"]
+
+    async def deadly(engine: FakeEngine, job: Any) -> AsyncIterator[Any]:
+        await asyncio.sleep(0.15)
+        engine.die("poisoned")
+        raise EngineDiedError("poisoned")
+        yield
+
+    monkeypatch.setattr(FakeEngine, "sample", deadly)
+    passed = await api.send_pass(model, 1)
+    sample = await api.ok("/asample", api.sample_body(sampler))
+    async with asyncio.timeout(40):
+        error, category = await api.failure(sample["request_id"])
+        await api.result(passed)
+    assert "died repeatedly" in error and category == "server"
+
+
 async def test_a_step_that_fails_in_the_engine_leaves_a_model_that_goes_on(
     server: TestServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from tinsmith.engine.base import Capabilities, Engine
 from tinsmith.errors import EngineDiedError, EngineError
@@ -43,6 +43,7 @@ class EngineSupervisor:
         self._factory = factory
         self._clean_up = clean_up
         self._closing: asyncio.Task[None] | None = None
+        self._alone = asyncio.Lock()
         self._engine: Engine | None = None
         self._is_up = asyncio.Event()
         self._is_needed = asyncio.Event()
@@ -69,6 +70,18 @@ class EngineSupervisor:
         while self._engine is None:
             await self._is_up.wait()
         return self._engine, self.generation
+
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """For work that is suspected of killing engines: others begin nothing meanwhile."""
+        async with self._alone:
+            yield
+
+    async def company(self) -> None:
+        """For all other work, before it begins: wait while something runs alone."""
+        while self._alone.locked():
+            async with self._alone:
+                pass
 
     def report(self, generation: int, error: BaseException) -> None:
         """Somebody's call to the engine of that generation ended with an exception."""
