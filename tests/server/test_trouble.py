@@ -193,11 +193,13 @@ async def test_a_sample_that_kills_every_engine_is_given_up_and_training_is_not(
 
     monkeypatch.setattr(FakeEngine, "sample", deadly)
     passed = await api.send_pass(model, 1)
-    sample = await api.ok("/asample", api.sample_body(sampler))
-    async with asyncio.timeout(40):
-        error, category = await api.failure(sample["request_id"])
+    async with asyncio.timeout(60):
+        for number in range(2):
+            sample = await api.ok("/asample", api.sample_body(sampler, number))
+            error, category = await api.failure(sample["request_id"])
+            assert "died repeatedly" in error and category == "server"
         await api.result(passed)
-    assert "died repeatedly" in error and category == "server"
+    assert len(server.engines) == 7
 
 
 async def test_a_step_that_fails_in_the_engine_leaves_a_model_that_goes_on(

@@ -213,10 +213,7 @@ class Sampling:
             # Having been there at all deaths but the last allowed one, it is suspected of them.
             is_suspect = number == attempts > 1
             try:
-                if not is_suspect:
-                    await self._engines.company()
-                    return await self._attempt(running, job)
-                async with self._engines.alone():
+                async with self._engines.alone() if is_suspect else self._engines.company():
                     return await self._attempt(running, job)
             except EngineError as error:
                 last = error
