@@ -64,6 +64,8 @@ class Chaos:
         """The program and seed that a model belongs to, for models that reached their end."""
         self.finished: set[str] = set()
         """The models of clients that reached their end."""
+        self.damaged: set[str] = set()
+        """Models of which a snapshot was damaged."""
         self.running: dict[asyncio.subprocess.Process, bool] = {}
         """Clients under way, and whether each has been killed."""
 
@@ -131,13 +133,15 @@ class Chaos:
         lines = out.decode().splitlines()
         models = [line.split()[1] for line in lines if line.startswith("run ")]
         results = [line for line in lines if not line.startswith("run ")]
-        if is_reference and process.returncode == 0:
+        # The official client's process sometimes aborts on its way out, with all its work done.
+        is_complete = results[-1:] == ["end"]
+        if is_reference and is_complete:
             self.expected[program] = results
             self.weights_of[models[-1]] = program
             self.finished.update(models)
         elif was_dropped:
             self._compare(program, package, results, self.expected[program][: len(results)])
-        elif process.returncode != 0:
+        elif not is_complete:
             tail = errors.decode()[-1500:]
             self.problems.append(f"{package} {program} ended with {process.returncode}: {tail}")
         else:
@@ -158,6 +162,8 @@ class Chaos:
     async def _break(self, stop_at: float) -> None:
         faults: list[tuple[str, int, Callable[[], Coroutine[Any, Any, None]]]] = [
             ("server killed", 4, self._kill_server),
+            ("server killed twice", 1, self._kill_server_twice),
+            ("snapshot damaged", 2, self._damage_snapshot),
             ("engine killed", 5, self._kill_engine),
             ("server stopped", 2, self._stop_server),
             ("engine stopped", 2, self._stop_engine),
@@ -184,6 +190,37 @@ class Chaos:
     async def _kill_server(self) -> None:
         await self.server.kill()
         await asyncio.sleep(self.chance.uniform(0.0, 1.0))
+        await self.server.start()
+
+    async def _kill_server_twice(self) -> None:
+        """The second time while it starts."""
+        await self.server.kill()
+        self.server.spawn()
+        await asyncio.sleep(self.chance.uniform(0.2, 3.0))
+        await self.server.kill()
+        await self.server.start()
+
+    async def _damage_snapshot(self) -> None:
+        """Flip a bit in the newest snapshot of a model, once for each: it has two at a time."""
+        await self.server.kill()
+        tables = invariants.read(self.store_url)
+        newest = {
+            row["model_id"]: row["snapshot_weights_id"]
+            for row in tables["models"]
+            if row["snapshot_weights_id"] != row["previous_snapshot_weights_id"]
+        }
+        pending = {row["model_id"] for row in tables["operations"] if row["status"] == "pending"}
+        # Those with something to do are certain to be rebuilt.
+        candidates = sorted((newest.keys() & pending) - self.damaged)
+        if candidates:
+            model_id = self.chance.choice(candidates)
+            self.damaged.add(model_id)
+            folder = self.data / "weights" / newest[model_id]
+            file = self.chance.choice(sorted(f for f in folder.iterdir() if f.stat().st_size))
+            content = bytearray(file.read_bytes())
+            content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
+            file.write_bytes(content)
+            self.counts["snapshots with a flipped bit"] += 1
         await self.server.start()
 
     async def _kill_engine(self) -> None:

@@ -75,7 +75,7 @@ def rl(tinker: Any, service: Any, client: Any, data: list[Any], steps: int) -> N
 def custom(tinker: Any, service: Any, client: Any, data: list[Any], steps: int) -> None:
     def loss(_: Any, logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
         total = sum((p**2).sum() for p in logprobs)
-        return total, {"squares": float(total)}
+        return total, {"squares": float(total.detach())}
 
     for _ in range(max(1, steps // 3)):
         passed = client.forward_backward_custom(data, loss)

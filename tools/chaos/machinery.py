@@ -47,7 +47,7 @@ class Server:
         """Start it, again and again if need be (its disk or database may be away), until ready."""
         deadline = time.monotonic() + seconds
         while True:
-            self._spawn()
+            self.spawn()
             while self.process is not None and self.process.poll() is None:
                 if await asyncio.to_thread(self._is_ready):
                     return
@@ -58,7 +58,7 @@ class Server:
                 raise AssertionError(f"the server does not start; see {self.log}")
             await asyncio.sleep(0.2)
 
-    def _spawn(self) -> None:
+    def spawn(self) -> None:
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 self._command,
