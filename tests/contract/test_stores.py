@@ -290,6 +290,19 @@ async def test_a_retry_with_a_large_payload_leaves_no_second_file(
     assert [name.partition(".")[0] for name in names] == ["r0"]
 
 
+async def test_an_end_that_is_recorded_again_leaves_one_file(store: Store, tmp_path: Path) -> None:
+    """After a commit that only seemed to fail."""
+    await store.record(operation(0), MODEL)
+    end = Finish(
+        request_id="r0", status="done", finished_at=5.0, result_type="json", result=b"y" * 100_000
+    )
+    for _ in range(3):
+        await store.finish([end])
+    assert len([*tmp_path.rglob("r0.result.*")]) == 1  # noqa: ASYNC240
+    found = await store.get_operation("r0")
+    assert found is not None and found.result == b"y" * 100_000
+
+
 async def test_a_damaged_file_is_noticed(store: Store, tmp_path: Path) -> None:
     await store.record(operation(0, payload=b"x" * 100_000), MODEL)
     end = Finish(
