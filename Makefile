@@ -6,7 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: help demo test lint types schema docs bench load fuzz audit requirements format clean
+.PHONY: help demo test lint types schema docs bench chaos load fuzz audit requirements format clean
+
+SEED ?= 1
+MINUTES ?= 30
+STORE ?= sqlite
 
 help:
 	@echo "make demo          start a server, fine-tune the embedded model, sample before and after"
@@ -18,6 +22,7 @@ help:
 	@echo "make load          500 clients, 4,000 held polls, 1,000 requests a second, for ten minutes"
 	@echo "make fuzz          many more random requests and bytes than make test tries"
 	@echo "make audit         bandit, and pip-audit where its advisory service can be reached"
+	@echo "make chaos         break everything while clients train (SEED=1 MINUTES=30 STORE=sqlite or postgres)"
 	@echo "make requirements  every requirement with the tests that cite it"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -73,6 +78,9 @@ audit: $(STAMP)
 	$(BIN)/python -m pytest tests/security/test_static.py -q
 	$(BIN)/python -m pip install --quiet -c constraints.txt pip-audit
 	$(BIN)/pip-audit --strict --no-deps -r constraints.txt
+
+chaos: $(STAMP)
+	$(BIN)/python tools/chaos --seed $(SEED) --minutes $(MINUTES) --store $(STORE)
 
 requirements: $(STAMP)
 	$(BIN)/python tools/requirements.py

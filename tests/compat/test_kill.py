@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -28,6 +30,40 @@ def test_a_killed_server_loses_nothing_that_it_answered(
     server.kill()
     time.sleep(0.5)
     server.start()
+    rest, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors + server.log()
+    assert lines + rest.splitlines() == undisturbed
+
+
+@pytest.fixture
+def postgres() -> Iterator[Any]:
+    if not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
+        pytest.skip("Postgres is not installed (Debian: apt install postgresql)")
+    pytest.importorskip("psycopg", reason="the Postgres driver is not installed")
+    machinery = Path(__file__).parents[2] / "tools" / "chaos" / "machinery.py"
+    database = runpy.run_path(str(machinery))["Postgres"]()
+    database.start()
+    yield database
+    database.close()
+
+
+@pytest.mark.slow
+def test_a_server_on_postgres_loses_nothing_when_it_and_its_database_are_killed(
+    start_server: StartServer, postgres: Any
+) -> None:
+    options = ("--set", "fake_pass_seconds=0.1", "--set", "snapshot_steps=4")
+    server = start_server("--database-url", postgres.url, *options)
+    undisturbed = server.run("long_training.py", STEPS).splitlines()
+    assert not (server.data_dir / "tinsmith.db").exists()
+    process = server.start_script("long_training.py", STEPS)
+    assert process.stdout is not None
+    lines = [process.stdout.readline().strip() for _ in range(2)]
+    server.kill()
+    server.start()
+    lines += [process.stdout.readline().strip() for _ in range(2)]
+    postgres.stop()
+    time.sleep(1.0)
+    postgres.start()
     rest, errors = process.communicate(timeout=90)
     assert process.returncode == 0, errors + server.log()
     assert lines + rest.splitlines() == undisturbed

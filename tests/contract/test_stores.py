@@ -31,7 +31,9 @@ from tinsmith.server.store.base import (
     SamplerRecord,
     SessionRecord,
     Store,
+    StoreDamagedError,
     StoreInUseError,
+    StoreUnavailableError,
     UsageRecord,
     WeightsRecord,
 )
@@ -284,7 +286,36 @@ async def test_a_retry_with_a_large_payload_leaves_no_second_file(
     again = dataclasses.replace(operation(0, payload=b"x" * 100_000), request_id="another")
     first, is_new = await store.record(again)
     assert (first.request_id, is_new) == ("r0", False)
-    assert [f.name for f in tmp_path.rglob("*.payload")] == ["r0.payload"]  # noqa: ASYNC240
+    names = [f.name for f in tmp_path.rglob("*.payload.*")]  # noqa: ASYNC240
+    assert [name.partition(".")[0] for name in names] == ["r0"]
+
+
+async def test_an_end_that_is_recorded_again_leaves_one_file(store: Store, tmp_path: Path) -> None:
+    """After a commit that only seemed to fail."""
+    await store.record(operation(0), MODEL)
+    end = Finish(
+        request_id="r0", status="done", finished_at=5.0, result_type="json", result=b"y" * 100_000
+    )
+    for _ in range(3):
+        await store.finish([end])
+    assert len([*tmp_path.rglob("r0.result.*")]) == 1  # noqa: ASYNC240
+    found = await store.get_operation("r0")
+    assert found is not None and found.result == b"y" * 100_000
+
+
+async def test_a_damaged_file_is_noticed(store: Store, tmp_path: Path) -> None:
+    await store.record(operation(0, payload=b"x" * 100_000), MODEL)
+    end = Finish(
+        request_id="r0", status="done", finished_at=5.0, result_type="json", result=b"y" * 100_000
+    )
+    await store.finish([end])
+    assert len(await store.read_payload("r0")) == 100_000
+    for file in tmp_path.rglob("r0.*"):  # noqa: ASYNC240
+        file.write_bytes(file.read_bytes()[:-1] + b"z")
+    with pytest.raises(StoreDamagedError, match="checksum"):
+        await store.read_payload("r0")
+    found = await store.get_operation("r0")
+    assert found is not None and (found.result, found.result_type) == (None, "dropped")
 
 
 async def test_weights_are_kept_while_anything_refers_to_them(store: Store) -> None:
@@ -447,3 +478,66 @@ async def test_a_second_server_on_one_database_is_refused(url: str, tmp_path: Pa
         await second.prepare()
     await first.close()
     await second.close()
+
+
+async def test_a_full_disk_takes_back_no_write_that_was_answered(tmp_path: Path) -> None:
+    """SQLite then ends the transaction by itself; the commit behind it says nothing."""
+    file = tmp_path / "store.db"
+    store = SqlStore(sqlite_url(file), tmp_path / "blobs")
+    await store.write(lambda c: c.exec_driver_sql("PRAGMA cache_size = 8"))
+    await store.write(lambda c: c.exec_driver_sql("PRAGMA max_page_count = 300"))
+    answered: set[str] = set()
+    refused: list[str] = []
+
+    async def add(number: int) -> None:
+        session = dataclasses.replace(
+            SESSION, session_id=str(number), display_name="x" * (20_000 if number % 3 else 10)
+        )
+        try:
+            await store.add_session(session)
+        except StoreUnavailableError as error:
+            refused.append(str(error))
+        else:
+            answered.add(session.session_id)
+
+    for start in range(0, 300, 30):
+        await asyncio.gather(*[add(number) for number in range(start, start + 30)])
+    assert answered and refused
+    assert all("full" in reason for reason in refused), "the first cause is told"
+    assert {s.session_id for s in await store.sessions_of("o")} == answered
+    await store.write(lambda c: c.exec_driver_sql("PRAGMA max_page_count = 100000"))
+    await store.add_session(dataclasses.replace(SESSION, session_id="after"))
+    assert await store.get_session("after") is not None
+    await store.close()
+
+
+def _disconnect_everybody(url: str) -> None:
+    engine = sa.create_engine(url, poolclass=sa.NullPool)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE pid <> pg_backend_pid() AND datname = current_database()"
+        )
+
+
+async def test_a_lost_connection_is_replaced_and_the_lock_is_taken_again(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    first, second = (SqlStore(postgres_url, tmp_path / name) for name in ("a", "b"))
+    await first.prepare()
+    _disconnect_everybody(postgres_url)
+    with pytest.raises(StoreUnavailableError):
+        await first.add_audit(AUDIT)
+    await first.add_audit(AUDIT)
+    assert len(await first.list_audit("o", None, 0.0, 1e12)) == 1, "readers come back as well"
+    with pytest.raises(StoreInUseError):
+        await second.prepare()
+    _disconnect_everybody(postgres_url)
+    third = SqlStore(postgres_url, tmp_path / "c")
+    await third.prepare()
+    with pytest.raises(StoreUnavailableError):
+        await first.add_audit(AUDIT)
+    with pytest.raises(StoreInUseError):
+        await first.add_audit(AUDIT)
+    for each in (first, second, third):
+        await each.close()

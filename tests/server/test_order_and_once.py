@@ -11,11 +11,14 @@ import pytest
 from tinsmith.server.operations import Operation
 from tinsmith.server.queues import SequenceQueue
 from tinsmith.server.store.base import OperationRecord
-from tinsmith.types import Datum, ModelInput
+from tinsmith.server.submission import ids_at_front
+from tinsmith.types import Datum, ForwardBackwardInput, ForwardBackwardRequest, ModelInput
+from tinsmith.wire import proto
 
 if TYPE_CHECKING:
     from .conftest import Api, StartServer, TestServer
 
+PROTO = "application/x-protobuf"
 DATA = [[1, 2, 3], [1, 2, 4], [5, 6, 7]]
 
 
@@ -134,6 +137,33 @@ async def test_an_unreadable_pass_uses_up_its_number(api: Api) -> None:
     body = orjson.dumps({"model_id": model, "seq_id": 1, "forward_backward_input": {"data": 5}})
     assert (await api.post("/forward_backward", body)).status_code == 400
     assert await api.loss(model, 2) > 0
+
+
+async def test_a_pass_that_breaks_off_uses_up_its_number(api: Api) -> None:
+    """The ids come first in the message, so what follows need not wait for the time limit."""
+    model = await api.model()
+    inputs = ForwardBackwardInput([_datum(DATA[0])], "cross_entropy")
+    whole = proto.encode_pass(ForwardBackwardRequest(inputs, model, 1))
+    cut = whole[: len(whole) - 5]
+    response = await api.post("/forward_backward", cut, **{"content-type": PROTO})
+    assert response.status_code == 400
+    async with asyncio.timeout(5):
+        assert await api.loss(model, 2) > 0
+
+
+async def test_a_pass_that_is_too_large_uses_up_its_number(start_server: StartServer) -> None:
+    server = await start_server(max_body_bytes=5000)
+    api = server.api
+    model = await api.model()
+    response = await api.post_pass(model, 1, [_datum(list(range(200)) * 20)])
+    assert response.status_code == 413
+    async with asyncio.timeout(5):
+        assert await api.loss(model, 2) > 0
+
+
+@pytest.mark.parametrize("body", [b"", b"\x0a", b"\x0a\x7fabc", b"\x0a\x01m\x10", b"\x12\x01m\x10"])
+def test_ids_are_not_found_where_they_are_not(body: bytes) -> None:
+    assert ids_at_front(body) is None
 
 
 async def test_a_gap_is_waited_for_and_then_fails_the_later_operations(

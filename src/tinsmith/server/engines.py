@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from tinsmith.engine.base import Capabilities, Engine, Health
 from tinsmith.errors import EngineDiedError, EngineError
@@ -43,6 +43,10 @@ class EngineSupervisor:
         self._factory = factory
         self._clean_up = clean_up
         self._closing: asyncio.Task[None] | None = None
+        self._alone = asyncio.Lock()
+        self._num_company = 0
+        self._is_deserted = asyncio.Event()
+        self._is_deserted.set()
         self._engine: Engine | None = None
         self._is_up = asyncio.Event()
         self._is_needed = asyncio.Event()
@@ -71,6 +75,29 @@ class EngineSupervisor:
         while self._engine is None:
             await self._is_up.wait()
         return self._engine, self.generation
+
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """For work that is suspected of killing engines: it begins when all company is gone, and
+        none comes meanwhile."""
+        async with self._alone:
+            await self._is_deserted.wait()
+            yield
+
+    @contextlib.asynccontextmanager
+    async def company(self) -> AsyncIterator[None]:
+        """For work beside which others may work, too."""
+        while self._alone.locked():
+            async with self._alone:
+                pass
+        self._num_company += 1
+        self._is_deserted.clear()
+        try:
+            yield
+        finally:
+            self._num_company -= 1
+            if not self._num_company:
+                self._is_deserted.set()
 
     def report(self, generation: int, error: BaseException) -> None:
         """Somebody's call to the engine of that generation ended with an exception."""

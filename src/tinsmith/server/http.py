@@ -167,6 +167,7 @@ async def read_body(service: Service, request: Request) -> bytes:
     while True:
         message = await _next_part(request, is_first=not parts)
         part = message.get("body", b"")
+        request.scope.setdefault(_BODY_START, part)
         size += len(part)
         if size > limit:
             raise TooLargeError(f"the body is larger than the limit of {limit} bytes")
@@ -267,6 +268,17 @@ async def _known(service: Service, request: Request) -> Caller:
     if caller is None:
         raise Refusal(401, "the API key is missing or not known to this server")
     return caller
+
+
+async def body_start(request: Request) -> bytes:
+    """The first bytes of a body that was not taken; none of a compressed one."""
+    if "content-encoding" in request.headers:
+        return b""
+    if _BODY_START not in request.scope:
+        message = await _next_part(request, is_first=False)
+        request.scope[_BODY_START] = message.get("body", b"")
+    start: bytes = request.scope[_BODY_START]
+    return start
 
 
 async def _answer(

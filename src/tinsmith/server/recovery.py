@@ -14,7 +14,7 @@ from tinsmith.errors import TinkerError
 from tinsmith.server.execution import Executor
 from tinsmith.server.models import LiveModel
 from tinsmith.server.operations import LoadRequest, Operation
-from tinsmith.server.store.base import ModelRecord, OperationRecord
+from tinsmith.server.store.base import ModelRecord, OperationRecord, StoreDamagedError
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,10 @@ class Recovery:
         log = await self._executor.store.read_log(model.model_id, record.snapshot_seq_id)
         replayed = [Operation(o) for o in log if _touched_the_model(o)]
         logger.info("rebuilding %s: %d operations to replay", model.model_id, len(replayed))
-        await self._replay(engine, model, replayed)
+        try:
+            await self._replay(engine, model, replayed)
+        except StoreDamagedError as error:
+            raise RebuildError(f"its log cannot be replayed: {error}") from error
 
     async def _restore(self, engine: Engine, model: LiveModel) -> Failure | None:
         """Begin anew, from the snapshot where there is one; why it cannot be used."""

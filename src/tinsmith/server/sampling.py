@@ -211,18 +211,26 @@ class Sampling:
         self._end(running, outcome)
 
     async def _outcome(self, running: _Running, job: SampleJob) -> Outcome:
+        attempts = self._config.engine_attempts
         last: EngineError | None = None
-        for _ in range(self._config.engine_attempts):
+        for number in range(1, attempts + 1):
+            # Having been there at all deaths but the last allowed one, it is suspected of them.
+            is_suspect = number == attempts > 1
             try:
-                async with contextlib.aclosing(self.stream(running.sampler, job)) as events:
-                    async for event in events:
-                        if isinstance(event, Failure):
-                            return Outcome(error=event.message, category=event.category)
-                        if isinstance(event, SampleResponse):
-                            return Outcome(result_type="sample", body=proto.encode_sample(event))
+                async with self._engines.alone() if is_suspect else self._engines.company():
+                    return await self._attempt(running, job)
             except EngineError as error:
                 last = error
         raise last or EngineError("the engine gave no result")
+
+    async def _attempt(self, running: _Running, job: SampleJob) -> Outcome:
+        async with contextlib.aclosing(self.stream(running.sampler, job)) as events:
+            async for event in events:
+                if isinstance(event, Failure):
+                    return Outcome(error=event.message, category=event.category)
+                if isinstance(event, SampleResponse):
+                    return Outcome(result_type="sample", body=proto.encode_sample(event))
+        raise EngineError("the engine gave no result")
 
     def _end(self, running: _Running, outcome: Outcome) -> None:
         request_id = running.promise.request_id

@@ -178,7 +178,8 @@ class Scheduler:
 
     async def _alone(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            await work
+            async with self._engines.alone():
+                await work
         finally:
             self._is_suspect_running = False
             self.wake()

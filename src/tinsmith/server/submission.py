@@ -33,6 +33,15 @@ _RETRY_AFTER_MS = "1000"
 Check = Callable[[Any], None]
 
 
+async def refuse_unread(service: Service, caller: Caller, start: bytes, reason: str) -> None:
+    """Use up the number of a pass whose body was not taken; `start` is what is known of it."""
+    model_id, seq_id = ids_at_front(start) or ("", None)
+    if seq_id is not None and seq_id >= 1:
+        model = await owned_model(service, caller, model_id)
+        if seq_id <= model.queue.next_seq_id + MAX_AHEAD:
+            await service.recorder.refuse(caller.owner, model_id, seq_id, reason)
+
+
 async def owned_model(service: Service, caller: Caller, model_id: str) -> LiveModel:
     model = await service.models.get(model_id)
     if model is None or model.record.owner != caller.owner:
@@ -98,13 +107,12 @@ async def submit(
 def ids_in(body: bytes, content_type: str) -> tuple[str, int | None]:
     """The model and number of a body, read without trusting the rest of it."""
     if dialects.media_type(content_type) == dialects.PROTO_TYPE:
-        model_id, seq_id = "", None
-        for number, start, stop in fields(body, 0, len(body)):
-            if number == 1:
-                model_id = as_text(body, start, stop)
-            elif number == 2:
-                seq_id = as_int32(start, stop)
-        return model_id, seq_id
+        try:
+            return _proto_ids(body, len(body))
+        except ValidationError:
+            if (found := ids_at_front(body)) is None:
+                raise
+            return found
     message = json.parse(body)
     model, given = message.get("model_id"), message.get("seq_id")
     if not isinstance(model, str):
@@ -112,6 +120,33 @@ def ids_in(body: bytes, content_type: str) -> tuple[str, int | None]:
     if given is not None and (not isinstance(given, int) or isinstance(given, bool)):
         raise ValidationError("must be a whole number", "seq_id")
     return model, given
+
+
+def ids_at_front(body: bytes) -> tuple[str, int | None] | None:
+    """The model and number at the beginning of a protobuf message, where clients put them, when
+    the rest of it is broken or was not read; None when they are not there."""
+    # Field 1, a text of less than 128 bytes; field 2, a number of one to five bytes.
+    if len(body) < 4 or body[0] != 0x0A or body[1] >= 128:
+        return None
+    end = 3 + body[1]
+    if body[end - 1 : end] != b"\x10":
+        return None
+    while end < len(body) and body[end] >= 128:
+        end += 1
+    try:
+        return _proto_ids(body, end + 1) if end < len(body) else None
+    except ValidationError:
+        return None
+
+
+def _proto_ids(body: bytes, length: int) -> tuple[str, int | None]:
+    model_id, seq_id = "", None
+    for number, start, stop in fields(body, 0, length):
+        if number == 1:
+            model_id = as_text(body, start, stop)
+        elif number == 2:
+            seq_id = as_int32(start, stop)
+    return model_id, seq_id
 
 
 async def _check_session(service: Service, caller: Caller, model: LiveModel) -> None:

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.engine.base import BaseModelInfo
-from tinsmith.errors import ValidationError
+from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.server.auth import Caller
-from tinsmith.server.http import Refusal, answer, read_body, route
+from tinsmith.server.http import Refusal, answer, body_start, read_body, route
 from tinsmith.server.routes.sessions import active_session
 from tinsmith.server.service import Service
 from tinsmith.server.store.base import (
@@ -21,7 +21,7 @@ from tinsmith.server.store.base import (
     OperationRecord,
     SessionRecord,
 )
-from tinsmith.server.submission import owned_model, submit
+from tinsmith.server.submission import owned_model, refuse_unread, submit
 from tinsmith.types import (
     AdamOptimizerConfig,
     AdamParams,
@@ -108,8 +108,13 @@ async def forward(service: Service, caller: Caller, request: Request) -> Respons
 async def _pass(
     service: Service, caller: Caller, request: Request, *, forward_only: bool
 ) -> Response:
-    body = await read_body(service, request)
     content_type = request.headers.get("content-type", "")
+    try:
+        body = await read_body(service, request)
+    except TooLargeError as error:
+        if dialects.media_type(content_type) == dialects.PROTO_TYPE:
+            await refuse_unread(service, caller, await body_start(request), str(error))
+        raise
     return await submit(
         service,
         caller,

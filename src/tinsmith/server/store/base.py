@@ -28,6 +28,10 @@ class StoreUnavailableError(TinkerError):
     what was to be written may be there or not."""
 
 
+class StoreDamagedError(TinkerError):
+    """What is on disk is not what was written."""
+
+
 class StoreTooNewError(TinkerError):
     """A later version of this software has written the database."""
 

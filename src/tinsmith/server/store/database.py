@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +36,8 @@ R = TypeVar("R")
 _READ_THREADS = 4
 _LOCK_NUMBER = 0x71A5_1714
 """What servers of ours lock in a Postgres database; any number that others do not use."""
+
+_LOCK_SECONDS = 3.0
 
 _TROUBLE = (
     sa.exc.OperationalError,
@@ -73,8 +76,19 @@ class Database:
         if self._engine.dialect.name == "postgresql":
             # A file's lock keeps others off a data folder; this keeps them off a database. It
             # goes with the connection, so it is held by the one that everything is written on.
-            self._writer.claim(self._lock)
+            self._writer.claim(self._lock_soon)
         self.blobs.sweep(self._known_blobs())
+
+    def _lock_soon(self, connection: sa.Connection) -> None:
+        """Take the lock; the database may not have noticed yet that its last holder is dead."""
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                return self._lock(connection)
+            except StoreInUseError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
 
     def _lock(self, connection: sa.Connection) -> None:
         lock = sa.select(sa.func.pg_try_advisory_lock(_LOCK_NUMBER))
@@ -203,9 +217,12 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
 
 def _unavailable(error: BaseException) -> StoreUnavailableError:
     """What went wrong first: cleaning up after it may have failed as well."""
-    while isinstance(error.__context__, _TROUBLE):
-        error = error.__context__
-    reason = getattr(error, "orig", None) or error
+    first: BaseException = error
+    seen: BaseException | None = error
+    while seen is not None:
+        first = seen if isinstance(seen, _TROUBLE) else first
+        seen = seen.__context__
+    reason = getattr(first, "orig", None) or first
     return StoreUnavailableError(f"the store cannot be used now: {reason}")
 
 

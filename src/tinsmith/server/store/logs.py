@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,10 +17,13 @@ from tinsmith.server.store.base import (
     ModelRecord,
     OperationRecord,
     Page,
+    StoreDamagedError,
     WeightsRecord,
 )
 from tinsmith.server.store.blobs import INLINE_BYTES
 from tinsmith.server.store.database import Database, fields
+
+logger = logging.getLogger(__name__)
 
 _USED = (
     sa.update(schema.models)
@@ -44,9 +48,9 @@ class LogTables(Database):
     ) -> tuple[OperationRecord, bool]:
         values = fields(operation)
         if operation.payload is not None and len(operation.payload) > INLINE_BYTES:
-            values["payload_file"] = f"{operation.request_id}.payload"
+            name = f"{operation.request_id}.payload"
+            values["payload_file"] = await self.read(self.blobs.write, name, operation.payload)
             values["payload"] = None
-            await self.read(self.blobs.write, values["payload_file"], operation.payload)
 
         def write(connection: sa.Connection) -> tuple[OperationRecord, bool]:
             is_new = self.put_new(connection, schema.operations, values)
@@ -83,9 +87,9 @@ class LogTables(Database):
             "weights_id": finish.used_weights_id,
         }
         if finish.result is not None and len(finish.result) > INLINE_BYTES:
-            row["result_file"] = f"{finish.request_id}.result"
+            name = f"{finish.request_id}.result"
+            row["result_file"] = await self.read(self.blobs.write, name, finish.result)
             row["result"] = None
-            await self.read(self.blobs.write, row["result_file"], finish.result)
         return row
 
     def _finish_one(self, connection: sa.Connection, finish: Finish, row: dict[str, Any]) -> None:
@@ -108,9 +112,12 @@ class LogTables(Database):
         found = await self.one(OperationRecord, query)
         if found is None or found.result_file is None:
             return found
-        return dataclasses.replace(
-            found, result=await self.read(self.blobs.read, found.result_file)
-        )
+        try:
+            result = await self.read(self.blobs.read, found.result_file)
+        except StoreDamagedError:
+            logger.exception("the result of %s is lost", request_id)
+            return dataclasses.replace(found, result_type="dropped")
+        return dataclasses.replace(found, result=result)
 
     async def read_log(self, model_id: str, after_seq_id: int) -> Sequence[OperationRecord]:
         table = schema.operations

@@ -1,0 +1,36 @@
+"""A short chaos run as a test; `make chaos` runs a long one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHAOS = Path(__file__).parents[2] / "tools" / "chaos"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("store", "seed"), [("sqlite", 1), ("postgres", 2)])
+def test_nothing_is_lost_whatever_breaks(tiny_model: Path, store: str, seed: int) -> None:
+    pytest.importorskip("tinker", reason="the official client is not installed")
+    if store == "postgres" and not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
+        pytest.skip("Postgres is not installed (Debian: apt install postgresql)")
+    command = [sys.executable, str(CHAOS), "--seed", str(seed), "--store", store]
+    finished = subprocess.run(
+        [*command, "--minutes", "0.5", "--clients", "4", "--model", str(tiny_model)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    counts = {
+        name: int(count)
+        for count, name in re.findall(r"^ *(\d+) (.+)$", finished.stdout, re.MULTILINE)
+    }
+    assert counts["final weights compared"] >= 4
+    assert counts["clients done"] > 0
+    assert counts["operations carried out"] > 100
+    assert sum(counts.get(f"{who} killed", 0) for who in ("server", "engine")) > 0

@@ -1,0 +1,50 @@
+"""Files and folders appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tinsmith import disk
+
+
+def _full(descriptor: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_file_that_does_not_fit_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    disk.publish_file(path, b"first")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _full)
+        with pytest.raises(OSError, match="No space"):
+            disk.publish_file(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_synced_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, bool]] = []
+    real = os.fsync
+
+    def record(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append((path.name, (tmp_path / "file").exists()))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    disk.publish_file(tmp_path / "file", b"content")
+    assert synced == [(".file.draft", False), (tmp_path.name, True)]
+
+
+def test_drafts_are_known_by_their_names(tmp_path: Path) -> None:
+    with disk.new_folder(tmp_path / "done") as draft:
+        assert disk.is_draft(draft)
+    assert not disk.is_draft(tmp_path / "done")
+    assert [p.name for p in tmp_path.iterdir()] == ["done"]

@@ -1,0 +1,109 @@
+"""A store that an earlier version wrote is opened and goes on; a later version's is refused.
+
+`old_stores` holds a store of each released version of the tables, as text. When the tables change,
+a dump of the version before is added there, and every later version has to open it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import sqlalchemy as sa
+from alembic.script import ScriptDirectory
+
+from tinsmith.server.store import schema
+from tinsmith.server.store.base import StoreTooNewError
+from tinsmith.server.store.migrate import _config
+from tinsmith.server.store.sql import SqlStore, sqlite_url
+
+if TYPE_CHECKING:
+    from .conftest import StartServer
+
+OLD = Path(__file__).parent / "old_stores"
+MODEL = "e99a62d4-6e72-44ee-94fe-01ced6f63a88:train:0"
+WITH_SNAPSHOT = "96d80c61-ca91-4691-8ec9-0b91ee72f51e:train:0"
+PENDING = ("5cdbe8ef68e048e7bf8df3e8374ad84f", "e24ef725d62b465ab5be3b35e756ce9e")
+
+
+def _open(folder: Path, version: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    file = folder / "tinsmith.db"
+    database = sqlite3.connect(file)
+    try:
+        database.executescript((OLD / f"{version}.sql").read_text())
+    finally:
+        database.close()
+    return file
+
+
+def test_there_is_a_store_of_every_earlier_version() -> None:
+    steps = ScriptDirectory.from_config(_config())
+    earlier = {step.revision for step in steps.walk_revisions()} - {steps.get_current_head()}
+    assert {file.stem for file in OLD.iterdir()} == earlier
+
+
+@pytest.mark.parametrize("version", ["0001"])
+async def test_everything_in_an_earlier_store_is_read(tmp_path: Path, version: str) -> None:
+    file = _open(tmp_path, version)
+    with sqlite3.connect(file) as database:
+        counts = {
+            name: database.execute(f"SELECT count(*) FROM {name}").fetchone()[0]
+            for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        }
+    database.close()
+    store = SqlStore(sqlite_url(file), tmp_path / "blobs")
+    try:
+        with store.connect() as connection:
+            for table in schema.metadata.sorted_tables:
+                rows = connection.execute(sa.select(table)).all()
+                assert len(rows) == counts.get(table.name, 0), table.name
+        model = await store.get_model(WITH_SNAPSHOT)
+        assert model is not None and model.snapshot_weights_id is not None
+        # What is older than its snapshot had been dropped, so there is no going back behind it.
+        assert model.previous_snapshot_seq_id == model.snapshot_seq_id == 2
+        assert model.previous_snapshot_weights_id == model.snapshot_weights_id
+        first = await store.get_model(MODEL)
+        assert first is not None and first.previous_snapshot_seq_id == -1
+        log = await store.read_log(MODEL, -1)
+        assert [o.seq_id for o in log] == list(range(10))
+        for operation in log:
+            assert await store.read_payload(operation.request_id)
+        checkpoints = await store.list_checkpoints(MODEL)
+        assert [c.checkpoint_id for c in checkpoints] == ["weights/a"]
+        assert len(await store.samplers_of_session(MODEL.partition(":")[0])) == 1
+        assert [k.owner for k in await store.list_keys()] == ["owner"]
+        usage = await store.list_usage("owner", 0, 10**9)
+        assert sorted(dataclasses.replace(u, hour=0).count for u in usage) == [4, 12]
+    finally:
+        await store.close()
+
+
+async def test_a_run_goes_on_in_a_later_version(start_server: StartServer, tmp_path: Path) -> None:
+    """Pending operations are carried out on a model that the old log rebuilds."""
+    _open(tmp_path / "data", "0001")
+    server = await start_server()
+    api = server.api
+    for request_id in PENDING:
+        await api.result(request_id)
+    fresh = await api.model()
+    for number in range(3):
+        await api.result(await api.send_pass(fresh, 1 + 2 * number))
+        await api.result(await api.send_step(fresh, 2 + 2 * number))
+    assert await api.loss(MODEL, 10) == await api.loss(fresh, 7)
+
+
+def test_a_store_of_a_later_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+    file = _open(tmp_path, "0001")
+    with sqlite3.connect(file) as database:
+        database.execute("UPDATE alembic_version SET version_num = '9999'")
+        before = list(database.iterdump())
+    database.close()
+    with pytest.raises(StoreTooNewError, match=r"version 9999 .* later version"):
+        SqlStore(sqlite_url(file), tmp_path / "blobs")
+    database = sqlite3.connect(file)
+    assert list(database.iterdump()) == before
+    database.close()

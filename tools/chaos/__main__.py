@@ -1,0 +1,339 @@
+"""Break everything, again and again, while clients train; then look whether anything was lost.
+
+    python tools/chaos --seed 1 --minutes 30 [--store sqlite|postgres]
+
+Several official clients and several of ours train against one server, through a proxy. A driver
+kills and stops the server and its engine, fills the disk, stops the database, cuts, delays and
+refuses connections and kills clients; which, in which order and for how long the seed decides.
+Each client's output must be that of an undisturbed run to the last bit, and so must the final
+weights; then the store and the folder are looked through. Ends with 1 if anything is amiss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import invariants
+import tiny_model
+from machinery import Postgres, Server, SmallDisk, clean_environment, orphans
+from proxy import FaultProxy
+
+PROGRAMS = ("sft", "rl", "resume", "custom")
+PACKAGES = ("tinker", "tinsmith")
+STEPS = 12
+CLIENT_SECONDS = 300.0
+DISK_BYTES = 48 * 1024 * 1024
+
+
+class Chaos:
+    def __init__(self, seed: int, store: str, folder: Path, model: Path | None) -> None:
+        self.chance = random.Random(seed)
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.disk = SmallDisk(folder / "disk", DISK_BYTES)
+        self.postgres = Postgres() if store == "postgres" else None
+        options: list[str] = []
+        if self.postgres is not None:
+            self.postgres.start()
+            options = ["--database-url", self.postgres.url]
+        if model is None:
+            model = folder / "tiny"
+            tiny_model.build(model)
+        self.data = self.disk.folder / "data"
+        self.server = Server(folder, self.data, model, self.mark, *options)
+        self.proxy = FaultProxy(self.server.port, random.Random(seed + 1))
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.problems: list[str] = []
+        self.expected: dict[str, list[str]] = {}
+        self.weights_of: dict[str, str] = {}
+        """The program and seed that a model belongs to, for models that reached their end."""
+        self.finished: set[str] = set()
+        """The models of clients that reached their end."""
+        self.damaged: set[str] = set()
+        """Models of which a snapshot was damaged."""
+        self.running: dict[asyncio.subprocess.Process, bool] = {}
+        """Clients under way, and whether each has been killed."""
+
+    @property
+    def store_url(self) -> str:
+        if self.postgres is not None:
+            return self.postgres.url
+        return f"sqlite:///{self.data / 'tinsmith.db'}"
+
+    async def run(self, seconds: float, num_clients: int) -> None:
+        await self.server.start()
+        await self.proxy.start()
+        jobs = [(package, program) for program in PROGRAMS for package in PACKAGES]
+        slots = [jobs[index % len(jobs)] for index in range(num_clients)]
+        await asyncio.gather(*[self._client(p, "tinker", 7, is_reference=True) for p in PROGRAMS])
+        if self.problems:
+            return
+        stop_at = time.monotonic() + seconds
+        rounds = [self._rounds(index, slots, stop_at) for index in range(num_clients)]
+        breaking = asyncio.create_task(self._break(stop_at))
+        await asyncio.gather(*rounds)
+        await breaking
+        code = await self.server.stop()
+        if code != 0:
+            self.problems.append(f"the server ended with {code}")
+        # What was in doubt when a connection or a process died is cleared away by the next start.
+        await self.server.start()
+        await self.server.stop()
+        self._check()
+
+    # Clients
+
+    async def _rounds(self, index: int, slots: list[tuple[str, str]], stop_at: float) -> None:
+        number = index
+        while time.monotonic() < stop_at:
+            package, program = slots[number % len(slots)]
+            await self._client(program, package, 7)
+            number += 1
+
+    async def _client(
+        self, program: str, package: str, seed: int, *, is_reference: bool = False
+    ) -> None:
+        port = self.server.port if is_reference else self.proxy.port
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *(str(Path(__file__).with_name("client.py")), package, program, str(seed), str(STEPS)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={
+                **clean_environment(),
+                "TINKER_BASE_URL": f"http://127.0.0.1:{port}",
+                "TINKER_API_KEY": self.server.key,
+                "TINKER_TELEMETRY": "0",
+            },
+        )
+        self.running[process] = False
+        try:
+            async with asyncio.timeout(CLIENT_SECONDS):
+                out, errors = await process.communicate()
+        except TimeoutError:
+            process.kill()
+            out, errors = await process.communicate()
+            self.problems.append(f"{package} {program} did not end in {CLIENT_SECONDS:g} s")
+        was_dropped = self.running.pop(process)
+        lines = out.decode().splitlines()
+        models = [line.split()[1] for line in lines if line.startswith("run ")]
+        results = [line for line in lines if not line.startswith("run ")]
+        # The official client's process sometimes aborts on its way out, with all its work done.
+        is_complete = results[-1:] == ["end"]
+        if is_reference and is_complete:
+            self.expected[program] = results
+            self.weights_of[models[-1]] = program
+            self.finished.update(models)
+        elif was_dropped:
+            self._compare(program, package, results, self.expected[program][: len(results)])
+        elif not is_complete:
+            tail = errors.decode()[-1500:]
+            self.problems.append(f"{package} {program} ended with {process.returncode}: {tail}")
+        else:
+            self.counts["clients done"] += 1
+            self.finished.update(models)
+            self.weights_of[models[-1]] = program
+            self._compare(program, package, results, self.expected[program])
+
+    def _compare(self, program: str, package: str, results: list[str], expected: list[str]) -> None:
+        self.counts["results compared"] += len(results)
+        if results != expected:
+            pairs = zip(results, expected, strict=False)
+            first = next((p for p in pairs if p[0] != p[1]), ("a missing line", ""))
+            self.problems.append(f"{package} {program} got {first[0]!r}, not {first[1]!r}")
+
+    # Faults
+
+    async def _break(self, stop_at: float) -> None:
+        faults: list[tuple[str, int, Callable[[], Coroutine[Any, Any, None]]]] = [
+            ("server killed", 4, self._kill_server),
+            ("server killed twice", 1, self._kill_server_twice),
+            ("snapshot damaged", 2, self._damage_snapshot),
+            ("engine killed", 5, self._kill_engine),
+            ("server stopped", 2, self._stop_server),
+            ("engine stopped", 2, self._stop_engine),
+            ("connections cut", 5, self._cut),
+            ("connections delayed", 2, self._delay),
+            ("connections refused", 2, self._refuse),
+            ("client killed", 1, self._kill_client),
+        ]
+        if self.disk.is_small:
+            faults.append(("disk filled", 3, self._fill_disk))
+        if self.postgres is not None:
+            faults.append(("database stopped", 4, self._stop_database))
+        names = [name for name, weight, _ in faults for _ in range(weight)]
+        actions = {name: action for name, _, action in faults}
+        while time.monotonic() < stop_at:
+            await asyncio.sleep(self.chance.uniform(0.3, 4.0))
+            name = self.chance.choice(names)
+            if time.monotonic() >= stop_at:
+                return
+            self.counts[name] += 1
+            print(f"{stop_at - time.monotonic():7.1f} s left: {name}", flush=True)
+            await actions[name]()
+
+    async def _kill_server(self) -> None:
+        await self.server.kill()
+        await asyncio.sleep(self.chance.uniform(0.0, 1.0))
+        await self.server.start()
+
+    async def _kill_server_twice(self) -> None:
+        """The second time while it starts."""
+        await self.server.kill()
+        self.server.spawn()
+        await asyncio.sleep(self.chance.uniform(0.2, 3.0))
+        await self.server.kill()
+        await self.server.start()
+
+    async def _damage_snapshot(self) -> None:
+        """Flip a bit in the newest snapshot of a model, once for each: it has two at a time."""
+        await self.server.kill()
+        tables = invariants.read(self.store_url)
+        newest = {
+            row["model_id"]: row["snapshot_weights_id"]
+            for row in tables["models"]
+            if row["snapshot_weights_id"] != row["previous_snapshot_weights_id"]
+        }
+        pending = {row["model_id"] for row in tables["operations"] if row["status"] == "pending"}
+        # Those with something to do are certain to be rebuilt.
+        candidates = sorted((newest.keys() & pending) - self.damaged)
+        if candidates:
+            model_id = self.chance.choice(candidates)
+            self.damaged.add(model_id)
+            folder = self.data / "weights" / newest[model_id]
+            file = self.chance.choice(sorted(f for f in folder.iterdir() if f.stat().st_size))
+            content = bytearray(file.read_bytes())
+            content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
+            file.write_bytes(content)
+            self.counts["snapshots with a flipped bit"] += 1
+        await self.server.start()
+
+    async def _kill_engine(self) -> None:
+        pid = self.server.engine()
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    async def _stop_server(self) -> None:
+        self.server.signal(signal.SIGSTOP)
+        await asyncio.sleep(self.chance.uniform(0.5, 4.0))
+        self.server.signal(signal.SIGCONT)
+
+    async def _stop_engine(self) -> None:
+        """Sometimes for longer than a server waits for a sign of life."""
+        seconds = self.chance.choice([1.0, 3.0, 9.0])
+        pid = self.server.engine()
+        if pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(pid)
+            try:
+                signal.pidfd_send_signal(handle, signal.SIGSTOP)
+                await asyncio.sleep(seconds)
+                signal.pidfd_send_signal(handle, signal.SIGCONT)
+            finally:
+                os.close(handle)
+
+    async def _fill_disk(self) -> None:
+        await asyncio.to_thread(self.disk.fill)
+        await asyncio.sleep(self.chance.uniform(0.5, 4.0))
+        self.disk.free()
+
+    async def _stop_database(self) -> None:
+        assert self.postgres is not None
+        await asyncio.to_thread(self.postgres.stop)
+        await asyncio.sleep(self.chance.uniform(0.0, 3.0))
+        await asyncio.to_thread(self.postgres.start)
+
+    async def _cut(self) -> None:
+        self.counts["connections that were cut"] += self.proxy.cut(self.chance.uniform(0.2, 1.0))
+
+    async def _delay(self) -> None:
+        self.proxy.delay_seconds = self.chance.uniform(0.05, 0.5)
+        await asyncio.sleep(self.chance.uniform(1.0, 3.0))
+        self.proxy.delay_seconds = 0.0
+
+    async def _refuse(self) -> None:
+        self.proxy.is_refusing = True
+        self.proxy.cut()
+        await asyncio.sleep(self.chance.uniform(0.3, 2.0))
+        self.proxy.is_refusing = False
+
+    async def _kill_client(self) -> None:
+        alive = [p for p, is_dropped in self.running.items() if not is_dropped]
+        if alive:
+            chosen = self.chance.choice(alive)
+            self.running[chosen] = True
+            chosen.kill()
+
+    # The end
+
+    def _check(self) -> None:
+        tables = invariants.read(self.store_url)
+        self.problems += invariants.violations(tables, self.data, self.finished)
+        checksums = invariants.final_checksums(tables, self.data)
+        by_program: dict[str, set[str]] = collections.defaultdict(set)
+        for model_id, program in self.weights_of.items():
+            by_program[program].add(json.dumps(checksums[model_id], sort_keys=True))
+            self.counts["final weights compared"] += 1
+        for program, found in by_program.items():
+            if len(found) != 1:
+                self.problems.append(f"{program} ended with {len(found)} different weights")
+        if left := orphans(self.mark):
+            self.problems.append(f"processes {left} are still there")
+        self.counts["operations carried out"] = sum(
+            row["status"] == "done" for row in tables["operations"]
+        )
+
+    async def close(self) -> None:
+        await self.proxy.close()
+        if self.server.process is not None and self.server.process.poll() is None:
+            await self.server.kill()
+        if self.postgres is not None:
+            self.postgres.close()
+        self.disk.close()
+
+
+async def _main(arguments: argparse.Namespace) -> int:
+    folder = Path(tempfile.mkdtemp(prefix="tinsmith-chaos-"))
+    chaos = Chaos(arguments.seed, arguments.store, folder, arguments.model)
+    try:
+        await chaos.run(arguments.minutes * 60, arguments.clients)
+    finally:
+        await chaos.close()
+    print(f"seed {arguments.seed}, store {arguments.store}, {arguments.minutes:g} minutes")
+    for name, count in sorted(chaos.counts.items()):
+        print(f"{count:7d} {name}")
+    for problem in chaos.problems:
+        print("PROBLEM", problem)
+    print("nothing was lost" if not chaos.problems else f"the log is {chaos.server.log}")
+    return 1 if chaos.problems else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="chaos")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--store", choices=["sqlite", "postgres"], default="sqlite")
+    parser.add_argument("--model", type=Path, help="a folder with the tiny model; made if missing")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(_main(_arguments())))

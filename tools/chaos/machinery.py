@@ -1,0 +1,216 @@
+"""The processes of a chaos run: the server, its engine, a Postgres, and a small disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pwd
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+MARK = "CHAOS_RUN"
+
+
+class Server:
+    """`tinsmith serve` with the real engine, deterministic, on the tiny model."""
+
+    def __init__(self, folder: Path, data: Path, model: Path, mark: str, *options: str) -> None:
+        self.data = data
+        self.log = folder / "server.log"
+        self.mark = mark
+        self.port = free_port()
+        self.key = ""
+        self.process: subprocess.Popen[str] | None = None
+        self._command = [
+            *(sys.executable, "-m", "tinsmith.cli", "serve", "--port", str(self.port)),
+            *("--data-dir", str(data), "--engine", "local", "--device", "cpu", "--deterministic"),
+            *("--model", f"tiny={model}", "--log-level", "info"),
+            *("--set", "snapshot_steps=5", "--set", "engine_silence_seconds=6"),
+            # Faults come far more often here than an operation could be their cause.
+            *("--set", "engine_attempts=50", "--set", "hold_seconds=5", *options),
+        ]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self, seconds: float = 120.0) -> None:
+        """Start it, again and again if need be (its disk or database may be away), until ready."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self.spawn()
+            while self.process is not None and self.process.poll() is None:
+                if await asyncio.to_thread(self._is_ready):
+                    return
+                if time.monotonic() > deadline:
+                    raise AssertionError(f"the server did not become ready; see {self.log}")
+                await asyncio.sleep(0.1)
+            if time.monotonic() > deadline:
+                raise AssertionError(f"the server does not start; see {self.log}")
+            await asyncio.sleep(0.2)
+
+    def spawn(self) -> None:
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                self._command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**clean_environment(), MARK: self.mark},
+            )
+        assert self.process.stdout is not None
+        reading = self.process.stdout
+
+        def read_key() -> None:
+            for line in reading:
+                if found := re.match(r"export TINKER_API_KEY=(.*)", line):
+                    self.key = found[1]
+
+        self._reader = asyncio.create_task(asyncio.to_thread(read_key))
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/readyz", timeout=5):
+                return True
+        except urllib.error.HTTPError as error:
+            error.close()
+        except OSError:
+            pass
+        return False
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    async def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        await asyncio.to_thread(self.process.wait)
+
+    async def stop(self) -> int:
+        assert self.process is not None
+        self.process.terminate()
+        return await asyncio.to_thread(self.process.wait, 60)
+
+    def engine(self) -> int | None:
+        """The newest engine process."""
+        assert self.process is not None
+        pid = self.process.pid
+        with contextlib.suppress(OSError):
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            engines = [c for c in children if b"engine.local.process" in _file(c, "cmdline")]
+            return int(engines[-1]) if engines else None
+        return None
+
+
+def orphans(mark: str) -> list[int]:
+    """Processes of the run that are still there."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and wanted in _file(entry.name, "environ").split(b"\0"):
+            found.append(int(entry.name))
+    return found
+
+
+def _file(pid: str, name: str) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""
+
+
+def clean_environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER_", "TINSMITH_"))}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class SmallDisk:
+    """A folder on a disk of its own, where this user may mount one; otherwise a plain folder."""
+
+    def __init__(self, folder: Path, size_bytes: int) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=0755", "tmpfs", folder]
+        self.is_small = subprocess.run(command, capture_output=True).returncode == 0
+        self._ballast = folder / "ballast"
+
+    def fill(self) -> None:
+        """Leave no byte free."""
+        block = b"\0" * 65536
+        with contextlib.suppress(OSError), self._ballast.open("ab", buffering=0) as file:
+            while True:
+                file.write(block)
+
+    def free(self) -> None:
+        self._ballast.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self.is_small:
+            subprocess.run(["umount", "-l", self.folder], check=True)
+
+
+class Postgres:
+    """A database server of its own in a temporary folder; None of it needs one that is running."""
+
+    def __init__(self) -> None:
+        found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+        if not found:
+            raise SystemExit("Postgres is not installed (Debian: apt install postgresql)")
+        self._binaries = found[-1].parent
+        self._prefix: list[str] = []
+        if os.geteuid() == 0:
+            # Postgres refuses to run as root; its own user does.
+            pwd.getpwnam("postgres")
+            self._prefix = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
+        made = subprocess.check_output([*self._prefix, "mktemp", "-d"], text=True, cwd="/")
+        self._root = Path(made.strip())
+        self.port = free_port()
+        command = [str(self._binaries / "initdb"), "-D", str(self._root / "data"), "-U", "t"]
+        self._run([*command, "-A", "trust", "-E", "UTF8"])
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"postgresql://t@127.0.0.1:{self.port}/postgres"
+
+    def start(self) -> None:
+        command = [str(self._binaries / "postgres"), "-D", str(self._root / "data")]
+        options = ["-h", "127.0.0.1", "-p", str(self.port), "-k", str(self._root)]
+        self._process = subprocess.Popen(
+            [*self._prefix, *command, *options],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+        )
+        ready = [str(self._binaries / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self.port)]
+        while subprocess.run(ready).returncode != 0:
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Postgres's immediate stop: no goodbye to anybody, and recovery at the next start."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGQUIT)
+        self._process.wait()
+
+    def close(self) -> None:
+        self.stop()
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _run(self, command: list[str]) -> None:
+        subprocess.run([*self._prefix, *command], check=True, capture_output=True, cwd="/")
