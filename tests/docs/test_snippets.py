@@ -5,6 +5,7 @@ What a block needs is said in a comment before it:
     <!-- no-run: needs a GPU -->      it is not run, for this reason
     <!-- serve -->                    it starts a server, which serves the rest of the page
     <!-- stop -->                     the page's server is stopped here
+    <!-- apart -->                    it is Python that runs in a process of its own
     <!-- check: losses[0] > 1 -->     must hold after the block above
 
 The Python blocks of a page share their names, the shell blocks their folder and what they export.
@@ -33,7 +34,7 @@ RUN = ("python", "bash")
 SHOWN = ("text", "json", "toml", "yaml")
 
 _PART = re.compile(
-    r"^[ ]*<!-- (?P<mark>serve|stop|no-run: .+?|check: .+?) -->$"
+    r"^[ ]*<!-- (?P<mark>serve|stop|apart|no-run: .+?|check: .+?) -->$"
     r"|^(?P<indent>[ ]*)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^[ ]*```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -92,6 +93,9 @@ class PageRun:
             self.stop()
             self._server = self._serve(part.code.strip(), self._environment, self._folder)
             self._environment |= self._server.exports
+        elif part.mark == "apart":
+            (self._folder / "block.py").write_text(part.code)
+            self._shell("python block.py", where)
         elif part.language == "python":
             set_environment(self._environment)
             code = compile("\n" * part.line + part.code, str(ROOT / self._page), "exec")
