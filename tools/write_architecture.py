@@ -1,13 +1,12 @@
-"""Draw docs/architecture.svg: the processes, what they say to each other, and what is on disk.
-
-    python tools/draw_architecture.py docs/architecture.svg
-"""
+"""Write docs/architecture.svg: the processes, what they say to each other, and what is on disk."""
 
 from __future__ import annotations
 
-import sys
 from html import escape
 from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "docs" / "architecture.svg"
 
 WIDTH, HEIGHT = 960, 430
 INK, PAPER, LINE, ACCENT = "#263238", "#fafafa", "#78909c", "#cfd8dc"
@@ -25,7 +24,7 @@ BOXES = (
     )),
     (740, 30, 200, 200, "engine process", (
         "torch, CPU or CUDA",
-        "base models, frozen, shared",
+        "base models, shared",
         "adapters: one row each",
         "passes, steps, sampling",
         "samplers: frozen copies",
@@ -36,16 +35,17 @@ BOXES = (
 
 ARROWS = (
     # x1, y1, x2, y2, label, label x, label y
-    (260, 70, 380, 70, "HTTP: JSON, protobuf", 266, 60),
+    (260, 70, 380, 70, "JSON, protobuf", 274, 60),
     (260, 200, 380, 200, "HTTP", 300, 190),
     (630, 110, 740, 110, "batches", 658, 100),
     (740, 160, 630, 160, "results", 660, 150),
     (505, 230, 505, 320, "one writer, synced", 515, 280),
-    (840, 230, 840, 320, "written, synced, renamed", 690, 280),
+    (600, 230, 740, 345, "", 0, 0),
+    (840, 230, 840, 320, "synced, renamed", 846, 280),
 )
 
 
-def drawing() -> str:
+def page() -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="system-ui, sans-serif" font-size="14" role="img" '
@@ -67,7 +67,8 @@ def drawing() -> str:
             f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{LINE}" stroke-width="2" '
             'marker-end="url(#tip)"/>'
         )
-        parts.append(_text(label_x, label_y, label, "normal", 12))
+        if label:
+            parts.append(_text(label_x, label_y, label, "normal", 12))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -79,6 +80,5 @@ def _text(x: int, y: int, text: str, weight: str = "normal", size: int = 14) -> 
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    Path(sys.argv[1]).write_text(drawing(), encoding="utf-8")
+    TARGET.write_text(page())
+    print(f"wrote {TARGET.relative_to(ROOT)}")
