@@ -6,9 +6,14 @@ from pathlib import Path
 
 from tinsmith.wire.schema import schema_text
 
-TARGET = Path(__file__).parents[1] / "docs" / "reference" / "schema.json"
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "docs" / "reference" / "schema.json"
+
+
+def page() -> str:
+    return schema_text()
+
 
 if __name__ == "__main__":
-    TARGET.parent.mkdir(parents=True, exist_ok=True)
-    TARGET.write_text(schema_text())
-    print(f"wrote {TARGET.relative_to(Path.cwd())}")
+    TARGET.write_text(page())
+    print(f"wrote {TARGET.relative_to(ROOT)}")

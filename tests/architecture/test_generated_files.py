@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import jsonschema
+import pytest
 
 from tinsmith.wire.schema import schema, schema_text
 
@@ -15,13 +16,14 @@ def test_the_schema_in_the_repository_is_the_generated_one() -> None:
     assert (ROOT / "docs" / "reference" / "schema.json").read_text() == schema_text()
 
 
-def test_the_compatibility_page_is_the_generated_one() -> None:
-    """Run `make schema` after changing the scripts that drive the official client."""
-    spec = importlib.util.spec_from_file_location("page", ROOT / "tools/write_compatibility.py")
+@pytest.mark.parametrize("tool", sorted(path.name for path in (ROOT / "tools").glob("write_*.py")))
+def test_a_generated_page_is_fresh(tool: str) -> None:
+    """Run `make schema` after changing what the page is generated from."""
+    spec = importlib.util.spec_from_file_location("page", ROOT / "tools" / tool)
     assert spec and spec.loader
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    assert (ROOT / "docs" / "reference" / "compatibility.md").read_text() == tool.page()
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.TARGET.read_text() == module.page()
 
 
 def test_the_schema_is_a_valid_schema() -> None:

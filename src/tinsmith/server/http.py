@@ -41,6 +41,7 @@ _BODY_PAUSE_SECONDS = 60.0
 
 _UNFOLD_IN_THREAD_BYTES = 256 * 1024
 _OWNER, _BODY_BYTES = "tinsmith.owner", "tinsmith.body_bytes"
+_BODY_START = "tinsmith.body_start"
 """What a request's scope holds for us: whose it is, and the memory its body was given."""
 
 

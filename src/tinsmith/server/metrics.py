@@ -10,6 +10,38 @@ PREFIX = "tinsmith_"
 
 Labels = tuple[tuple[str, str], ...]
 
+COUNTERS = {
+    "operations": "Training operations that ended, by kind and by status (done or failed).",
+    "prefilled_tokens": "Prompt tokens computed for samples; those found in a cache do not count.",
+    "refusals": "Requests answered with an error, by HTTP status.",
+    "sampled_tokens": "Tokens sampled.",
+    "samples": "Sampling requests that ended, by status (done or failed).",
+    "telemetry_events": "Events that clients reported about themselves.",
+    "telemetry_unreadable": "Reports of clients that could not be read.",
+    "trained_tokens": "Tokens in forward and backward passes.",
+}
+SUMMARIES = {
+    "batch_passes": "Passes in one batch for the engine.",
+    "batch_tokens": "Tokens in one batch for the engine.",
+    "operation_seconds": "From recording a training operation to its end.",
+    "sample_seconds": "From accepting a sampling request to its end.",
+    "step_seconds": "Optimizer steps in the engine; models that step together count once.",
+    "store_commit_seconds": "One commit of the store.",
+    "store_commit_writes": "Writes that shared one commit.",
+    "wait_seconds": "From recording a training operation to its start.",
+}
+GAUGES = {
+    "engine_restarts": "How often an engine was started again after it died.",
+    "engine_up": "1 while an engine serves, 0 while none does.",
+    "live_models": "Models that the server keeps track of, in the engine or on disk.",
+    "loaded_models": "Models in the engine's memory.",
+    "queued_operations": "Training operations that wait for their turn.",
+    "running_samples": "Sampling requests under way.",
+    "sample_result_bytes": "Sampling results in memory that have not been fetched.",
+    "uptime_seconds": "Since the server started.",
+}
+"""What each number means; shown as HELP, and in docs/reference/metrics.md."""
+
 
 class Metrics:
     """Counters, sums with counts, and gauges that are asked for when somebody looks."""
@@ -35,18 +67,23 @@ class Metrics:
     def render(self) -> str:
         lines = []
         for name in sorted({name for name, _ in self._counts}):
-            lines.append(f"# TYPE {PREFIX}{name}_total counter")
+            lines += _head(f"{name}_total", "counter", COUNTERS.get(name))
             for (other, labels), value in sorted(self._counts.items()):
                 if other == name:
                     lines.append(f"{PREFIX}{name}_total{_label_text(labels)} {value:g}")
         for name, (total, count) in sorted(self._sums.items()):
-            lines.append(f"# TYPE {PREFIX}{name} summary")
+            lines += _head(name, "summary", SUMMARIES.get(name))
             lines.append(f"{PREFIX}{name}_sum {total:g}")
             lines.append(f"{PREFIX}{name}_count {count:g}")
         for name, read in sorted(self._gauges.items()):
-            lines.append(f"# TYPE {PREFIX}{name} gauge")
+            lines += _head(name, "gauge", GAUGES.get(name))
             lines.append(f"{PREFIX}{name} {read():g}")
         return "\n".join(lines) + "\n"
+
+
+def _head(name: str, kind: str, description: str | None) -> list[str]:
+    told = [] if description is None else [f"# HELP {PREFIX}{name} {description}"]
+    return [*told, f"# TYPE {PREFIX}{name} {kind}"]
 
 
 def _label_text(labels: Labels) -> str:

@@ -66,6 +66,7 @@ class LocalEngineConfig:
     dropped. None keeps them all."""
 
     max_lora_rank: int = 128
+    """Largest rank that a model may ask for."""
 
     kv_cache_bytes: int | None = None
     """Memory for the keys and values of running samples. None is 1 GiB on the CPU and a third of
