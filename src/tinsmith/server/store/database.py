@@ -226,7 +226,7 @@ def _unavailable(error: BaseException) -> StoreUnavailableError:
     return StoreUnavailableError(f"the store cannot be used now: {reason}")
 
 
-def fields(record: Any) -> dict[str, Any]:
+def fields(record: object) -> dict[str, Any]:
     """A record as a row; unlike `asdict` it does not copy payloads."""
     return {name: getattr(record, name) for name in _field_names(type(record))}
 
