@@ -13,22 +13,43 @@ INK, PAPER, LINE, ACCENT = "#263238", "#fafafa", "#78909c", "#cfd8dc"
 
 BOXES = (
     # x, y, width, height, title, lines
-    (20, 30, 240, 80, "your program", ("tinsmith SDK, or tinker SDK", "training loop, data, rewards")),
+    (
+        20,
+        30,
+        240,
+        80,
+        "your program",
+        ("tinsmith SDK, or tinker SDK", "training loop, data, rewards"),
+    ),
     (20, 170, 240, 60, "command line, browser", ("tinsmith …, openai client",)),
-    (380, 30, 250, 200, "server process", (
-        "routes: decode, authorise, check",
-        "recording: log before answer",
-        "scheduler: by number, by tokens",
-        "futures: long polls wait here",
-        "recovery: snapshot + replay",
-    )),
-    (740, 30, 200, 200, "engine process", (
-        "torch, CPU or CUDA",
-        "base models, shared",
-        "adapters: one row each",
-        "passes, steps, sampling",
-        "samplers: frozen copies",
-    )),
+    (
+        380,
+        30,
+        250,
+        200,
+        "server process",
+        (
+            "routes: decode, authorise, check",
+            "recording: log before answer",
+            "scheduler: by number, by tokens",
+            "futures: long polls wait here",
+            "recovery: snapshot + replay",
+        ),
+    ),
+    (
+        740,
+        30,
+        200,
+        200,
+        "engine process",
+        (
+            "torch, CPU or CUDA",
+            "base models, shared",
+            "adapters: one row each",
+            "passes, steps, sampling",
+            "samplers: frozen copies",
+        ),
+    ),
     (380, 320, 250, 80, "store", ("SQLite file, or Postgres", "log, keys, runs, results")),
     (740, 320, 200, 80, "data folder", ("snapshots, checkpoints", "large requests")),
 )
@@ -51,7 +72,8 @@ def page() -> str:
         'font-family="system-ui, sans-serif" font-size="14" role="img" '
         'aria-label="The parts of Tinsmith">',
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
-        f'markerHeight="8" orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{LINE}"/></marker></defs>',
+        f'markerHeight="8" orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{LINE}"/></marker>'
+        "</defs>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="{PAPER}"/>',
     ]
     for x, y, width, height, title, lines in BOXES:

@@ -24,39 +24,74 @@ CURES = {
     "ValidationError": "Correct the value that the message names by its path.",
     "TooLargeError": "Send less at once, or raise the limit that the message names on the server.",
     "EngineError": "Read the message. `tinsmith doctor` looks for causes on the server's machine.",
-    "EngineDiedError": "Nothing: the server starts another engine and goes on. If it happens again and "
-    "again, look for lack of memory in the server's log.",
-    "RequestFailedError": "By `category`: see [below](#when-a-request-was-accepted-and-then-failed).",
+    "EngineDiedError": (
+        "Nothing: the server starts another engine and goes on. If it happens again and again, "
+        "look for lack of memory in the server's log."
+    ),
+    "RequestFailedError": (
+        "By `category`: see [below](#when-a-request-was-accepted-and-then-failed)."
+    ),
     "APIError": "Catch it to catch everything that a call to a service can fail with.",
-    "APIResponseValidationError": "Is `TINKER_BASE_URL` the address of a service, and not of a proxy's "
-    "page? Otherwise client and service are of releases that do not go together.",
-    "APIConnectionError": "Is the server running, and does `TINKER_BASE_URL` name it? "
-    "`tinsmith doctor` looks for the cause. The client has already tried for five minutes.",
-    "APITimeoutError": "The same as for `APIConnectionError`; or the server is overloaded: `tinsmith top`.",
+    "APIResponseValidationError": (
+        "Is `TINKER_BASE_URL` the address of a service, and not of a proxy's page? Otherwise "
+        "client and service are of releases that do not go together."
+    ),
+    "APIConnectionError": (
+        "Is the server running, and does `TINKER_BASE_URL` name it? `tinsmith doctor` looks for"
+        " the cause. The client has already tried for five minutes."
+    ),
+    "APITimeoutError": (
+        "The same as for `APIConnectionError`; or the server is overloaded: `tinsmith top`."
+    ),
     "APIStatusError": "Look at `status_code` and the message.",
     "BadRequestError": "Correct what the message names. It is not tried again.",
-    "AuthenticationError": "Set `TINKER_API_KEY` to a key of this server; `tinsmith key create` makes one.",
-    "BillingError": "Only hosted services send it. Settle the account; the client waits for a while.",
-    "PermissionDeniedError": "Ask for a new URL if it has expired; otherwise delete checkpoints, or have "
-    "the limit that the message names raised.",
-    "NotFoundError": "Check the id or path with `tinsmith run list` or `tinsmith checkpoint list`. "
-    "What belongs to another owner looks as if it were not there.",
-    "ConflictError": "Tinsmith never sends it. From other servers: wait, and look at the present state.",
+    "AuthenticationError": (
+        "Set `TINKER_API_KEY` to a key of this server; `tinsmith key create` makes one."
+    ),
+    "BillingError": (
+        "Only hosted services send it. Settle the account; the client waits for a while."
+    ),
+    "PermissionDeniedError": (
+        "Ask for a new URL if it has expired; otherwise delete checkpoints, or have the limit "
+        "that the message names raised."
+    ),
+    "NotFoundError": (
+        "Check the id or path with `tinsmith run list` or `tinsmith checkpoint list`. What "
+        "belongs to another owner looks as if it were not there."
+    ),
+    "ConflictError": (
+        "Tinsmith never sends it. From other servers: wait, and look at the present state."
+    ),
     "UnprocessableEntityError": "Tinsmith never sends it. From other servers: correct the request.",
-    "RateLimitError": "Nothing: the client waits and sends the same again. If it reaches you, ask for less at "
-    "once, or have the limit raised.",
-    "InternalServerError": "Look at the server's log. The client has already tried for five minutes.",
-    "UnsupportedModelError": "Choose a model of a family that is listed in the "
-    "[guide](../how-to/own-model.md).",
+    "RateLimitError": (
+        "Nothing: the client waits and sends the same again. If it reaches you, ask for less at"
+        " once, or have the limit raised."
+    ),
+    "InternalServerError": (
+        "Look at the server's log. The client has already tried for five minutes."
+    ),
+    "UnsupportedModelError": (
+        "Choose a model of a family that is listed in the [guide](../how-to/own-model.md)."
+    ),
     "ClosedError": "Make a new client; a closed one stays closed.",
-    "RetryableException": "The result is no longer kept. A sample is made again by itself; for training, "
-    "the operation took effect and only its result is gone.",
+    "RetryableException": (
+        "The result is no longer kept. A sample is made again by itself; for training, the "
+        "operation took effect and only its result is gone."
+    ),
     "DataFolderInUseError": "Stop the other server, or give this one another `--data-dir`.",
     "StoreInUseError": "Stop the other server: one server to a database.",
-    "StoreConflictError": "Internal: a request contradicts what is recorded. The request fails with the reason.",
+    "StoreConflictError": (
+        "Internal: a request contradicts what is recorded. The request fails with the reason."
+    ),
     "SnapshotError": "Internal: the server tries again. Look at its log, and for room on its disk.",
-    "RebuildError": "The model's state is lost from that point on; resume from a checkpoint. "
-    "Please report it: it should not happen.",
+    "StoreUnavailableError": "Is the database running, and is there room on its disk? Try again.",
+    "StoreDamagedError": "Restore the data folder from a [backup](../how-to/backup.md).",
+    "StoreTooNewError": "Start the release that wrote it, or a later one.",
+    "DiskTroubleError": "Make room on the server's disk.",
+    "RebuildError": (
+        "The model's state is lost from that point on; resume from a checkpoint. Please report "
+        "it: it should not happen."
+    ),
 }
 
 STATUSES = {
@@ -85,23 +120,35 @@ HEAD = """\
 
 Generated by `tools/write_errors.py` from the classes in `src/tinsmith` and the server's source.
 
-One tree: `except tinsmith.TinkerError` catches everything that is raised on purpose. The names under `APIError` are those of
-the official package, so existing `except` clauses work. A value of the wrong type in a call that sends nothing, such as an empty list of
-datums, is a plain `ValueError` or `TypeError`, as in the official package.
+One tree: `except tinsmith.TinkerError` catches everything that is raised on purpose. The names
+under `APIError` are those of the official package, so existing `except` clauses work. A wrong value
+in a call that sends nothing, such as an empty list of datums, is a plain `ValueError` or
+`TypeError`, as in the official package.
 """
 
 FAILED = """\
 ## When a request was accepted and then failed
 
-A training or sampling request is accepted first and carried out later. If that fails, waiting for its result raises
-`RequestFailedError` with a `category`:
+A training or sampling request is accepted first and carried out later. If that fails, waiting for
+its result raises `RequestFailedError` with a `category`:
 
 | category | cause | cure |
 |---|---|---|
-| `User` | The request itself: a loss input of the wrong shape, a token outside the vocabulary, a gradient that is not finite. | Correct it; sending the same again fails again. |
-| `Server` | The server or its engine: the engine died three times under this operation, or a mistake of ours. | Look at the server's log. The model is as it was before the operation. |
-| `Unknown` | A service said neither. | Read the message. |
 """
+
+CATEGORIES = {
+    "User": (
+        "The request itself: a loss input of the wrong shape, a token outside the vocabulary, "
+        "a gradient that is not finite.",
+        "Correct it; sending the same again fails again.",
+    ),
+    "Server": (
+        "The server or its engine: the engine died three times under this operation, or a mistake "
+        "of ours.",
+        "Look at the server's log. The model is as it was before the operation.",
+    ),
+    "Unknown": ("A service said neither.", "Read the message."),
+}
 
 
 def page() -> str:
@@ -110,8 +157,10 @@ def page() -> str:
         cause = " ".join((kind.__doc__ or "").split())
         indent = "&nbsp;" * 4 * depth
         lines.append(f"| {indent}`{kind.__name__}` | {cause} | {CURES[kind.__name__]} |")
-    lines += ["", FAILED, "## HTTP statuses of the server", ""]
-    lines += ["The body is `{\"detail\": \"…\"}`; `detail` is the message of the exception.", ""]
+    lines += ["", FAILED.rstrip()]
+    lines += [f"| `{name}` | {cause} | {cure} |" for name, (cause, cure) in CATEGORIES.items()]
+    lines += ["", "## HTTP statuses of the server", ""]
+    lines += ['The body is `{"detail": "…"}`; `detail` is the message of the exception.', ""]
     lines += ["| status | cause | sent again by the client | cure |", "|---|---|---|---|"]
     lines += [f"| {s} | {c} | {again} | {cure} |" for s, (c, again, cure) in STATUSES.items()]
     lines += ["", "## What the server says", ""]

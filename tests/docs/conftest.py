@@ -1,7 +1,7 @@
 """A home folder in which the embedded model is a tiny one, and servers started in it.
 
-Commands of the documentation then run as they are written: `tinsmith serve` serves a model under the
-name of the embedded one, with random weights and a token for every byte.
+Commands of the documentation then run as they are written: `tinsmith serve` serves a model under
+the name of the embedded one, with random weights and a token for every byte.
 """
 
 from __future__ import annotations

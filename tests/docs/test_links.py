@@ -23,12 +23,17 @@ HOSTS = {"github.com", "modal.com", "modelscope.github.io"}
 """Hosts that pages may link to; nothing is fetched to check them."""
 
 _CODE = re.compile(r"^[ ]*```.*?^[ ]*```$", re.MULTILINE | re.DOTALL)
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 
 
 def links(page: Path) -> list[str]:
-    text = _CODE.sub("", page.read_text("utf-8"))
-    return _LINK.findall(re.sub(r"`[^`\n]*`", "", text))
+    """Where its links lead, those by number too; a number without an address leads to itself."""
+    text = _COMMENT.sub("", _CODE.sub("", page.read_text("utf-8")))
+    text = re.sub(r"`[^`\n]*`", "", text)
+    addresses = dict(re.findall(r"^\[(\d+)\]: (\S+)$", text, flags=re.MULTILINE))
+    numbers = set(re.findall(r"\[(\d+)\](?![:(])", text))
+    return [*_LINK.findall(text), *(addresses.get(number, f"#{number}") for number in numbers)]
 
 
 def anchors(page: Path) -> set[str]:
@@ -77,3 +82,5 @@ def test_a_page_that_leads_nowhere_is_found(tmp_path: Path) -> None:
     page.write_text("# A title\n[a](b.md#c) `[not](this.md)`\n```\n[nor](that.md)\n```\n")
     assert links(page) == ["b.md#c"]
     assert anchors(page) == {"a-title"}
+    page.write_text("[1] and [2]\n\n[1]: https://example.org\n")
+    assert sorted(links(page)) == ["#2", "https://example.org"]

@@ -1,4 +1,4 @@
-"""The notebook is committed as it was written, and runs from top to bottom against a real server."""
+"""The notebook is committed without outputs, and runs from top to bottom on a real server."""
 
 from __future__ import annotations
 

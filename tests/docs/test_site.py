@@ -1,4 +1,4 @@
-"""The site builds without a warning, loads nothing from elsewhere, and its guides name their tests."""
+"""The site builds without a warning and loads nothing from elsewhere; what it says is there."""
 
 from __future__ import annotations
 

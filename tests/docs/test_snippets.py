@@ -1,4 +1,4 @@
-"""Every Python and shell block of README, tutorial and guides runs, in order, against a real server.
+"""Every Python and shell block of README, tutorial and guides runs, against a real server.
 
 What a block needs is said in a comment before it:
 
