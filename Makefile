@@ -18,7 +18,7 @@ help:
 	@echo "make lint types    one check each"
 	@echo "make schema        write the generated reference pages"
 	@echo "make docs          build the documentation into site/, and run what it says"
-	@echo "make bench         benchmarks, as ratios against the official package"
+	@echo "make bench         benchmarks, as ratios against peers (PARTS=\"codec client …\")"
 	@echo "make load          500 clients, 4,000 held polls, 1,000 requests a second, for ten minutes"
 	@echo "make fuzz          many more random requests and bytes than make test tries"
 	@echo "make audit         bandit, and pip-audit where its advisory service can be reached"
@@ -59,8 +59,9 @@ docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 	$(BIN)/python -m pytest tests/docs tests/architecture/test_generated_files.py -q
 
+PARTS ?=
 bench: $(STAMP)
-	$(BIN)/python benchmarks/foundation.py
+	$(BIN)/python benchmarks/run.py $(PARTS)
 
 LOAD_SECONDS ?= 600
 load: $(STAMP)

@@ -13,16 +13,16 @@ import argparse
 import asyncio
 import importlib
 import json
-import os
 import random
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from reports import write_report
 
 MEASURES = ("cold_start", "sampling", "round_trips", "building")
 LOWER_IS_BETTER = {
@@ -40,33 +40,14 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--samples", type=int, default=2000)
-    options.add_argument("--output", type=Path)
+    options.add_argument("--out", type=Path, help="write the result to this file")
     options.add_argument("--worker", nargs=3, metavar=("PACKAGE", "MEASURE", "PORT"))
     arguments = options.parse_args()
     if arguments.worker:
         package, measure, port = arguments.worker
         print(json.dumps(work(package, measure, f"http://127.0.0.1:{port}", arguments.samples)))
         return
-    load_before = os.getloadavg()[0]
-    text = json.dumps(
-        {
-            "command": f"python benchmarks/client_speed.py --rounds {arguments.rounds}",
-            "date": datetime.now(UTC).date().isoformat(),
-            "commit": commit(),
-            "machine": f"{os.cpu_count()} CPU cores, load {load_before:.1f} before the run",
-            "result": compare(arguments.rounds, arguments.samples),
-        },
-        indent=2,
-    )
-    if arguments.output is None:
-        print(text)
-    else:
-        arguments.output.write_text(text + "\n")
-
-
-def commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    write_report(arguments.out, compare(arguments.rounds, arguments.samples))
 
 
 def compare(rounds: int, samples: int) -> dict[str, Any]:

@@ -1,18 +1,19 @@
 """Types and codecs against the official package, in one run, interleaved (`make bench`).
 
-Prints a table and one JSON object. Every figure is a ratio: the official cost divided by ours
+Prints a table and a report. Every figure is a ratio: the official cost divided by ours
 for speed, ours divided by the official's for import cost, so noise of the machine cancels.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import statistics
 import subprocess
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,16 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
 import tinsmith
+from reports import write_report
 from tinsmith.wire import proto
 
 DATUMS, TOKENS, ROUNDS = 64, 1024, 31
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write the result to this file")
+    arguments = parser.parse_args()
     rows = make_rows()
     theirs, ours = build(tinker, rows), build(tinsmith, rows)
     their_request = tinker.types.ForwardBackwardRequest(
@@ -61,7 +66,7 @@ def main() -> None:
     report["decode_peak_over_payload"] = peak(lambda: proto.decode_pass(body)) / len(body)
     report["import"] = import_cost()
     print_table(report)
-    print(json.dumps(report))
+    write_report(arguments.out, report)
 
 
 def make_rows() -> list[tuple[list[int], list[int], list[float], list[float]]]:

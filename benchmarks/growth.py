@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import write_report
 from pyqwest import Client, HTTPTransport
 from trainers import Ours, make_data
 
+from reports import write_report
 from server_overhead import new_model, poster
 from serving import Server, serve
 
@@ -48,7 +48,7 @@ def main() -> None:
     result = {name: curve(name) for name in arguments.only}
     for name, found in result.items():
         print(f"{name:10} time ~ n^{found['time_exponent']}, memory ~ n^{found['memory_exponent']}")
-    write_report(arguments.out, torch.device("cpu"), result)
+    write_report(arguments.out, result)
 
 
 def curve(name: str) -> dict[str, Any]:

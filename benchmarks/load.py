@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import random
 import socket
@@ -35,6 +34,7 @@ import numpy as np
 import orjson
 import uvloop
 
+from reports import write_report
 from tinsmith.server.auth import create_key
 from tinsmith.server.config import build_config
 from tinsmith.server.serving import open_store
@@ -498,6 +498,7 @@ def main() -> None:
     options.add_argument("--polls", type=int, default=4000)
     options.add_argument("--rate", type=float, default=1000.0)
     options.add_argument("--beside", choices=["large", "silent", "flood"])
+    options.add_argument("--out", type=Path, help="write the result to this file")
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="tinsmith-load-") as folder:
         server = Server(Path(folder) / "data", arguments.clients)
@@ -507,7 +508,7 @@ def main() -> None:
             )
         finally:
             server.stop()
-    print(json.dumps({"load_average": os.getloadavg(), **found}, indent=2))
+    write_report(arguments.out, found)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
-import json
-import os
 import re
 import signal
 import subprocess
@@ -26,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import tinsmith
+from reports import write_report
 from tinsmith import AdamParams, Datum, ModelInput
 
 CHAOS = Path(__file__).parents[1] / "tools" / "chaos"
@@ -36,17 +34,10 @@ def main() -> None:
     options.add_argument("--models", type=int, default=50)
     options.add_argument("--operations", type=int, default=1000)
     options.add_argument("--engine", choices=["local", "fake"], default="local")
+    options.add_argument("--out", type=Path, help="write the result to this file")
     arguments = options.parse_args()
     result = measure(arguments.models, arguments.operations, arguments.engine)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    report = {
-        "command": "python " + " ".join(sys.argv),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit.stdout.strip(),
-        "machine": f"{os.cpu_count()} CPU cores",
-        "result": result,
-    }
-    print(json.dumps(report, indent=2))
+    write_report(arguments.out, result)
 
 
 def measure(num_models: int, num_operations: int, engine: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any
 
 from pyqwest import Client, HTTPTransport
 
+from reports import write_report
 from serving import Server, serve
 
 MODEL = "tinsmith/fake"
@@ -37,13 +38,17 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--calls", type=int, default=200)
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--out", type=Path, help="write the result to this file")
     options.add_argument("--worker", nargs=3, metavar=("PACKAGE", "URL", "KEY"))
     arguments = options.parse_args()
     if arguments.worker:
         package, url, key = arguments.worker
         print(json.dumps(round_trips(package, url, key, arguments.calls)))
         return
-    print(json.dumps(measure(arguments.rounds, arguments.calls), indent=2))
+    result = measure(arguments.rounds, arguments.calls)
+    for who, numbers in result.items():
+        print(f"{who:10}", numbers)
+    write_report(arguments.out, result)
 
 
 def measure(rounds: int, calls: int) -> dict[str, Any]:
@@ -60,7 +65,7 @@ def measure(rounds: int, calls: int) -> dict[str, Any]:
     return {
         who: {name: round(statistics.median(values), 3) for name, values in numbers.items()}
         for who, numbers in found.items()
-    } | {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "rounds": rounds}
+    }
 
 
 def run_worker(package: str, server: Server, calls: int) -> dict[str, float]:

@@ -18,8 +18,8 @@ from typing import Any
 
 import tinker
 import torch
-from machine import write_report
 
+from reports import write_report
 from serving import Server, serve
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -52,7 +52,7 @@ def main() -> None:
         )
     for name, value in result.items():
         print(f"{name:24} {value}")
-    write_report(arguments.out, torch.device("cpu"), result)
+    write_report(arguments.out, result)
 
 
 def measured(server: Server, steps: int, step: Any) -> dict[str, float]:

@@ -1,0 +1,43 @@
+"""A run's own report: the figures, and what is needed to repeat the run."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def write_report(path: Path | None, result: dict[str, Any], machine: str | None = None) -> None:
+    """One JSON object: in `path`, or on stdout without one."""
+    report = {
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_options()]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": os.environ.get("TINSMITH_COMMIT") or _commit(),
+        "machine": machine or f"{os.cpu_count()} CPU cores",
+        "load_average": round(os.getloadavg()[0], 1),
+        "result": result,
+    }
+    text = json.dumps(report, indent=2)
+    if path is None:
+        print(text)
+    else:
+        path.write_text(text + "\n", "utf-8")
+
+
+def _options() -> list[str]:
+    """The arguments without the report's own place."""
+    words = sys.argv[1:]
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    return words
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
