@@ -194,9 +194,8 @@ def page() -> str:
             used[target.part] = report
             value = target.read(report[1]["result"])
             is_met = value >= target.bound if target.is_at_least else value <= target.bound
-            lines.append(
-                f"| {target.what} | {_bound(target)} | {_figure(value)} | {'' if is_met else 'missed'} |"
-            )
+            remark = "" if is_met else "missed"
+            lines.append(f"| {target.what} | {_bound(target)} | {_figure(value)} | {remark} |")
         lines.append("")
     lines += ["## How it grows", ""]
     lines += [f"![{text}](performance/{name}.svg)\n" for name, text in CHARTS]
