@@ -17,7 +17,7 @@ from tinsmith.server import connections, http
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, MutableMapping
 
-    from .conftest import StartServer, TestServer
+    from .conftest import Api, StartServer, TestServer
 
 PROTO = "application/x-protobuf"
 
@@ -118,22 +118,22 @@ async def test_samples_for_openai_clients_count_among_those_under_way(
     await asyncio.wait_for(visitor.task, 2)
 
 
+async def _slow_promise(api: Api) -> str:
+    body = {
+        "session_id": await api.session(),
+        "model_seq_id": 0,
+        "base_model": "tinsmith/fake",
+        "lora_config": {"rank": 4},
+    }
+    return str((await api.ok("/create_model", body))["request_id"])
+
+
 async def test_a_poll_whose_client_left_is_not_held(start_server: StartServer) -> None:
     server = await start_server(fake_pass_seconds=5, hold_seconds=30)
-    api = server.api
-    session = await api.session()
-    created = await api.ok(
-        "/create_model",
-        {
-            "session_id": session,
-            "model_seq_id": 0,
-            "base_model": "tinsmith/fake",
-            "lora_config": {"rank": 4},
-        },
-    )
+    request_id = await _slow_promise(server.api)
     visitor = Visitor(server, "/api/v1/retrieve_future")
-    visitor.give(orjson.dumps({"request_id": created["request_id"]}))
-    promise = server.service.promises.get(created["request_id"])
+    visitor.give(orjson.dumps({"request_id": request_id}))
+    promise = server.service.promises.get(request_id)
     assert promise is not None
     await server.until(lambda: len(promise.waiters) == 1)
     visitor.leave()
@@ -281,9 +281,9 @@ async def test_a_connection_may_be_idle_between_requests(
 async def test_who_asks_much_at_once_and_goes_leaves_nothing_behind(
     start_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = await start_server(fake_pass_seconds=0.2, hold_seconds=20)
+    server = await start_server(fake_pass_seconds=5, hold_seconds=30)
     api = server.api
-    request_id = await api.send_pass(await api.model(), 1)
+    request_id = await _slow_promise(api)
     body = orjson.dumps({"request_id": request_id})
     head = f"POST /api/v1/retrieve_future HTTP/1.1\r\nhost: x\r\nx-api-key: {api.key}\r\n"
     request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
