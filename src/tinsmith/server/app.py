@@ -67,8 +67,10 @@ class Application(Starlette):
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._direct.get((scope.get("method"), scope.get("path")))
-        if answer is None or scope["type"] != "http":
+        answer = None
+        if scope["type"] == "http":
+            answer = self._direct.get((scope["method"], scope["path"]))
+        if answer is None:
             await super().__call__(scope, receive, send)
             return
         scope["app"] = self

@@ -8,8 +8,6 @@ one thread (`writer`), reads through a few more, so the event loop never waits f
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -186,9 +184,4 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
 
 def fields(record: Any) -> dict[str, Any]:
     """A record as a row; unlike `asdict` it does not copy payloads."""
-    return {name: getattr(record, name) for name in _field_names(type(record))}
-
-
-@functools.cache
-def _field_names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}

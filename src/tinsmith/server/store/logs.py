@@ -254,14 +254,14 @@ class LogTables(Database):
             # Outside of the writing thread: whole tables are looked at, and others want to write.
             with self.connect() as connection:
                 old = sa.select(table.c.request_id, table.c.result_file)
-                drop = connection.execute(old.where(table.c.result_bytes > 0, is_old)).all()
+                drop = [*connection.execute(old.where(table.c.result_bytes > 0, is_old))]
                 held = connection.execute(
                     sa.select(sa.func.coalesce(sa.func.sum(table.c.result_bytes), 0)).where(kept)
                 ).scalar_one()
                 if held > max_bytes:
                     beyond = sized.subquery()
                     excess = sa.select(beyond.c.request_id, beyond.c.result_file)
-                    drop += connection.execute(excess.where(beyond.c.together > max_bytes)).all()
+                    drop += connection.execute(excess.where(beyond.c.together > max_bytes))
             return [(row.request_id, row.result_file) for row in drop]
 
         drop = await self.read(read)
