@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
-from tinsmith.server import http
+from tinsmith.server import connections, http
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import AsyncIterator, MutableMapping
 
-    from .conftest import StartServer, TestServer
+    from .conftest import Api, StartServer, TestServer
 
 PROTO = "application/x-protobuf"
 
@@ -115,22 +118,22 @@ async def test_samples_for_openai_clients_count_among_those_under_way(
     await asyncio.wait_for(visitor.task, 2)
 
 
+async def _slow_promise(api: Api) -> str:
+    body = {
+        "session_id": await api.session(),
+        "model_seq_id": 0,
+        "base_model": "tinsmith/fake",
+        "lora_config": {"rank": 4},
+    }
+    return str((await api.ok("/create_model", body))["request_id"])
+
+
 async def test_a_poll_whose_client_left_is_not_held(start_server: StartServer) -> None:
     server = await start_server(fake_pass_seconds=5, hold_seconds=30)
-    api = server.api
-    session = await api.session()
-    created = await api.ok(
-        "/create_model",
-        {
-            "session_id": session,
-            "model_seq_id": 0,
-            "base_model": "tinsmith/fake",
-            "lora_config": {"rank": 4},
-        },
-    )
+    request_id = await _slow_promise(server.api)
     visitor = Visitor(server, "/api/v1/retrieve_future")
-    visitor.give(orjson.dumps({"request_id": created["request_id"]}))
-    promise = server.service.promises.get(created["request_id"])
+    visitor.give(orjson.dumps({"request_id": request_id}))
+    promise = server.service.promises.get(request_id)
     assert promise is not None
     await server.until(lambda: len(promise.waiters) == 1)
     visitor.leave()
@@ -225,3 +228,71 @@ async def test_nothing_new_is_let_in_while_the_loop_is_behind(server: TestServer
     assert (await server.api.get("/sessions")).status_code == 429
     await server.until(lambda: server.service.admission.lag_seconds < 1)
     assert (await server.api.get("/sessions")).status_code == 200
+
+
+@contextlib.asynccontextmanager
+async def _listening(server: TestServer) -> AsyncIterator[tuple[tuple[str, int], ServerState]]:
+    """The same server behind real connections: where, and which there are."""
+    config = uvicorn.Config(server.app, lifespan="off", log_config=None)
+    config.load()
+    state = ServerState()
+    listener = await asyncio.get_running_loop().create_server(
+        lambda: connections.Connection(config=config, server_state=state, app_state={}),
+        "127.0.0.1",
+        0,
+    )
+    yield listener.sockets[0].getsockname(), state
+    for connection in list(state.connections):
+        connection.transport.abort()
+    listener.close()
+
+
+@pytest.fixture
+async def address(server: TestServer) -> AsyncIterator[tuple[str, int]]:
+    async with _listening(server) as (where, _):
+        yield where
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /healthz HT", b"GET /healthz HTTP/1.1\r\nhost: x\r\n"])
+async def test_a_connection_without_a_whole_request_is_closed(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(sent)
+    with contextlib.suppress(ConnectionResetError):
+        assert await asyncio.wait_for(reader.read(), 2) == b""
+    writer.close()
+
+
+async def test_a_connection_may_be_idle_between_requests(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    reader, writer = await asyncio.open_connection(*address)
+    for _ in range(2):
+        writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readline(), 2)).endswith(b"200 OK\r\n")
+        await asyncio.wait_for(reader.readuntil(b"}"), 2)
+        await asyncio.sleep(0.4)
+    writer.close()
+
+
+async def test_who_asks_much_at_once_and_goes_leaves_nothing_behind(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = await start_server(fake_pass_seconds=5, hold_seconds=30)
+    api = server.api
+    request_id = await _slow_promise(api)
+    body = orjson.dumps({"request_id": request_id})
+    head = f"POST /api/v1/retrieve_future HTTP/1.1\r\nhost: x\r\nx-api-key: {api.key}\r\n"
+    request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+    async with _listening(server) as (where, state):
+        _, writer = await asyncio.open_connection(*where)
+        writer.write(request * 20)
+        promise = server.service.promises.get(request_id)
+        assert promise is not None
+        await server.until(lambda: len(promise.waiters) == 1)
+        writer.transport.abort()
+        await server.until(lambda: not state.connections and not state.tasks, seconds=2)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

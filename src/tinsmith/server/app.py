@@ -67,8 +67,9 @@ class Application(Starlette):
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_http = scope["type"] == "http"
-        answer = self._direct.get((scope["method"], scope["path"])) if is_http else None
+        answer = None
+        if scope["type"] == "http":
+            answer = self._direct.get((scope["method"], scope["path"]))
         if answer is None:
             await super().__call__(scope, receive, send)
             return

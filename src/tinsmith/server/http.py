@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -36,6 +37,9 @@ T = TypeVar("T")
 
 _WAIT = {"retry-after-ms": "1000", "retry-after": "1"}
 _TOO_FAST_SECONDS = 1.0
+"""The least that a request too many waits; up to three times as long, so that they do not come
+back all at once."""
+
 _BODY_PAUSE_SECONDS = 60.0
 """How long a client may be silent in the middle of a body."""
 
@@ -110,7 +114,7 @@ def route(
         is_too_fast = service.admission.is_too_fast(caller.owner)
         if is_too_fast:
             # Whoever ignores refusals would send the next one at once: that much is prevented.
-            await asyncio.sleep(_TOO_FAST_SECONDS)
+            await asyncio.sleep(_TOO_FAST_SECONDS * (1 + 2 * random.random()))
         if not is_counted:
             return await handler(service, caller, request)
         if is_too_fast or not service.admission.enter():

@@ -24,6 +24,7 @@ from tinsmith.errors import TinkerError
 from tinsmith.server.app import build_app
 from tinsmith.server.auth import create_key
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.connections import Connection
 from tinsmith.server.engines import EngineFactory
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
@@ -99,6 +100,7 @@ async def serve(config: ServerConfig, engine_factory: EngineFactory, announce: A
         service.url = url
         settings = uvicorn.Config(
             build_app(service),
+            http=Connection,
             lifespan="on",
             log_config=None,
             access_log=False,

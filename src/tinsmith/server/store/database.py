@@ -225,5 +225,5 @@ def _unavailable(error: BaseException) -> StoreUnavailableError:
 
 
 def fields(record: Any) -> dict[str, Any]:
-    """A record as a row; unlike `asdict` it does not copy payloads, and it is quick."""
+    """A record as a row; unlike `asdict` it does not copy payloads."""
     return {name: getattr(record, name) for name in record.__dataclass_fields__}
