@@ -113,6 +113,33 @@ async def test_a_damaged_checkpoint_is_refused_by_name_and_changes_nothing(
     assert await api.loss(model, 6) == before
 
 
+async def test_weights_stay_when_their_checkpoint_is_deleted_while_they_are_loaded(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load is in the log and will be replayed; what it loaded has to be there then."""
+    api = server.api
+    model = await api.model()
+    await _train(api, model, 1, 2)
+    saved = await api.ok("/save_weights", {"model_id": model, "seq_id": 5, "path": "a"})
+    path = (await api.result(saved["request_id"]))["path"]
+    restore = FakeEngine.restore
+    deleted: list[int] = []
+
+    async def interrupted(engine: FakeEngine, *arguments: Any) -> Any:
+        if not deleted:
+            url = f"/api/v1/training_runs/{model}/checkpoints/weights/a"
+            deleted.append((await api.http.delete(url, headers=api.headers)).status_code)
+        return await restore(engine, *arguments)
+
+    monkeypatch.setattr(FakeEngine, "restore", interrupted)
+    body = {"model_id": model, "seq_id": 6, "path": path, "optimizer": True}
+    await api.result((await api.ok("/load_weights", body))["request_id"])
+    assert deleted == [204]
+    before = await api.loss(model, 7)
+    server.kill_engine()
+    assert await api.loss(model, 8) == before
+
+
 async def test_a_model_that_kills_every_engine_is_set_aside_and_the_others_go_on(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,10 @@ class Executor:
             weights = await self.checkpoints.weights_of(found)
             if kind == "training" and weights.kind == "sampler":
                 raise ValidationError(f"{path} holds no optimizer state; load it without")
+            # From here on they stay, though the checkpoint be deleted: a replay needs them.
+            request_id, weights_id = operation.record.request_id, weights.weights_id
+            if not await self.store.hold_weights(request_id, weights_id):
+                raise ValidationError(f"{path} has just been deleted")
         except ValidationError as error:
             return failed(operation, Failure(str(error), "user"))
         if operation.seq_id == 0:

@@ -200,7 +200,9 @@ class Service:
 
     async def _tidy_results(self) -> None:
         now = time.time()
-        await self.weights.sweep_unknown()
+        if all(model.committing is None for model in self.models):
+            # Otherwise a folder may be waiting for its record, however long the store was away.
+            await self.weights.sweep_unknown()
         await self.sessions.retire_models()
         await self.store.drop_results(
             retrieved_before=now - self.config.retrieved_retention_seconds,

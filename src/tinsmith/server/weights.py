@@ -54,8 +54,8 @@ class WeightsFolders:
         """Delete the folders that nothing refers to."""
         stray = await self._store.unreferenced_weights()
         if stray:
-            await self._store.forget_weights(stray)
-            await asyncio.to_thread(self._delete, [self.folder(name) for name in stray])
+            gone = await self._store.forget_weights(stray)
+            await asyncio.to_thread(self._delete, [self.folder(name) for name in gone])
 
     async def sweep_unknown(self, min_age_seconds: float = _STRAY_SECONDS) -> None:
         """Delete folders without a record, left behind when a save did not end."""

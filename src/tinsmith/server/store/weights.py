@@ -31,22 +31,35 @@ class WeightTables(Database):
         return await self.column(sa.select(schema.weights.c.weights_id))
 
     async def unreferenced_weights(self) -> Sequence[str]:
-        table = schema.weights
-        referring = (
-            schema.checkpoints.c.weights_id,
-            schema.samplers.c.weights_id,
-            schema.models.c.snapshot_weights_id,
-            schema.models.c.previous_snapshot_weights_id,
-            schema.operations.c.weights_id,
-        )
-        query = sa.select(table.c.weights_id)
-        for column in referring:
-            query = query.where(~sa.exists().where(column == table.c.weights_id))
-        return await self.column(query)
+        return await self.column(_unreferenced())
 
-    async def forget_weights(self, weights_ids: Sequence[str]) -> None:
-        table = schema.weights
-        await self.execute(sa.delete(table).where(table.c.weights_id.in_(list(weights_ids))))
+    async def forget_weights(self, weights_ids: Sequence[str]) -> Sequence[str]:
+        column = schema.weights.c.weights_id
+
+        def write(connection: sa.Connection) -> list[str]:
+            # Somebody may have begun to use one since it was found.
+            still = _unreferenced().where(column.in_(list(weights_ids)))
+            stray = list(connection.execute(still).scalars())
+            connection.execute(sa.delete(schema.weights).where(column.in_(stray)))
+            return stray
+
+        return await self.write(write)
+
+    async def hold_weights(self, request_id: str, weights_id: str) -> bool:
+        operations, weights = schema.operations, schema.weights
+
+        def write(connection: sa.Connection) -> bool:
+            found = sa.select(weights.c.weights_id).where(weights.c.weights_id == weights_id)
+            if connection.execute(found).first() is None:
+                return False
+            connection.execute(
+                sa.update(operations)
+                .where(operations.c.request_id == request_id)
+                .values(weights_id=weights_id)
+            )
+            return True
+
+        return await self.write(write)
 
     async def add_checkpoint(
         self, checkpoint: CheckpointRecord, model: ModelRecord | None, audit: AuditRecord
@@ -113,6 +126,19 @@ class WeightTables(Database):
             return int(row[0]), int(row[1])
 
         return await self.read(read)
+
+
+def _unreferenced() -> sa.Select[Any]:
+    query = sa.select(schema.weights.c.weights_id)
+    for column in (
+        schema.checkpoints.c.weights_id,
+        schema.samplers.c.weights_id,
+        schema.models.c.snapshot_weights_id,
+        schema.models.c.previous_snapshot_weights_id,
+        schema.operations.c.weights_id,
+    ):
+        query = query.where(~sa.exists().where(column == schema.weights.c.weights_id))
+    return query
 
 
 def _checkpoint(model_id: str, checkpoint_id: str) -> sa.ColumnElement[bool]:
