@@ -200,7 +200,7 @@ def refusals() -> dict[int, set[str]]:
             if name == "Refusal" and isinstance(arguments[0], ast.Constant):
                 found.setdefault(int(str(arguments[0].value)), set()).add(_text(arguments[1]))
             elif name == "not_found" and isinstance(arguments[0], ast.Constant):
-                found.setdefault(404, set()).add(f"there is no {arguments[0].value} …")
+                found.setdefault(404, set()).add(f"there is no {_text(arguments[0])} …")
             elif name == "TooLargeError":
                 found.setdefault(413, set()).add(_text(arguments[0]))
             elif name == "ValidationError" and arguments:
