@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from tinsmith.client.api import Api
 from tinsmith.client.futures import AwaitableConcurrentFuture, explain_blocking
 from tinsmith.client.loop import io_loop, submit
-from tinsmith.client.session import Cancellations, Switches, fetch_switches, heartbeat
+from tinsmith.client.session import Cancellations, Switches, fetch_switches, heartbeat, is_alive
 from tinsmith.client.telemetry import Telemetry
 from tinsmith.client.tracing import Spans
 from tinsmith.errors import ClosedError, NotFoundError, TinkerError
@@ -112,6 +112,7 @@ class Connection:
         self._custom_loss_seq_ids = itertools.count()
         self.custom_losses: dict[str, LossHandle] = {}
         """The traced losses of this session, by their key."""
+        self._session_end = threading.Event()
         self._opening: asyncio.Task[None] | None = None
         self._is_open = False
         self._is_closed = False
@@ -188,7 +189,11 @@ class Connection:
         if isinstance(self._plan, NewSession) and self._session_id is None:
             self._session_id = await self._create_session(self._plan)
         if self._session_id is not None:
-            self.keep(heartbeat(self.api, self._session_id, self.config.heartbeat_seconds))
+            self.keep(
+                heartbeat(
+                    self.api, self._session_id, self.config.heartbeat_seconds, self._session_end
+                )
+            )
             self.keep(self._switches.keep_fresh(self.api))
             self.keep(self._cancellations.run())
         if self.config.telemetry:
@@ -290,6 +295,17 @@ class Connection:
     @property
     def is_open(self) -> bool:
         return self._is_open and not self._is_closed
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the service was heard to say that the session is over."""
+        return self._session_end.is_set()
+
+    async def check_session(self) -> bool:
+        """Ask the service whether the session is over."""
+        if self._session_id is not None and not await is_alive(self.api, self._session_id):
+            self._session_end.set()
+        return self.has_ended
 
     def get_session_id(self) -> str:
         if self._session_id is None:
