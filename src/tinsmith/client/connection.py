@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from tinsmith.client.api import Api
@@ -66,23 +65,6 @@ class ExistingSession:
     session_id: str
     flags: ClientConfigResponse
     switches: ClientDynamicConfigResponse
-
-
-@dataclass(frozen=True, slots=True)
-class SharedConnection:
-    """A connection in a form that another process can open."""
-
-    base_url: str
-    default_headers_overrides: dict[str, str]
-    client_config: dict[str, Any]
-    client_dynamic_config: dict[str, Any]
-    api_key: str | None = field(default=None, repr=False)
-
-    def without_credentials(self) -> SharedConnection:
-        return replace(self, api_key=None)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Connection:
@@ -297,6 +279,10 @@ class Connection:
         return self._is_open and not self._is_closed
 
     @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
     def has_ended(self) -> bool:
         """Whether the service was heard to say that the session is over."""
         return self._session_end.is_set()
@@ -349,17 +335,6 @@ class Connection:
                 return key
         return None
 
-    @property
-    def shadow_config(self) -> SharedConnection:
-        """What another process needs to use this session."""
-        return SharedConnection(
-            base_url=self.config.base_url,
-            default_headers_overrides=dict(self.config.header_overrides),
-            client_config=self.get_client_config().model_dump(),
-            client_dynamic_config=self.get_client_dynamic_config().model_dump(),
-            api_key=static_key(self.config),
-        )
-
 
 def _release(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[Any]], api: Api) -> None:
     def end() -> None:
@@ -371,55 +346,3 @@ def _release(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[Any]], api
     # At interpreter exit the loop may be gone, and with it all there is to release.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(end)
-
-
-class ConnectionCache:
-    """Connections that several clients of a process share, by what they were made from."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._shadows: weakref.WeakValueDictionary[str, Connection] = weakref.WeakValueDictionary()
-        self._rest: dict[str, Connection] = {}
-
-    def shadow(self, session_id: str, shared: SharedConnection) -> Connection:
-        """The session of another process."""
-        key = f"{session_id} {_digest(sorted(shared.as_dict().items()))}"
-        with self._lock:
-            connection = self._shadows.get(key)
-            if connection is None:
-                config = ClientConfig.from_env(
-                    base_url=shared.base_url,
-                    api_key=shared.api_key,
-                    headers=shared.default_headers_overrides,
-                )
-                connection = self._shadows[key] = Connection(
-                    config,
-                    session=ExistingSession(
-                        session_id=session_id,
-                        flags=ClientConfigResponse.model_validate(shared.client_config),
-                        switches=ClientDynamicConfigResponse.model_validate(
-                            shared.client_dynamic_config
-                        ),
-                    ),
-                )
-            return connection
-
-    def rest(self, config: ClientConfig) -> Connection:
-        """For REST calls alone; it stays for the life of the process, so that clients which are
-        made and dropped find its sockets open."""
-        key = _digest(
-            [config.base_url, config.api_key, config.credential_command, dict(config.headers)]
-        )
-        with self._lock:
-            connection = self._rest.get(key)
-            if connection is None or connection._is_closed:
-                connection = self._rest[key] = Connection(config)
-            return connection
-
-
-def _digest(parts: object) -> str:
-    # The keys of a cache that lives as long as the process hold no credentials.
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-CONNECTIONS = ConnectionCache()
