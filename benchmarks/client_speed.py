@@ -13,16 +13,16 @@ import argparse
 import asyncio
 import importlib
 import json
-import os
 import random
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import recording
 
 MEASURES = ("cold_start", "sampling", "round_trips", "building")
 LOWER_IS_BETTER = {
@@ -47,26 +47,13 @@ def main() -> None:
         package, measure, port = arguments.worker
         print(json.dumps(work(package, measure, f"http://127.0.0.1:{port}", arguments.samples)))
         return
-    load_before = os.getloadavg()[0]
-    text = json.dumps(
-        {
-            "command": f"python benchmarks/client_speed.py --rounds {arguments.rounds}",
-            "date": datetime.now(UTC).date().isoformat(),
-            "commit": commit(),
-            "machine": f"{os.cpu_count()} CPU cores, load {load_before:.1f} before the run",
-            "result": compare(arguments.rounds, arguments.samples),
-        },
-        indent=2,
+    load = recording.load_now()
+    recording.write(
+        compare(arguments.rounds, arguments.samples),
+        command=f"python benchmarks/client_speed.py --rounds {arguments.rounds}",
+        load=load,
+        output=arguments.output,
     )
-    if arguments.output is None:
-        print(text)
-    else:
-        arguments.output.write_text(text + "\n")
-
-
-def commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def compare(rounds: int, samples: int) -> dict[str, Any]:

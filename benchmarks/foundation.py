@@ -1,18 +1,21 @@
 """Types and codecs against the official package, in one run, interleaved (`make bench`).
 
-Prints a table and one JSON object. Every figure is a ratio: the official cost divided by ours
+    python benchmarks/foundation.py [--output FILE]
+
+Prints a table, and the same as JSON, or writes that to a file. Every figure is a ratio: the official cost divided by ours
 for speed, ours divided by the official's for import cost, so noise of the machine cancels.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import statistics
 import subprocess
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from tinker.proto import response_conv
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
+import recording
 import tinsmith
 from tinsmith.wire import proto
 
@@ -28,6 +32,10 @@ DATUMS, TOKENS, ROUNDS = 64, 1024, 31
 
 
 def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--output", type=Path)
+    output = options.parse_args().output
+    load = recording.load_now()
     rows = make_rows()
     theirs, ours = build(tinker, rows), build(tinsmith, rows)
     their_request = tinker.types.ForwardBackwardRequest(
@@ -61,7 +69,7 @@ def main() -> None:
     report["decode_peak_over_payload"] = peak(lambda: proto.decode_pass(body)) / len(body)
     report["import"] = import_cost()
     print_table(report)
-    print(json.dumps(report))
+    recording.write(report, command="python benchmarks/foundation.py", load=load, output=output)
 
 
 def make_rows() -> list[tuple[list[int], list[int], list[float], list[float]]]:
