@@ -2,8 +2,9 @@
 
     python benchmarks/foundation.py [--output FILE]
 
-Prints a table, and the same as JSON, or writes that to a file. Every figure is a ratio: the official cost divided by ours
-for speed, ours divided by the official's for import cost, so noise of the machine cancels.
+Prints a table, and the same as JSON, or writes that to a file. Every figure is a ratio: the
+official cost divided by ours for speed, ours divided by the official's for import cost, so noise
+of the machine cancels.
 """
 
 from __future__ import annotations
