@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+LOAD_BEFORE = round(os.getloadavg()[0], 1)
+"""How busy the machine was when the run began, by others."""
+
 
 def write_report(path: Path | None, result: dict[str, Any], machine: str | None = None) -> None:
     """One JSON object: in `path`, or on stdout without one."""
@@ -18,7 +21,7 @@ def write_report(path: Path | None, result: dict[str, Any], machine: str | None 
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": os.environ.get("TINSMITH_COMMIT") or _commit(),
         "machine": machine or f"{os.cpu_count()} CPU cores",
-        "load_average": round(os.getloadavg()[0], 1),
+        "load_before": LOAD_BEFORE,
         "result": result,
     }
     text = json.dumps(report, indent=2)

@@ -175,3 +175,25 @@ def test_other_checkpoints_come_as_an_archive(stub: Any, rest: RestClient, tmp_p
     with pytest.raises(ValidationError, match="already"):
         rest.download_checkpoint("tinker://r/weights/x", folder).result(10)
     assert stub.count("/tar") == 2, "a folder that is in the way is noticed before anything is sent"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_kept"), [(OSError("disk full"), True), (ValidationError("bad"), False)]
+)
+def test_an_archive_is_kept_only_if_it_may_still_be_of_use(
+    stub: Any,
+    rest: RestClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    is_kept: bool,
+) -> None:
+    def fail(tar: Path, folder: Path) -> None:
+        raise error
+
+    monkeypatch.setattr("tinsmith.client.download.extract", fail)
+    stub.on(ARCHIVE, Answer(200, {"url": f"{stub.url}/tar", "expires": "2030-01-01T00:00:00Z"}))
+    stub.on("/tar", Answer(200, b"archive"))
+    with pytest.raises(type(error)):
+        rest.download_checkpoint("tinker://r/weights/x", tmp_path / "x").result(10)
+    assert [path.name for path in tmp_path.iterdir()] == (["x.tar"] if is_kept else [])

@@ -93,3 +93,42 @@ def test_a_later_process_goes_on_from_a_path(stub: Any, service: ServiceClient) 
     )
     assert run(recovery, 8, {}) == [6, 7]
     assert stub.seen("/load_weights")[0].json()["path"] == "tinker://x/weights/old"
+
+
+def test_it_goes_on_in_a_new_session_when_the_old_one_was_ended(
+    stub: Any, service: ServiceClient
+) -> None:
+    """Refusals in a dead session look like the user's mistakes, and are not."""
+    recovery = Recovery(
+        service,
+        start=lambda: service.create_lora_training_client("m"),
+        sleep=lambda seconds: None,
+    )
+    over: set[str] = set()
+
+    def beat(request: Any) -> Answer:
+        return Answer(410 if request.json()["session_id"] in over else 200, {})
+
+    def optim_step(request: Any) -> Any:
+        session = request.json()["model_id"].split(":")[0]
+        if session == "s1" and request.json()["seq_id"] == 6:
+            over.add(session)
+        if session in over:
+            return Answer(400, {"detail": "session s1 is finished; start another"})
+        return stub._do_optim_step(request)
+
+    stub.on("/api/v1/session_heartbeat", beat)
+    stub.on("/api/v1/optim_step", optim_step)
+    assert run(recovery, 6, {}) == [0, 1, 2, 3, 3, 4, 5]
+    assert stub.count("/create_session") == 2
+    (loaded,) = stub.seen("/load_weights")
+    assert loaded.json()["path"] == "tinker://s1:train:0/weights/step-2"
+    assert not service.session_has_ended(), "the new one lives"
+
+
+def test_a_refusal_in_a_living_session_is_the_users(stub: Any, service: ServiceClient) -> None:
+    recovery = Recovery(service, start=lambda: service.create_lora_training_client("m"))
+    stub.on("/api/v1/optim_step", Answer(400, {"detail": "no"}))
+    with pytest.raises(BadRequestError, match="no"):
+        run(recovery, 2, {})
+    assert stub.count("/create_session") == 1

@@ -23,7 +23,7 @@ PAIRS = {
 }
 
 OURS_ALONE = {
-    "ServiceClient": {"stats", "check_accessible"},
+    "ServiceClient": {"stats", "check_accessible", "session_has_ended"},
     "TrainingClient": {"encode", "decode"},
     "SamplingClient": {"stream"},
     "RestClient": {

@@ -1,4 +1,4 @@
-"""The real tinker-cookbook: its supervised loop, on the official client and on ours.
+"""The real tinker-cookbook: its own loops, on the official client and on ours.
 
 S114: against identical deterministic servers both log the same numbers, to the last bit. The
 cookbook is fetched from the package index once per machine; its code is not in this repository.
@@ -21,7 +21,7 @@ import tinsmith
 pytest.importorskip("tinker")
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parent / "scripts" / "cookbook_supervised.py"
+SCRIPTS = Path(__file__).parent / "scripts"
 VERSION = "0.5.8"
 # What it imports beside torch, transformers and the client; without their own dependencies, which
 # the test environment has.
@@ -51,13 +51,9 @@ def cookbook() -> Path:
     return folder
 
 
-def run(server: Any, sdk: str, cookbook: Path, log: Path, tokenizer: Path) -> dict[str, Any]:
-    with tinsmith.ServiceClient(base_url=server.url, api_key=server.key) as service:
-        # The cookbook gives no seed; starting from one checkpoint makes both runs comparable.
-        training = service.create_lora_training_client("tiny", rank=4, seed=5)
-        start = training.save_state("start").result(60).path
+def run(server: Any, cookbook: Path, script: str, *arguments: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), sdk, str(log), start, str(tokenizer)],
+        [sys.executable, str(SCRIPTS / script), *arguments],
         capture_output=True,
         text=True,
         timeout=180,
@@ -71,7 +67,7 @@ def run(server: Any, sdk: str, cookbook: Path, log: Path, tokenizer: Path) -> di
             "OMP_NUM_THREADS": "1",
         },
     )
-    assert done.returncode == 0, (sdk, done.stderr[-4000:])
+    assert done.returncode == 0, (script, arguments, done.stderr[-4000:])
     logged: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return logged
 
@@ -84,9 +80,33 @@ def test_the_supervised_loop_logs_the_same_numbers_on_both_clients(
         folder = tmp_path / sdk
         folder.mkdir()
         with local_server_in(folder) as server:
-            logged[sdk] = run(server, sdk, cookbook, folder / "log", tiny_model)
+            with tinsmith.ServiceClient(base_url=server.url, api_key=server.key) as service:
+                # The cookbook gives no seed; one first checkpoint makes both runs comparable.
+                training = service.create_lora_training_client("tiny", rank=4, seed=5)
+                start = training.save_state("start").result(60).path
+            logged[sdk] = run(
+                server,
+                cookbook,
+                "cookbook_supervised.py",
+                *(sdk, str(folder / "log"), start, str(tiny_model)),
+            )
     assert logged["tinsmith"] == logged["tinker"]
     assert logged["tinsmith"]["imported"] > 100
     losses = [step["train_mean_nll"] for step in logged["tinsmith"]["steps"]]
     assert len(losses) == 7, "three steps, and four more after going on from the second"
     assert losses[-1] < losses[0]
+
+
+def test_the_reinforcement_learning_loop_runs_on_ours(
+    cookbook: Path, local_server_in: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Groups are sampled, scored and trained on; sampler and trainer agree about every token."""
+    with local_server_in(tmp_path) as server:
+        logged = run(
+            server, cookbook, "cookbook_rl.py", "tinsmith", str(tmp_path / "log"), str(tiny_model)
+        )
+    steps = logged["steps"]
+    assert len(steps) == 3 and logged["saved"] == 2
+    for step in steps:
+        assert step["env/all/total_episodes"] == 40
+        assert abs(step["optim/kl_sample_train_v1"]) < 1e-5

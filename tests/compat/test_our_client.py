@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tinsmith
+from tinsmith.transport.base import ConnectionClass
 from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams
 
 if TYPE_CHECKING:
@@ -83,6 +84,46 @@ def test_a_stream_that_is_left_frees_its_place(service: tinsmith.ServiceClient, 
 def test_a_mistake_is_a_prompt_error_of_ours(service: tinsmith.ServiceClient) -> None:
     with pytest.raises(tinsmith.TinkerError, match="no-such-model"):
         service.create_lora_training_client("no-such-model")
+
+
+def test_a_loop_goes_on_after_its_session_was_ended(
+    service: tinsmith.ServiceClient, model: str
+) -> None:
+    """As after a night in which nobody heard from it; the losses are those of an unbroken run."""
+    data = [datum([1, 2, 3, 4, 5])]
+
+    def losses(end_at: int | None) -> list[float]:
+        recovery = tinsmith.Recovery(
+            service,
+            start=lambda: service.create_lora_training_client(model, rank=4, seed=1),
+            sleep=lambda seconds: None,
+        )
+        found: dict[int, float] = {}
+        for attempt in recovery.attempts():
+            with attempt as (training, first_step):
+                for step in range(first_step, 6):
+                    if step == end_at:
+                        end_at = None
+                        path = f"/sessions/{service.holder.get_session_id()}/finish"
+                        body = {"reason": {"type": "interrupted"}}
+                        service.holder.submit(
+                            service.holder.api.send,
+                            "POST",
+                            path,
+                            connection=ConnectionClass.SESSION,
+                            message=body,
+                        ).result(10)
+                    passed = training.forward_backward(data, "cross_entropy")
+                    training.optim_step(AdamParams(learning_rate=0.1)).result(20)
+                    found[step] = passed.result(20).metrics["loss:sum"]
+                    if step == 2:
+                        saved = training.save_state("three", overwrite=True).result(20)
+                        recovery.saved(saved, step + 1)
+        return list(found.values())
+
+    first = service.holder.get_session_id()
+    assert losses(4) == losses(None)
+    assert service.holder.get_session_id() != first, "another session took over"
 
 
 def test_any_checkpoint_can_be_downloaded(

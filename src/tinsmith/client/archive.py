@@ -72,8 +72,10 @@ def _unpack(archive: Path, folder: Path) -> list[PurePosixPath]:
             end = tar.offset
         if not _ends_at(archive, end):
             raise tarfile.ReadError("its end is missing")
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, EOFError) as error:
         raise ValidationError(f"{archive.name} is not a whole, plain tar: {error}") from error
+    except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+        raise ValidationError(f"{archive.name} has a name twice: {error}") from error
     return names
 
 

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from tinsmith.client.api import Api
 from tinsmith.client.futures import AwaitableConcurrentFuture, explain_blocking
 from tinsmith.client.loop import io_loop, submit
-from tinsmith.client.session import Cancellations, Switches, fetch_switches, heartbeat
+from tinsmith.client.session import Cancellations, Switches, fetch_switches, heartbeat, is_alive
 from tinsmith.client.telemetry import Telemetry
 from tinsmith.client.tracing import Spans
 from tinsmith.errors import ClosedError, NotFoundError, TinkerError
@@ -68,23 +67,6 @@ class ExistingSession:
     switches: ClientDynamicConfigResponse
 
 
-@dataclass(frozen=True, slots=True)
-class SharedConnection:
-    """A connection in a form that another process can open."""
-
-    base_url: str
-    default_headers_overrides: dict[str, str]
-    client_config: dict[str, Any]
-    client_dynamic_config: dict[str, Any]
-    api_key: str | None = field(default=None, repr=False)
-
-    def without_credentials(self) -> SharedConnection:
-        return replace(self, api_key=None)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 class Connection:
     """Opened by the first call that needs it; `submit` and the counters are for any thread.
 
@@ -112,6 +94,7 @@ class Connection:
         self._custom_loss_seq_ids = itertools.count()
         self.custom_losses: dict[str, LossHandle] = {}
         """The traced losses of this session, by their key."""
+        self._session_end = threading.Event()
         self._opening: asyncio.Task[None] | None = None
         self._is_open = False
         self._is_closed = False
@@ -188,7 +171,11 @@ class Connection:
         if isinstance(self._plan, NewSession) and self._session_id is None:
             self._session_id = await self._create_session(self._plan)
         if self._session_id is not None:
-            self.keep(heartbeat(self.api, self._session_id, self.config.heartbeat_seconds))
+            self.keep(
+                heartbeat(
+                    self.api, self._session_id, self.config.heartbeat_seconds, self._session_end
+                )
+            )
             self.keep(self._switches.keep_fresh(self.api))
             self.keep(self._cancellations.run())
         if self.config.telemetry:
@@ -291,6 +278,21 @@ class Connection:
     def is_open(self) -> bool:
         return self._is_open and not self._is_closed
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the service was heard to say that the session is over."""
+        return self._session_end.is_set()
+
+    async def check_session(self) -> bool:
+        """Ask the service whether the session is over."""
+        if self._session_id is not None and not await is_alive(self.api, self._session_id):
+            self._session_end.set()
+        return self.has_ended
+
     def get_session_id(self) -> str:
         if self._session_id is None:
             raise TinkerError("this client has no session: it serves REST calls only")
@@ -333,17 +335,6 @@ class Connection:
                 return key
         return None
 
-    @property
-    def shadow_config(self) -> SharedConnection:
-        """What another process needs to use this session."""
-        return SharedConnection(
-            base_url=self.config.base_url,
-            default_headers_overrides=dict(self.config.header_overrides),
-            client_config=self.get_client_config().model_dump(),
-            client_dynamic_config=self.get_client_dynamic_config().model_dump(),
-            api_key=static_key(self.config),
-        )
-
 
 def _release(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[Any]], api: Api) -> None:
     def end() -> None:
@@ -355,55 +346,3 @@ def _release(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[Any]], api
     # At interpreter exit the loop may be gone, and with it all there is to release.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(end)
-
-
-class ConnectionCache:
-    """Connections that several clients of a process share, by what they were made from."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._shadows: weakref.WeakValueDictionary[str, Connection] = weakref.WeakValueDictionary()
-        self._rest: dict[str, Connection] = {}
-
-    def shadow(self, session_id: str, shared: SharedConnection) -> Connection:
-        """The session of another process."""
-        key = f"{session_id} {_digest(sorted(shared.as_dict().items()))}"
-        with self._lock:
-            connection = self._shadows.get(key)
-            if connection is None:
-                config = ClientConfig.from_env(
-                    base_url=shared.base_url,
-                    api_key=shared.api_key,
-                    headers=shared.default_headers_overrides,
-                )
-                connection = self._shadows[key] = Connection(
-                    config,
-                    session=ExistingSession(
-                        session_id=session_id,
-                        flags=ClientConfigResponse.model_validate(shared.client_config),
-                        switches=ClientDynamicConfigResponse.model_validate(
-                            shared.client_dynamic_config
-                        ),
-                    ),
-                )
-            return connection
-
-    def rest(self, config: ClientConfig) -> Connection:
-        """For REST calls alone; it stays for the life of the process, so that clients which are
-        made and dropped find its sockets open."""
-        key = _digest(
-            [config.base_url, config.api_key, config.credential_command, dict(config.headers)]
-        )
-        with self._lock:
-            connection = self._rest.get(key)
-            if connection is None or connection._is_closed:
-                connection = self._rest[key] = Connection(config)
-            return connection
-
-
-def _digest(parts: object) -> str:
-    # The keys of a cache that lives as long as the process hold no credentials.
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-CONNECTIONS = ConnectionCache()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tinsmith.client.archive import check_free, confined, extract
 from tinsmith.client.connection import Connection
-from tinsmith.errors import APIConnectionError, APIStatusError, TinkerError
+from tinsmith.errors import APIConnectionError, APIStatusError, TinkerError, ValidationError
 from tinsmith.transport.base import ConnectionClass, Request, Response
 from tinsmith.transport.retry import RetryPolicy, decide
 from tinsmith.types import ExternalWeightsUrlsResponse
@@ -66,9 +66,13 @@ async def download_archive(
         tar.parent.mkdir(parents=True, exist_ok=True)
         await _fetch(connection, url, tar.name, tar, on_progress)
     try:
-        return await asyncio.to_thread(extract, tar, folder)
-    finally:
-        tar.unlink()
+        files = await asyncio.to_thread(extract, tar, folder)
+    except ValidationError:
+        _forget(tar)
+        raise
+    # After any other failure, such as a full disk, the archive stays for the next attempt.
+    _forget(tar)
+    return files
 
 
 async def _fetch(

@@ -85,7 +85,9 @@ class Recovery:
     def _failed(self, error: BaseException) -> bool:
         """True if the error is dealt with and another attempt follows."""
         self._fruitless += 1
-        if not is_recoverable(error) or self._fruitless >= self.policy.max_attempts:
+        if self._fruitless >= self.policy.max_attempts:
+            return False
+        if not (is_recoverable(error) or self._session_ended(error)):
             return False
         wait = min(self.policy.delay_seconds * 2.0 ** (self._fruitless - 1), 600.0)
         logger.warning(
@@ -95,6 +97,13 @@ class Recovery:
             self.on_recovery(error, self.next_step)
         self.sleep(wait)
         return True
+
+    def _session_ended(self, error: BaseException) -> bool:
+        """In a session that is over everything is refused, as if it were the user's mistake."""
+        try:
+            return isinstance(error, APIStatusError) and self.service.session_has_ended()
+        except TinkerError:
+            return False
 
 
 class Attempt:

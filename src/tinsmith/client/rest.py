@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tinsmith.client.api import sdk_headers
-from tinsmith.client.connection import CONNECTIONS, Connection
+from tinsmith.client.connection import Connection
 from tinsmith.client.download import ProgressCallback, download, download_archive
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture
 from tinsmith.client.paging import Pages
+from tinsmith.client.sharing import CONNECTIONS
 from tinsmith.client.telemetry import Telemetry
 from tinsmith.client.warn import ExperimentalWarning, warns
 from tinsmith.errors import TinkerError

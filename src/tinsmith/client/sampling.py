@@ -18,12 +18,13 @@ import numpy as np
 import orjson
 
 from tinsmith.client import tokenizers
-from tinsmith.client.connection import CONNECTIONS, Connection, SharedConnection
+from tinsmith.client.connection import Connection
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture
 from tinsmith.client.poller import CompletionPoller
 from tinsmith.client.queue_state import QueueState, QueueStateLogger, QueueStateObserver
 from tinsmith.client.results import retrieve, sample_kind
 from tinsmith.client.retries import RetryConfig, SampleRetries
+from tinsmith.client.sharing import CONNECTIONS, SharedConnection, share
 from tinsmith.client.streaming import SampleStream
 from tinsmith.client.telemetry import Telemetry
 from tinsmith.errors import APIStatusError, TinkerError, ValidationError
@@ -365,7 +366,7 @@ class SamplingClient(QueueStateObserver):
         state = {
             "session_id": self.holder.get_session_id(),
             "sampling_session_id": self._sampling_session_id,
-            "holder": self.holder.shadow_config.without_credentials().as_dict(),
+            "holder": share(self.holder).without_credentials().as_dict(),
             "record_stability_info": self._record_stability_info,
         }
         return base64.urlsafe_b64encode(orjson.dumps(state)).decode()
@@ -389,7 +390,7 @@ class SamplingClient(QueueStateObserver):
         return _rebuild, (
             self.holder.get_session_id(),
             self._sampling_session_id,
-            self.holder.shadow_config,
+            share(self.holder),
             self._record_stability_info,
         )
 

@@ -149,6 +149,14 @@ class ServiceClient:
         """
         return self._session_connection().api.stats.snapshot()
 
+    def session_has_ended(self) -> bool:
+        """Ask the service whether it has ended the session, for example after hours of silence.
+
+        Clients of an ended session are of no further use; the next one made opens a new session.
+        """
+        session = self._session
+        return session is not None and session.submit(session.check_session).result()
+
     def get_telemetry(self) -> Telemetry | None:
         connection = self._session or self._rest
         return None if connection is None else connection.get_telemetry()
@@ -432,7 +440,8 @@ class ServiceClient:
     def _session_connection(self) -> Connection:
         with self._lock:
             self._check_open()
-            if self._session is None:
+            if self._session is None or self._session.has_ended:
+                # What was made in a session that is over ends with it; what is made now lives on.
                 self._session = Connection(self.config, session=self._plan)
             return self._session
 

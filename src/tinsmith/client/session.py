@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 
 from tinsmith.client.api import Api
@@ -31,25 +32,20 @@ CONFIG_TIMEOUT_SECONDS = 10.0
 CANCEL_TIMEOUT_SECONDS = 30.0
 
 
-async def heartbeat(api: Api, session_id: str, period_seconds: float) -> None:
-    """Until the service says that the session has ended (410)."""
+async def heartbeat(
+    api: Api, session_id: str, period_seconds: float, ended: threading.Event
+) -> None:
+    """Until the service says that the session has ended (410), which `ended` then tells."""
     last_success = time.monotonic()
     while True:
         await asyncio.sleep(period_seconds)
         try:
-            await api.send(
-                "POST",
-                "/session_heartbeat",
-                connection=ConnectionClass.SESSION,
-                message=SessionHeartbeatRequest(session_id=session_id),
-                timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
-                retry=NO_RETRY,
-            )
+            if not await is_alive(api, session_id):
+                logger.info("Session %s has ended; its heartbeat stops.", session_id)
+                ended.set()
+                return
             last_success = time.monotonic()
         except Exception as error:
-            if isinstance(error, APIStatusError) and error.status_code == 410:
-                logger.info("Session %s has ended; its heartbeat stops.", session_id)
-                return
             silence = time.monotonic() - last_success
             if silence > WARN_AFTER_SECONDS:
                 logger.warning(
@@ -60,6 +56,24 @@ async def heartbeat(api: Api, session_id: str, period_seconds: float) -> None:
                     type(error).__name__,
                     error,
                 )
+
+
+async def is_alive(api: Api, session_id: str) -> bool:
+    """One heartbeat: False if the service says that the session has ended."""
+    try:
+        await api.send(
+            "POST",
+            "/session_heartbeat",
+            connection=ConnectionClass.SESSION,
+            message=SessionHeartbeatRequest(session_id=session_id),
+            timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
+            retry=NO_RETRY,
+        )
+    except APIStatusError as error:
+        if error.status_code == 410:
+            return False
+        raise
+    return True
 
 
 class Switches:
