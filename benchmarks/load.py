@@ -171,8 +171,8 @@ class Client:
 
     async def train(self, pause_seconds: float) -> None:
         """Passes and steps, a new pair every so often whether or not the last one is done."""
-        sending, polling = await self._connection(), await self._connection()
         await asyncio.sleep(random.uniform(0, pause_seconds))
+        sending, polling = await self._connection(), await self._connection()
         seq_id, due = 0, time.perf_counter()
         while True:
             body = proto.encode_pass(
@@ -195,8 +195,8 @@ class Client:
 
     async def roll_out(self, seconds: float) -> None:
         """Samples one after another, always with a poll open for the one under way."""
-        connection = await self._connection()
         await asyncio.sleep(random.uniform(0, seconds))
+        connection = await self._connection()
         while True:
             self._sample_number += 1
             promise = await self._post(
@@ -215,8 +215,8 @@ class Client:
 
     async def look_around(self) -> None:
         """Signs of life, and a look at the run now and then."""
-        connection = await self._connection()
         await asyncio.sleep(random.uniform(0, HEARTBEAT_SECONDS))
+        connection = await self._connection()
         while True:
             heartbeat = {"session_id": self._session_id}
             await self._post(connection, "heartbeat", "/session_heartbeat", heartbeat)
@@ -414,7 +414,9 @@ async def drive(
     tasks = [asyncio.create_task(item) for item in work]
     guard = asyncio.create_task(_first_failure(tasks))
     try:
-        await asyncio.wait([guard], timeout=sample_seconds + SETTLE_SECONDS)
+        done, _ = await asyncio.wait([guard], timeout=sample_seconds + SETTLE_SECONDS)
+        if done:
+            await guard  # raises what went wrong
         begun, cpu, own = time.perf_counter(), server.cpu_seconds(), time.process_time()
         measured.is_on = True
         if harm is not None and beside is not None:
