@@ -19,6 +19,7 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -175,7 +176,10 @@ class Chaos:
         if self.disk.is_small:
             faults.append(("disk filled", 3, self._fill_disk))
         if self.postgres is not None:
-            faults.append(("database stopped", 4, self._stop_database))
+            faults.append(("database killed", 4, self._kill_database))
+            faults.append(("database stopped", 2, self._stop_database))
+        else:
+            faults.append(("database locked", 3, self._lock_database))
         names = [name for name, weight, _ in faults for _ in range(weight)]
         actions = {name: action for name, _, action in faults}
         while time.monotonic() < stop_at:
@@ -255,6 +259,23 @@ class Chaos:
         self.disk.free()
 
     async def _stop_database(self) -> None:
+        """It is there and does not answer."""
+        assert self.postgres is not None
+        self.postgres.signal(signal.SIGSTOP)
+        await asyncio.sleep(self.chance.uniform(0.5, 4.0))
+        self.postgres.signal(signal.SIGCONT)
+
+    async def _lock_database(self) -> None:
+        """Somebody else writes into the file for long."""
+        database = sqlite3.connect(self.data / "tinsmith.db", timeout=10, isolation_level=None)
+        try:
+            with contextlib.suppress(sqlite3.OperationalError):
+                database.execute("BEGIN IMMEDIATE")
+            await asyncio.sleep(self.chance.uniform(0.5, 4.0))
+        finally:
+            database.close()
+
+    async def _kill_database(self) -> None:
         assert self.postgres is not None
         await asyncio.to_thread(self.postgres.stop)
         await asyncio.sleep(self.chance.uniform(0.0, 3.0))

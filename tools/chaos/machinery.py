@@ -208,6 +208,15 @@ class Postgres:
         self._process.send_signal(signal.SIGQUIT)
         self._process.wait()
 
+    def signal(self, number: signal.Signals) -> None:
+        """To the server and the processes that serve its connections."""
+        assert self._process is not None
+        pid = self._process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for each in (pid, *map(int, children)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, number)
+
     def close(self) -> None:
         self.stop()
         shutil.rmtree(self._root, ignore_errors=True)
