@@ -99,10 +99,12 @@ class Datum:
     def __post_init__(self) -> None:
         inputs = {key: as_tensor(key, value) for key, value in self.loss_fn_inputs.items()}
         object.__setattr__(self, "loss_fn_inputs", inputs)
-        try:
-            object.__setattr__(self, "model_input", ModelInput.model_validate(self.model_input))
-        except ValidationError as error:
-            raise error.under("model_input") from None
+        given: object = self.model_input  # whatever the annotation says
+        if not isinstance(given, ModelInput):
+            try:
+                object.__setattr__(self, "model_input", ModelInput.model_validate(given))
+            except ValidationError as error:
+                raise error.under("model_input") from None
         if self.model_input_spans is not None or self.loss_fn_input_spans is not None:
             _check_spans("model_input_spans", self.model_input_spans)
             _check_spans("loss_fn_input_spans", self.loss_fn_input_spans)

@@ -119,7 +119,9 @@ class TensorData(Frozen):
     def from_list(cls, values: Sequence[Any], dtype: TensorDtype) -> Self:
         """A list, nested for a matrix; its shape is taken from the nesting."""
         array = _as_array(values, dtype)
-        return cls.dense(array, list(array.shape))
+        tensor = cls.__new__(cls)
+        _fill(tensor, dtype, list(array.shape), array, None, None)
+        return tensor
 
     @classmethod
     def from_numpy(cls, array: npt.NDArray[Any]) -> Self:
