@@ -31,8 +31,13 @@ SUMMARIES = {
     "wait_seconds": "From recording a training operation to its start.",
 }
 GAUGES = {
+    "active_body_bytes": "Memory given to large bodies of requests under way.",
+    "active_requests": "Requests under way, those that wait for results not counted.",
+    "engine_busy_seconds": "How long the present engine has worked since it started.",
+    "engine_memory_bytes": "The engine's memory: the process's, or the device's.",
     "engine_restarts": "How often an engine was started again after it died.",
     "engine_up": "1 while an engine serves, 0 while none does.",
+    "event_loop_lag_seconds": "How late the server lately came to do what was due.",
     "live_models": "Models that the server keeps track of, in the engine or on disk.",
     "loaded_models": "Models in the engine's memory.",
     "queued_operations": "Training operations that wait for their turn.",
