@@ -7,12 +7,10 @@ with the same odds.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 
 from tinsmith.cli import conversation
 from tinsmith.client.sampling import SamplingClient
-from tinsmith.client.warn import ExperimentalWarning
 from tinsmith.errors import APIStatusError
 from tinsmith.types import ModelInput, SamplingParams
 
@@ -59,11 +57,7 @@ def _tokens(
 def _streamed(
     client: SamplingClient, prompt: list[int], params: SamplingParams
 ) -> Iterator[list[int]]:
-    with warnings.catch_warnings():
-        # A note to programmers; this program moves with the library.
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        stream = client.stream(ModelInput.from_ints(prompt), params)
-    for piece in stream:
+    for piece in client.stream(ModelInput.from_ints(prompt), params):
         yield piece.tokens
 
 
