@@ -507,7 +507,14 @@ def main() -> None:
         server = Server(data, arguments.clients, fake_token_seconds=pause)
         try:
             found = uvloop.run(
-                drive(server, seconds=arguments.seconds, polls=arguments.polls, rate=arguments.rate)
+                drive(
+                    server,
+                    seconds=arguments.seconds,
+                    polls=arguments.polls,
+                    rate=arguments.rate,
+                    token_seconds=pause,
+                    beside=arguments.beside,
+                )
             )
         finally:
             server.stop()
