@@ -500,15 +500,24 @@ def main() -> None:
     options.add_argument("--polls", type=int, default=4000)
     options.add_argument("--rate", type=float, default=1000.0)
     options.add_argument("--token-seconds", type=float, default=TOKEN_SECONDS)
+    options.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     options.add_argument("--beside", choices=["large", "silent", "flood"])
     options.add_argument("--out", type=Path, help="write the result to this file")
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="tinsmith-load-") as folder:
         data, pause = Path(folder) / "data", arguments.token_seconds
-        server = Server(data, arguments.clients, fake_token_seconds=pause)
+        settings = dict(entry.split("=", 1) for entry in arguments.set)
+        server = Server(data, arguments.clients, fake_token_seconds=pause, **settings)
         try:
             found = uvloop.run(
-                drive(server, seconds=arguments.seconds, polls=arguments.polls, rate=arguments.rate)
+                drive(
+                    server,
+                    seconds=arguments.seconds,
+                    polls=arguments.polls,
+                    rate=arguments.rate,
+                    token_seconds=pause,
+                    beside=arguments.beside,
+                )
             )
         finally:
             server.stop()

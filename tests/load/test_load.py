@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 DRIVER = Path(__file__).parents[2] / "benchmarks" / "load.py"
-CLIENTS, POLLS, RATE = 40, 400, 200
+CLIENTS, POLLS, RATE = 40, 400, 300
 
 
 def _run(*, seconds: int, beside: str | None = None) -> dict[str, Any]:
@@ -28,7 +28,8 @@ def _run(*, seconds: int, beside: str | None = None) -> dict[str, Any]:
     command = [sys.executable, str(DRIVER)]
     command += [str(part) for option in options.items() for part in option]
     if beside is not None:
-        command += ["--beside", beside]
+        # A slow machine must be too fast as well.
+        command += ["--beside", beside, "--set", "key_max_requests_per_second=200"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout)
@@ -52,7 +53,7 @@ def test_somebody_who_means_harm_does_not_stop_the_others(beside: str) -> None:
     found = _run(seconds=6, beside=beside)
     assert found["errors"] == {}
     assert found["harm"], "the harm was done"
-    assert found["requests_per_second"] > 0.4 * RATE
+    assert found["requests_per_second"] > 0.3 * RATE
     assert found["latency_ms"]["optim_step"]["p90"] < 2000
     if beside == "flood":
         refused = found["harm"]["flood 429"]["count"]

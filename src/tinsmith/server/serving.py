@@ -110,7 +110,8 @@ async def serve(config: ServerConfig, engine_factory: EngineFactory, announce: A
             headers=list(SECURITY_HEADERS.items()),
             timeout_keep_alive=75,
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-            backlog=2048,
+            # As many as the system allows: who does not fit waits for seconds before trying again.
+            backlog=65_535,
         )
         server = _Server(settings, service, lambda: announce(url, key))
         _tune_collector()
