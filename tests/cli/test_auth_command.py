@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,17 @@ def test_keys_are_created_listed_and_revoked_beside_a_running_server(
     assert run_json("key", "revoke", str(as_json["key_id"]), *where) == {
         "revoked": as_json["key_id"]
     }
+
+
+def test_a_key_may_expire(run: Run, run_json: Any, server: Server) -> None:
+    where = ("--data-dir", str(server.data_dir))
+    key = run_json("key", "create", "guest", "--ttl", "2", *where)["key"]
+    assert run("run", "list", env={"TINKER_API_KEY": key}).exit_code == 0
+    time.sleep(2.1)
+    assert run("run", "list", env={"TINKER_API_KEY": key}).exit_code == 1
+    (guest,) = [line for line in run("key", "list", *where).stdout.splitlines() if "guest" in line]
+    assert "Expired" in guest
+    assert run("key", "create", "guest", "--ttl", "0", *where).exit_code == 2
 
 
 def test_a_folder_that_is_not_there_is_not_made(run: Run, tmp_path: Path) -> None:

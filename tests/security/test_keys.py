@@ -42,6 +42,17 @@ async def test_a_token_of_a_key_revoked_by_the_command_line_stops_at_once(
     assert (await with_token.get("/sessions")).status_code == 401
 
 
+async def test_an_expired_key_and_its_token_stop_at_once(server: TestServer) -> None:
+    key, _ = await create_key(server.service.store, "guest", "k", seconds=1.0)
+    guest = server.client(key)
+    with_token = server.client((await guest.ok("/auth/token", {}))["jwt"])
+    for user in (guest, with_token):
+        assert (await user.get("/sessions")).status_code == 200
+    await asyncio.sleep(1.1)
+    for user in (guest, with_token):
+        assert (await user.get("/sessions")).status_code == 401
+
+
 async def test_two_revocations_in_a_row_are_both_seen(server: TestServer) -> None:
     users = []
     for number in range(4):

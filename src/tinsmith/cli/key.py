@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,13 +49,16 @@ def command() -> None:
     help="Who it is for. Keys of one owner see the same runs; other owners' are invisible.",
 )
 @click.option("--note", default="", help="A remark to keep with it.")
+@click.option("--ttl", type=click.IntRange(min=1), help="Seconds from now until it expires.")
 @_where
 @with_output
-def create(output: Output, /, name: str, owner: str, note: str, **where: Any) -> None:
+def create(
+    output: Output, /, name: str, owner: str, note: str, ttl: int | None, **where: Any
+) -> None:
     """Create a key and print it. It is stored as a hash: this is the one time it is shown."""
     from tinsmith.cli import keyring
 
-    key, record = keyring.create(_config(**where), owner, name, note)
+    key, record = keyring.create(_config(**where), owner, name, note, ttl)
     if output.is_json:
         output.show_json({"key": key, **_facts(record)})
         return
@@ -66,7 +70,7 @@ def create(output: Output, /, name: str, owner: str, note: str, **where: Any) ->
 @_where
 @with_output
 def list_keys(output: Output, /, **where: Any) -> None:
-    """List keys, those that were revoked too."""
+    """List keys, those that were revoked or have expired too."""
     from tinsmith.cli import keyring
 
     records = keyring.list_keys(_config(**where))
@@ -80,7 +84,7 @@ def list_keys(output: Output, /, **where: Any) -> None:
                     record.name,
                     record.owner,
                     time_text(_moment(record.created_at)),
-                    "Active" if record.revoked_at is None else "Revoked",
+                    _status(record),
                     record.note,
                 ]
                 for record in records
@@ -128,7 +132,14 @@ def _facts(record: KeyRecord) -> dict[str, Any]:
         "note": record.note,
         "created_at": _moment(record.created_at),
         "revoked_at": None if record.revoked_at is None else _moment(record.revoked_at),
+        "expires_at": None if record.expires_at is None else _moment(record.expires_at),
     }
+
+
+def _status(record: KeyRecord) -> str:
+    if record.revoked_at is not None:
+        return "Revoked"
+    return "Active" if record.is_good(time.time()) else "Expired"
 
 
 def _moment(seconds: float) -> datetime:

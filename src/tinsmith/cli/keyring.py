@@ -21,9 +21,13 @@ from tinsmith.server.store.sql import SqlStore, sqlite_url
 T = TypeVar("T")
 
 
-def create(config: ServerConfig, owner: str, name: str, note: str = "") -> tuple[str, KeyRecord]:
+def create(
+    config: ServerConfig, owner: str, name: str, note: str = "", seconds: float | None = None
+) -> tuple[str, KeyRecord]:
     """A fresh key and its record. Only the hash is kept: this is the one time the key is seen."""
-    return _with_store(config, lambda store: auth.create_key(store, owner, name, note))
+    return _with_store(
+        config, lambda store: auth.create_key(store, owner, name, note, seconds=seconds)
+    )
 
 
 def list_keys(config: ServerConfig) -> Sequence[KeyRecord]:

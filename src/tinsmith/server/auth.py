@@ -88,7 +88,7 @@ class Auth:
             digest = hash_key(credential)
             await self._refresh(is_known=digest in self._by_hash)
             key = self._by_hash.get(digest)
-        return None if key is None else _caller(key)
+        return _caller(key) if key is not None and key.is_good(time.time()) else None
 
     def issue_token(self, caller: Caller, seconds: int) -> str:
         """A token that stands for the caller for a while."""
@@ -133,7 +133,7 @@ class Auth:
             if self._read_at > asked_at:
                 return
             began, change = time.monotonic(), self._last_change()
-            keys = [k for k in await self._store.list_keys() if k.revoked_at is None]
+            keys = [k for k in await self._store.list_keys() if k.is_good(time.time())]
             self._by_hash = {k.key_hash: k for k in keys}
             self._by_id = {k.key_id: k for k in keys}
             self._read_at, self._seen_change = began, change
@@ -185,11 +185,18 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode(errors="replace")).hexdigest()
 
 
-async def create_key(store: Store, owner: str, name: str, note: str = "") -> tuple[str, KeyRecord]:
-    """A fresh key and its record; the key itself is not kept."""
-    key = new_key()
+async def create_key(
+    store: Store, owner: str, name: str, note: str = "", *, seconds: float | None = None
+) -> tuple[str, KeyRecord]:
+    """A fresh key and its record, good for some seconds or for ever; the key is not kept."""
+    key, now = new_key(), time.time()
     record = KeyRecord(
-        owner=owner, name=name, note=note, key_hash=hash_key(key), created_at=time.time()
+        owner=owner,
+        name=name,
+        note=note,
+        key_hash=hash_key(key),
+        created_at=now,
+        expires_at=None if seconds is None else now + seconds,
     )
     return key, await store.add_key(record)
 

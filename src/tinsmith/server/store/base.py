@@ -51,6 +51,11 @@ class KeyRecord:
     key_hash: str
     created_at: float
     revoked_at: float | None = None
+    expires_at: float | None = None
+
+    def is_good(self, now: float) -> bool:
+        """Whether it still opens anything."""
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

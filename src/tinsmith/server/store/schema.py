@@ -46,6 +46,7 @@ keys = Table(
     Column("key_hash", Text, nullable=False, unique=True),
     Column("created_at", Double, nullable=False),
     Column("revoked_at", Double),
+    Column("expires_at", Double),
 )
 
 sessions = Table(
