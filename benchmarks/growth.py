@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 from pyqwest import Client, HTTPTransport
-from trainers import Ours, make_data
 
 from reports import write_report
 from server_overhead import new_model, poster
 from serving import Server, serve
+from trainers import Ours, make_data
 
 Points = Iterator[tuple[int, float, float]]
 """Size, seconds, megabytes."""

@@ -29,7 +29,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "recovery": ("recovery.py",),
 }
 ON_CUDA: dict[str, tuple[str, ...]] = {
-    f"{part}-{shape}": (f"{part}.py", "--device", "cuda", "--shape", shape)
+    f"{part}-cuda-{shape}": (f"{part}.py", "--device", "cuda", "--shape", shape)
     for part in ("training", "tenants", "sampling")
     for shape in ("qwen3-0.6b", "qwen3-4b")
 }

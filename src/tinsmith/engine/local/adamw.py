@@ -8,7 +8,9 @@ its own moments and its own norm, so no model feels another's step. Gradients ar
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -19,8 +21,15 @@ from tinsmith.engine.local.checks import check_adam_params
 from tinsmith.errors import ValidationError
 from tinsmith.types import AdamParams
 
-CHUNK = 2**22
-"""Elements updated at a time; bounds the copy that measuring the update takes."""
+CHUNK = 2**18
+"""Elements that a CPU core updates at a time: what is read once more to measure the update is then
+still in its cache."""
+
+_DEVICE_CHUNK = 2**25
+"""The same elsewhere; it bounds the copy that measuring the update takes."""
+
+_FEW_THREADS = 2
+"""So many cores read memory hardly faster than one, and would wait for each other at each chunk."""
 
 
 class Trainable(Protocol):
@@ -47,6 +56,11 @@ def adamw_step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
     `learning_rate`, and `step`, the number of steps taken so far.
     """
     check_adam_params(params)
+    with _few_threads():
+        return _step(adapter, params)
+
+
+def _step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
     weights = adapter.flat
     gradient = adapter.grad if adapter.grad is not None else torch.zeros_like(weights)
     grad_norm = torch.linalg.vector_norm(gradient).item()
@@ -64,8 +78,10 @@ def adamw_step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
     scale = _clip_scale(grad_norm, params)
     moved = weights.new_zeros(())
     first, second = adapter.exp_avg, adapter.exp_avg_sq
-    for start in range(0, len(weights), CHUNK):
-        part = slice(start, start + CHUNK)
+    is_cpu = weights.device.type == "cpu"
+    chunk = CHUNK * torch.get_num_threads() if is_cpu else _DEVICE_CHUNK
+    for start in range(0, len(weights), chunk):
+        part = slice(start, start + chunk)
         moved += _update(
             weights[part], gradient[part], first[part], second[part], adapter.step, scale, params
         )
@@ -77,6 +93,20 @@ def adamw_step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
         "learning_rate": params.learning_rate,
         "step": float(adapter.step),
     }
+
+
+@contextlib.contextmanager
+def _few_threads() -> Iterator[None]:
+    """One thread where there are hardly more."""
+    num_threads = torch.get_num_threads()
+    if not 1 < num_threads <= _FEW_THREADS:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _clip_scale(grad_norm: float, params: AdamParams) -> float:

@@ -2,28 +2,87 @@
 
 Autograd never sees adapter weights. The backward pass works out their gradients by hand and
 adds them to the float32 buffers that the caller put beside each run of rows, so that there
-is no graph over adapters, no copy of their gradients, and nothing kept but the layer's input.
+is no graph over adapters, no copy of their gradients, and nothing kept but the layer's input and
+its product with A. It comes in two steps, because the input need not have been kept either: the
+caller may compute it again between them.
 
-On the CPU runs are computed one after another. On CUDA that would be bound by the number of
-small products, so neighbouring runs are computed as one: their A side by side, a mask that
-leaves to each row the columns of its own adapter, and their B side by side.
+On CUDA `grouped_linear` computes the adapters' part. Elsewhere runs are computed one after
+another. Where there is CUDA without Triton that would be bound by the number of small
+products, so neighbouring runs are computed as one: their A side by side, a mask that leaves to
+each row the columns of its own adapter, and their B side by side.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tinsmith.engine.local import few_rows
+from tinsmith.engine.local import few_rows, kernels
 from tinsmith.engine.local.lora import ActiveRun, AdapterSegments, LowRank
 
 _MAX_BUNDLED_RANK = 512
 """Ranks added up beyond which the columns that the mask throws away cost more than launches."""
 
 _Key = tuple[int | None, str]
+
+Inner = list[Tensor]
+"""scale · x Aᵀ for some runs each, or its gradient: (rows, modules · rank)."""
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    adapters: AdapterSegments,
+    key: _Key,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Inner]:
+    """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ + residual, each run of rows with its own A and B.
+
+    x is (N, inputs); the answer (N, sum of the modules' outputs), and what the backward pass
+    needs of the adapters. Adapters that do not train this projection leave their rows as the
+    frozen weights make them.
+    """
+    y = few_rows.linear(x, weight, bias)
+    if kernels.are_usable(x):
+        return y, _grouped().add_forward(y, x, adapters, key, residual)
+    if residual is not None:
+        y.add_(residual)
+    return y, _add_forward(y, x, _bundles(adapters, key), key)
+
+
+def backward_input(
+    grad: Tensor, weight: Tensor, adapters: AdapterSegments, key: _Key, needs_input: bool = True
+) -> tuple[Tensor | None, Inner]:
+    """The gradient for x, where it is needed; and those of x Aᵀ, for `backward_adapters`."""
+    grad_x = grad @ weight if needs_input else None
+    if kernels.are_usable(grad):
+        return grad_x, _grouped().add_backward_input(grad.contiguous(), grad_x, adapters, key)
+    return grad_x, _add_backward_input(grad, grad_x, _bundles(adapters, key), key)
+
+
+def backward_adapters(
+    grad: Tensor,
+    x: Tensor,
+    inners: Inner,
+    inner_grads: Inner,
+    adapters: AdapterSegments,
+    key: _Key,
+) -> None:
+    """Add the gradients of A and B to the runs' buffers."""
+    if kernels.are_usable(grad):
+        grad = grad.contiguous()
+        _grouped().add_backward_adapters(grad, x, inners, inner_grads, adapters, key)
+        return
+    bundles = _bundles(adapters, key)
+    for bundle, inner, inner_grad in zip(bundles, inners, inner_grads, strict=True):
+        if bundle.has_gradients:
+            _add_gradients(bundle, key, x[bundle.rows], inner, grad[bundle.rows], inner_grad)
 
 
 def lora_linear(
@@ -34,19 +93,13 @@ def lora_linear(
     layer: int | None,
     name: str,
 ) -> Tensor:
-    """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ, each run of rows with its own A and B.
-
-    x is (N, inputs); the answer (N, sum of the modules' outputs). Adapters that do not train this
-    projection leave their rows as the frozen weights make them.
-    """
+    """`forward` as autograd sees it: an operation on x alone."""
     key = (layer, name)
     if not torch.is_grad_enabled():
-        return _forward(few_rows.linear(x, weight, bias), x, _bundles(adapters, key), key)
-    bundles = _bundles(adapters, key)
-    if not bundles:
-        return F.linear(x, weight, bias)
+        return forward(x, weight, bias, adapters, key)[0]
     # Empty, and only there to make autograd call `backward` when x needs no gradient itself.
-    anchor = x.new_empty(0).requires_grad_(any(bundle.has_gradients for bundle in bundles))
+    has_gradients = any(buffer is not None for buffer in adapters.gradients)
+    anchor = x.new_empty(0).requires_grad_(has_gradients)
     return _LoraLinear.apply(x, weight, bias, anchor, adapters, key)
 
 
@@ -58,32 +111,52 @@ def lora_linear_backward(
     layer: int | None,
     name: str,
 ) -> Tensor:
-    """The gradient of `lora_linear` for x, by hand; those of A and B go to the runs' buffers."""
-    grad_x = grad @ weight
-    _backward(grad, x, grad_x, _bundles(adapters, (layer, name)), (layer, name))
+    """The gradient of `lora_linear` for x, by hand; those of A and B go to the runs' buffers.
+
+    x Aᵀ is computed again rather than kept: that costs rank / outputs of the product.
+    """
+    key = (layer, name)
+    grad_x, inner_grads = backward_input(grad, weight, adapters, key)
+    assert grad_x is not None, "it was asked for"
+    if kernels.are_usable(x):
+        inners = _grouped().inner_products(x, adapters, key)
+    else:
+        bundles = _bundles(adapters, key)
+        inners = [_inner(bundle, x, bundle.matrices(key)) for bundle in bundles]
+    backward_adapters(grad, x, inners, inner_grads, adapters, key)
     return grad_x
 
 
 class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated here
     @staticmethod
     def forward(ctx, x, weight, bias, anchor, adapters, key):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x, weight)
+        y, inners = forward(x, weight, bias, adapters, key)
+        ctx.save_for_backward(x, weight, *inners)
         ctx.adapters, ctx.key = adapters, key
-        return _forward(F.linear(x, weight, bias), x, _bundles(adapters, key), key)
+        return y
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        x, weight = ctx.saved_tensors
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        _backward(grad, x, grad_x, _bundles(ctx.adapters, ctx.key), ctx.key)
+        x, weight, *inners = ctx.saved_tensors
+        needs_input = ctx.needs_input_grad[0]
+        grad_x, inner_grads = backward_input(grad, weight, ctx.adapters, ctx.key, needs_input)
+        backward_adapters(grad, x, inners, inner_grads, ctx.adapters, ctx.key)
         return grad_x, None, None, None, None, None
 
 
 def finish_gradients(adapters: AdapterSegments) -> None:
-    """Pass on what bundles gathered to the runs' buffers; due after a backward pass."""
+    """Pass on what was gathered for several runs to their buffers; due after a backward pass."""
+    if adapters.groups is not None:
+        _grouped().finish_gradients(adapters)
     for bundles in adapters.bundles.values():
         for bundle in bundles:
             bundle.finish_gradients()
+
+
+@functools.cache
+def _grouped() -> ModuleType:
+    """The same with kernels; not to be imported where there is no Triton."""
+    return importlib.import_module("tinsmith.engine.local.grouped_linear")
 
 
 class _Bundle:
@@ -224,38 +297,40 @@ def _scale(runs: Sequence[ActiveRun]) -> float | Tensor:
     return scale
 
 
-def _forward(y: Tensor, x: Tensor, bundles: Sequence[_Bundle], key: _Key) -> Tensor:
-    """Add the adapters' part to y, in place."""
+def _add_forward(y: Tensor, x: Tensor, bundles: Sequence[_Bundle], key: _Key) -> Inner:
+    """Add the adapters' part to y, in place; the products with A."""
+    inners = []
     for bundle in bundles:
-        a, b = bundle.matrices(key)
-        inner = bundle.apply_scale(x[bundle.rows] @ a.t())
+        matrices = bundle.matrices(key)
+        inner = _inner(bundle, x, matrices)
         left = 0
-        for inner_of, b_of in zip(inner.split(bundle.rank, dim=1), b, strict=True):
+        for inner_of, b_of in zip(inner.split(bundle.rank, dim=1), matrices.b, strict=True):
             right = left + len(b_of)
             y[bundle.rows, left:right].addmm_(inner_of, b_of.t())
             left = right
-    return y
+        inners.append(inner)
+    return inners
 
 
-def _backward(
-    grad: Tensor, x: Tensor, grad_x: Tensor | None, bundles: Sequence[_Bundle], key: _Key
-) -> None:
-    """Add the adapters' part to grad_x, where wanted, and their gradients to the buffers.
+def _inner(bundle: _Bundle, x: Tensor, matrices: LowRank) -> Tensor:
+    return bundle.apply_scale(x[bundle.rows] @ matrices.a.t())
 
-    x Aᵀ is computed again rather than kept: that costs rank / outputs of the product.
-    """
+
+def _add_backward_input(
+    grad: Tensor, grad_x: Tensor | None, bundles: Sequence[_Bundle], key: _Key
+) -> Inner:
+    """Add the adapters' part to grad_x, where wanted; the gradients of the products with A."""
+    found = []
     for bundle in bundles:
-        rows = bundle.rows
         a, b = bundle.matrices(key)
-        grads = grad[rows].split([len(b_of) for b_of in b], dim=1)
+        grads = grad[bundle.rows].split([len(b_of) for b_of in b], dim=1)
         inner_grads = [g @ b_of for g, b_of in zip(grads, b, strict=True)]
         inner_grad = inner_grads[0] if len(b) == 1 else torch.cat(inner_grads, dim=1)
         bundle.apply_scale(inner_grad)
         if grad_x is not None:
-            grad_x[rows].addmm_(inner_grad, a)
-        if bundle.has_gradients:
-            inner = bundle.apply_scale(x[rows] @ a.t())
-            _add_gradients(bundle, key, x[rows], inner, grads, inner_grad)
+            grad_x[bundle.rows].addmm_(inner_grad, a)
+        found.append(inner_grad)
+    return found
 
 
 def _add_gradients(
@@ -263,9 +338,10 @@ def _add_gradients(
     key: _Key,
     x: Tensor,
     inner: Tensor,
-    grads: Sequence[Tensor],
+    grad: Tensor,
     inner_grad: Tensor,
 ) -> None:
+    grads = grad.split([len(b_of) for b_of in bundle.matrices(key).b], dim=1)
     inners = inner.split(bundle.rank, dim=1)
     if len(bundle.runs) > 1:
         grad_b = [_product(g.t(), inner_of) for g, inner_of in zip(grads, inners, strict=True)]

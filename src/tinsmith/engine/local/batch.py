@@ -7,8 +7,7 @@ one adapter are kept together, so that its products are few and large.
 
 from __future__ import annotations
 
-import functools
-import inspect
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,6 +72,7 @@ class PackedAttention:
         self._config = config
         self._lengths = list(lengths)
         self._bounds: Tensor | None = None
+        self._even: bool | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         spec = self._config.layers[layer]
@@ -83,49 +83,100 @@ class PackedAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_packed(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
         if self._bounds is None:
             bounds = [0, *itertools.accumulate(self._lengths)]
             self._bounds = torch.tensor(bounds, dtype=torch.int32, device=q.device)
         longest = max(self._lengths)
-        options = {"enable_gqa": True}
-        if not _varlen_options() >= {"enable_gqa"}:
-            options = {}
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        window = -1 if spec.window is None or spec.window > longest else spec.window - 1
-        return varlen_attn(
-            q,
-            k,
-            v,
-            self._bounds,
-            self._bounds,
-            longest,
-            longest,
-            scale=spec.scale,
-            window_size=(window, 0),
-            **options,
+        is_windowed = spec.window is not None and spec.window < longest
+        if not is_windowed and self._is_even(q, k, v):
+            return self._attend_evenly(spec, q, k, v)
+        window = spec.window if is_windowed else None
+        return _FlashAttention.apply(q, k, v, self._bounds, longest, spec.scale, window)
+
+    def _is_even(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether sequences of one length can be left to cuDNN's kernel for plain batches.
+
+        It is about twice as fast as the one for packed sequences. For each new shape it plans
+        for some time, so it is kept for shapes that come again: several sequences, cut to a
+        round length. Whether it adds in the same order each time is not known.
+        """
+        if self._even is None:
+            length = self._lengths[0]
+            is_round = len(self._lengths) > 1 and length % 128 == 0
+            self._even = (
+                is_round
+                and self._lengths.count(length) == len(self._lengths)
+                and not torch.are_deterministic_algorithms_enabled()
+                and _can_use_cudnn(*self._as_batch(q, k, v))
+            )
+        return self._even
+
+    def _as_batch(self, *parts: Tensor) -> list[Tensor]:
+        """(N, heads, D) as (sequences, heads, length, D)."""
+        shape = (len(self._lengths), self._lengths[0])
+        return [part.unflatten(0, shape).transpose(1, 2) for part in parts]
+
+    def _attend_evenly(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *self._as_batch(q, k, v), None, True, 0.0, True, False, scale=spec.scale
+        )[0]
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def _can_use_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if torch.cuda.get_device_capability(q.device) < (9, 0):
+        return False
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])
+    return bool(torch.backends.cuda.can_use_cudnn_attention(params))
+
+
+class _FlashAttention(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated here
+    """The kernel behind `torch.nn.attention.varlen`, called without the layers in between, which
+    cost more than a small batch computes."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, bounds, longest, scale, window):  # type: ignore[no-untyped-def]
+        no_dropout, is_causal = 0.0, window is None
+        ctx.settings = (bounds, bounds, longest, longest, no_dropout, is_causal)
+        ctx.options = {"scale": scale}
+        if window is not None:
+            ctx.options |= {"window_size_left": window - 1, "window_size_right": 0}
+        out, normalizers, *random, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *ctx.settings, False, **ctx.options
         )
+        ctx.save_for_backward(q, k, v, out, normalizers, *random)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        q, k, v, out, normalizers, *random = ctx.saved_tensors
+        with _strictly_deterministic():
+            grads = torch.ops.aten._flash_attention_backward(
+                grad, q, k, v, out, normalizers, *ctx.settings, *random, **ctx.options
+            )
+        return *grads, None, None, None, None
+
+
+@contextlib.contextmanager
+def _strictly_deterministic() -> Iterator[None]:
+    """Where deterministic algorithms are wanted at all, insist on them.
+
+    Asked to warn only, this kernel warns and adds in any order; told to, it can do better.
+    """
+    is_lenient = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not (is_lenient and torch.are_deterministic_algorithms_enabled()):
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _has_packed_kernel(spec: AttentionSpec, q: Tensor) -> bool:
     is_half = q.dtype in (torch.bfloat16, torch.float16)
-    return (
-        q.is_cuda
-        and is_half
-        and spec.softcap is None
-        and {"scale", "window_size"} <= _varlen_options()
-    )
-
-
-@functools.cache
-def _varlen_options() -> frozenset[str]:
-    """What the packed kernel of this torch can be asked for; nothing where there is none."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)
+    return q.is_cuda and is_half and spec.softcap is None
 
 
 def _attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -348,6 +349,8 @@ def _set_up_torch(config: LocalEngineConfig, device: torch.device) -> None:
     elif config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     if config.deterministic and device.type == "cuda":
+        # Without it products may take any of several roads.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 

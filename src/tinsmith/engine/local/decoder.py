@@ -11,51 +11,22 @@ Shapes: N tokens, H query heads, K key/value heads, D head size, d hidden size, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from tinsmith.engine.local.adapted_linear import lora_linear, lora_linear_backward
+from tinsmith.engine.local.blocks import Attention, Block, Layer, Linear
 from tinsmith.engine.local.families import DecoderConfig, Rope, read_config
 from tinsmith.engine.local.lora import AdapterSegments
-from tinsmith.engine.local.pointwise import gate, rms_norm
+from tinsmith.engine.local.pointwise import rms_norm
 from tinsmith.errors import EngineError
 
-
-class Attention(Protocol):
-    """What the tokens of a batch see. Scale, softcap and window are in `config.layers[layer]`."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (N, H, D) and k, v (N, K, D), normed and rotated already; the answer is (N, H, D)."""
-        ...
-
-
-class Linear(NamedTuple):
-    """A frozen weight (outputs, inputs) and its bias; several modules may be fused into one."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-class Layer(NamedTuple):
-    """The frozen weights of one block."""
-
-    input_norm: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Linear
-    post_attention_norm: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
-    post_mlp_norm: Tensor | None
+__all__ = ["Attention", "Decoder", "Layer", "Linear", "Weights", "build"]
 
 
 class Decoder:
@@ -92,7 +63,7 @@ class Decoder:
         """The model in a folder with `config.json` and safetensors files."""
         config = read_config(folder)
         with _WeightFiles(folder, torch.device(device), dtype) as weights:
-            return _load(config, weights)
+            return build(config, weights)
 
     @property
     def nbytes(self) -> int:
@@ -124,18 +95,19 @@ class Decoder:
         x = F.embedding(tokens, self.embedding)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
-        for index in range(len(self.layers)):
-            if checkpoint_layers and torch.is_grad_enabled():
-                x = checkpoint(
-                    self._block, index, x, rotations, attention, adapters, use_reentrant=False
-                )
-            else:
-                x = self._block(index, x, rotations, attention, adapters)
-        return self._norm(x, self.final_norm)
+        for index, layer in enumerate(self.layers):
+            rotation = rotations[self.config.layers[index].rope]
+            block = Block(self.config, index, layer, rotation, attention, adapters)
+            x = block.run(x, recompute=checkpoint_layers)
+        return rms_norm(x, self.final_norm, self.config.norm_eps)
+
+    def raw_logits(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
+        """Logits (M, V) as the product leaves them: in the model's dtype, not softcapped."""
+        return lora_linear(hidden, self.unembedding, None, adapters, None, "lm_head")
 
     def unembed(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
         """Logits (M, V) in float32, softcapped. The caller takes few enough rows at a time."""
-        logits = lora_linear(hidden, self.unembedding, None, adapters, None, "lm_head").float()
+        logits = self.raw_logits(hidden, adapters).float()
         cap = self.config.final_softcap
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
@@ -154,60 +126,11 @@ class Decoder:
         grad = grad.to(self.dtype)
         return lora_linear_backward(grad, hidden, self.unembedding, adapters, None, "lm_head")
 
-    def _block(
-        self,
-        index: int,
-        x: Tensor,
-        rotations: Mapping[Rope | None, tuple[Tensor, Tensor]],
-        attention: Attention,
-        adapters: AdapterSegments,
-    ) -> Tensor:
-        config, layer = self.config, self.layers[index]
-        y = self._norm(x, layer.input_norm)
-        y = lora_linear(y, *layer.qkv, adapters, index, "qkv")
-        q, k, v = self._heads(y, layer, rotations[config.layers[index].rope])
-        y = attention(index, q, k, v).reshape(len(x), -1)
-        y = lora_linear(y, *layer.o, adapters, index, "o")
-        if layer.post_attention_norm is not None:
-            y = self._norm(y, layer.post_attention_norm)
-        x = x + y
-        y = self._norm(x, layer.mlp_norm)
-        y = gate(lora_linear(y, *layer.gate_up, adapters, index, "gate_up"), config.activation)
-        y = lora_linear(y, *layer.down, adapters, index, "down")
-        if layer.post_mlp_norm is not None:
-            y = self._norm(y, layer.post_mlp_norm)
-        return x + y
-
-    def _heads(
-        self, qkv: Tensor, layer: Layer, rotation: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values from the fused projection, normed and rotated."""
-        config = self.config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = qkv.view(len(qkv), heads + 2 * kv_heads, config.head_dim)
-        if layer.q_norm is None or layer.k_norm is None:
-            qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
-            q, k = _rotate(qk, rotation).split((heads, kv_heads), dim=1)
-            return q, k, v
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        return _rotate(q, rotation), _rotate(k, rotation), v
-
     def _rotation(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (N, 1, D / 2)."""
         angles = (positions[:, None].float() * self._frequencies[rope])[:, None]
         cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
         return cos.to(self.dtype), sin.to(self.dtype)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self.config.norm_eps)
-
-
-def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + D/2) of the last dimension of x (N, heads, D) by its angle."""
-    cos, sin = rotation
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
 class _WeightFiles:
@@ -265,7 +188,18 @@ class _WeightFiles:
         return beside if beside in self._where else name
 
 
-def _load(config: DecoderConfig, weights: _WeightFiles) -> Decoder:
+class Weights(Protocol):
+    """Where a model's tensors come from, by their names without the model's own prefix."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def get(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Tensor: ...
+
+
+def build(config: DecoderConfig, weights: Weights) -> Decoder:
+    """The model of this shape with these weights; projections that share an input are fused."""
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = weights.get("embed_tokens.weight", (vocab, hidden))
     is_tied = config.is_tied or "lm_head.weight" not in weights
@@ -280,7 +214,7 @@ def _load(config: DecoderConfig, weights: _WeightFiles) -> Decoder:
     )
 
 
-def _load_layer(config: DecoderConfig, weights: _WeightFiles, layer: int) -> Layer:
+def _load_layer(config: DecoderConfig, weights: Weights, layer: int) -> Layer:
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_heads * head, config.num_kv_heads * head
     prefix = f"layers.{layer}."
@@ -319,7 +253,7 @@ def _load_layer(config: DecoderConfig, weights: _WeightFiles, layer: int) -> Lay
     )
 
 
-def _load_norm(config: DecoderConfig, weights: _WeightFiles, name: str, size: int) -> Tensor:
+def _load_norm(config: DecoderConfig, weights: Weights, name: str, size: int) -> Tensor:
     if config.norm_weight_offset:
         # One plus the weight, in float32: half precision would lose the weight beside the one.
         stored = weights.get(name + ".weight", (size,), torch.float32)

@@ -116,7 +116,9 @@ class LocalEngine:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                # Threads that wait give their core away: spinning, as is the default, slows a
+                # pass several times as soon as anything else runs on the machine.
+                env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONUNBUFFERED": "1"},
             )
         except BaseException:
             ours.close()

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from tinsmith.engine.local.adapted_linear import lora_linear
 from tinsmith.engine.local.batch import PackedAttention
-from tinsmith.engine.local.decoder import Attention, Decoder
+from tinsmith.engine.local.blocks import Attention
+from tinsmith.engine.local.decoder import Decoder
 from tinsmith.engine.local.families import (
     FAMILIES,
     AttentionSpec,
@@ -135,11 +136,9 @@ class ForeignDecoder(Decoder):
             )
         return output.last_hidden_state[0]
 
-    def unembed(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
+    def raw_logits(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
         bias = self._unembedding_bias
-        logits = lora_linear(hidden, self.unembedding, bias, adapters, None, "lm_head").float()
-        cap = self.config.final_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return lora_linear(hidden, self.unembedding, bias, adapters, None, "lm_head")
 
 
 class _Call(Protocol):

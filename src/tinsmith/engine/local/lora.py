@@ -11,6 +11,7 @@ What is computed with them is in `adapted_linear`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,6 +74,8 @@ class Layout:
         if not offset:
             raise EngineError("an adapter must train at least one of attn, mlp and unembed")
         self.size = offset
+        self.tables: dict[tuple[int | None, str], Any] = {}
+        """What `grouped_linear` worked out about each projection."""
 
     def views(self, flat: Tensor) -> dict[tuple[int | None, str], LowRank]:
         """Every projection's matrices as views into `flat`, by layer and name."""
@@ -184,7 +187,9 @@ class Adapter:
         In float32 these are views of `flat`. Otherwise they are a rounded copy, made again
         when the weights have changed since.
         """
-        self.rounded()
+        rounded = self.rounded()
+        if not self._views:
+            self._views = self.layout.views(rounded)
         return self._views
 
     def rounded(self) -> Tensor:
@@ -194,7 +199,7 @@ class Adapter:
         seen = (self._block.generation, flat._version if is_copy else 0)
         if seen != self._seen or self._rounded is None:
             self._rounded = flat.to(self._block.dtype)
-            self._views = self.layout.views(self._rounded)
+            self._views = {}
             self._seen = seen
         return self._rounded
 
@@ -265,7 +270,11 @@ class GradientBuffer:
 
     def __init__(self, layout: Layout, flat: Tensor) -> None:
         self.flat = flat
-        self.views = layout.views(flat)
+        self._layout = layout
+
+    @functools.cached_property
+    def views(self) -> dict[tuple[int | None, str], LowRank]:
+        return self._layout.views(self.flat)
 
 
 ActiveRun = tuple[int, int, Adapter, GradientBuffer | None]
@@ -292,6 +301,15 @@ class AdapterSegments:
 
         self.bundles: dict[tuple[Any, ...], Any] = {}
         """What it worked out about them."""
+
+        self.root = self
+        """The segments of the whole batch, where these are of some of its rows."""
+
+        self.owners: tuple[int, ...] = tuple(range(len(self.runs)))
+        """For each run the one of `root` that it comes from."""
+
+        self.groups: Any = None
+        """What `grouped_linear` worked out."""
 
     def separate(self) -> None:
         """From here on, let no product mix rows of different runs: some are not finite."""
@@ -324,10 +342,12 @@ class AdapterSegments:
         edges = np.flatnonzero(np.diff(owners)) + 1
         bounds = [0, *edges.tolist(), len(index)]
         runs: list[Run] = []
-        gradients = []
+        sources: list[int] = []
         for start, stop in itertools.pairwise(bounds):
             if stop > start:
-                owner = int(owners[start])
-                runs.append((start, stop, self.runs[owner][2]))
-                gradients.append(self.gradients[owner])
-        return AdapterSegments(runs, gradients)
+                sources.append(int(owners[start]))
+                runs.append((start, stop, self.runs[sources[-1]][2]))
+        gathered = AdapterSegments(runs, [self.gradients[source] for source in sources])
+        gathered.root = self.root
+        gathered.owners = tuple(self.owners[source] for source in sources)
+        return gathered

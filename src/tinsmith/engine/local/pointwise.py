@@ -1,7 +1,8 @@
-"""Norm and gate of a block, with backward passes that keep little.
+"""What a block does between its products: norm, heads and gate, forward and backward, by hand.
 
-Left to autograd, these two would keep half of a block's activations. By hand they keep their
-inputs, most of which a neighbour keeps anyway, and compute the rest again.
+Left to autograd these would keep most of a block's activations. By hand they keep nothing: the
+backward pass is given the inputs again, and hands back the output too, where the gradients of
+adapters need it. On CUDA each function is one kernel, here is the same in plain torch.
 """
 
 from __future__ import annotations
@@ -12,29 +13,156 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinsmith.engine.local import kernels
+
 Activation = Literal["silu", "gelu_tanh"]
 
+Norms = tuple[Tensor, Tensor]
+"""Weights (D,) of the norms of queries and of keys."""
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines (N, 1, D / 2)."""
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, in x's dtype.
 
     A weight in another dtype than x, as Gemma's float32 beside half precision, widens the
     computation to it.
     """
+    if x.ndim == 2 and kernels.are_usable(x):
+        return kernels.module("pointwise").norm(x, weight, eps)
     if x.dtype != weight.dtype:
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
-    is_training = torch.is_grad_enabled() and x.requires_grad
-    if is_training and x.dtype == torch.float32 and not x.is_cuda:
+    if x.dtype != torch.float32 or x.is_cuda:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # On the CPU torch's own is made of many passes over memory.
+    return (x * _inverse(x, eps)).mul_(weight)
+
+
+def norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual_grad: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The gradient for x, with `residual_grad` added; and the norm's output once more."""
+    if x.ndim == 2 and kernels.are_usable(x):
+        return kernels.module("pointwise").norm_backward(
+            grad.contiguous(), x, weight, eps, residual_grad
+        )
+    dtype = x.dtype
+    x, scaled = x.float(), grad.float() * weight
+    inverse = _inverse(x, eps)
+    unit = x * inverse
+    along = torch.linalg.vecdot(scaled, unit).unsqueeze(-1).div_(x.shape[-1])
+    grad_x = scaled.addcmul_(unit, along, value=-1).mul_(inverse)
+    if residual_grad is not None:
+        grad_x.add_(residual_grad)
+    return grad_x.to(dtype), unit.mul_(weight).to(dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`norm` of x (N, d) as autograd sees it; the weight is frozen."""
+    if torch.is_grad_enabled() and x.requires_grad:
         return _RmsNorm.apply(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return norm(x, weight, eps)
+
+
+def turn_heads(
+    qkv: Tensor, norms: Norms | None, rotation: Rotation, num_kv_heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q (N, H, D), k and v (N, K, D) from qkv (N, (H + 2K) · D).
+
+    Queries and keys are normed where the model has norms for them, and turned: each pair
+    (i, i + D/2) by its angle.
+    """
+    head_dim = 2 * rotation[0].shape[-1]
+    by_head = qkv.view(len(qkv), -1, head_dim)
+    num_heads = by_head.shape[1] - 2 * num_kv_heads
+    q_and_k, v = by_head.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+    if kernels.are_usable(qkv):
+        fused = kernels.module("pointwise")
+        turned = fused.turn_heads(qkv, norms, rotation, num_heads, num_kv_heads, eps)
+        q, k = turned.split((num_heads, num_kv_heads), dim=1)
+        return q, k, v
+    if norms is None:
+        q, k = _turn(q_and_k, rotation).split((num_heads, num_kv_heads), dim=1)
+        return q, k, v
+    q, k = q_and_k.split((num_heads, num_kv_heads), dim=1)
+    return _turn(norm(q, norms[0], eps), rotation), _turn(norm(k, norms[1], eps), rotation), v
+
+
+def turn_heads_backward(
+    grads: tuple[Tensor, Tensor, Tensor],
+    qkv: Tensor,
+    norms: Norms | None,
+    rotation: Rotation,
+    eps: float,
+) -> Tensor:
+    """The gradient for qkv, from those for q, k and v; without norms `qkv` gives the shape only."""
+    if kernels.are_usable(qkv):
+        return kernels.module("pointwise").turn_heads_backward(grads, qkv, norms, rotation, eps)
+    cos, sin = rotation
+    back = (cos, -sin)
+    grad = torch.empty_like(qkv).view(len(qkv), -1, 2 * cos.shape[-1])
+    sizes = [part.shape[1] for part in grads]
+    grad_q, grad_k, grad_v = grad.split(sizes, dim=1)
+    _turn(grads[0], back, grad_q)
+    _turn(grads[1], back, grad_k)
+    grad_v.copy_(grads[2])
+    if norms is not None:
+        q, k, _ = qkv.view(grad.shape).split(sizes, dim=1)
+        grad_q.copy_(norm_backward(grad_q, q, norms[0], eps)[0])
+        grad_k.copy_(norm_backward(grad_k, k, norms[1], eps)[0])
+    return grad.view(qkv.shape)
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """activation(left half) · right half of the last dimension."""
-    if torch.is_grad_enabled() and gate_up.requires_grad:
-        return _Gate.apply(gate_up, activation)
+    """activation(left half) · right half of gate_up (N, 2I)."""
+    if kernels.are_usable(gate_up):
+        return kernels.module("pointwise").gate(gate_up, activation == "silu")
     left, right = gate_up.chunk(2, dim=-1)
     return _activate(left, activation).mul_(right)
+
+
+def gate_backward(grad: Tensor, gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """The gradient for gate_up (N, 2I); and the gate's output once more."""
+    if kernels.are_usable(gate_up):
+        return kernels.module("pointwise").gate_backward(grad, gate_up, activation == "silu")
+    left, right = gate_up.chunk(2, dim=-1)
+    active = _activate(left, activation)
+    grad_in = torch.empty_like(gate_up)
+    grad_left, grad_right = grad_in.chunk(2, dim=-1)
+    torch.mul(active, grad, out=grad_right)
+    grad_left.copy_(_activate_backward(grad * right, left, activation))
+    return grad_in, active.mul_(right)
+
+
+class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated here
+    @staticmethod
+    def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return norm(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        return norm_backward(grad, x, weight, ctx.eps)[0], None, None
+
+
+def _inverse(x: Tensor, eps: float) -> Tensor:
+    squares = torch.linalg.vecdot(x, x).unsqueeze(-1)
+    return squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _turn(x: Tensor, rotation: Rotation, out: Tensor | None = None) -> Tensor:
+    """Each pair (i, i + D/2) of the last dimension of x (N, heads, D) turned by its angle."""
+    cos, sin = rotation
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    left, right = x.chunk(2, dim=-1)
+    to_left, to_right = out.chunk(2, dim=-1)
+    torch.mul(left, cos, out=to_left).addcmul_(right, sin, value=-1)
+    torch.mul(right, cos, out=to_right).addcmul_(left, sin)
+    return out
 
 
 def _activate(x: Tensor, activation: Activation) -> Tensor:
@@ -45,37 +173,3 @@ def _activate_backward(grad: Tensor, x: Tensor, activation: Activation) -> Tenso
     if activation == "silu":
         return torch.ops.aten.silu_backward(grad, x)
     return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
-
-
-class _Gate(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated here
-    @staticmethod
-    def forward(ctx, gate_up, activation):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(gate_up)
-        ctx.activation = activation
-        left, right = gate_up.chunk(2, dim=-1)
-        return _activate(left, activation).mul_(right)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        (gate_up,) = ctx.saved_tensors
-        left, right = gate_up.chunk(2, dim=-1)
-        left_grad = _activate_backward(grad * right, left, ctx.activation)
-        return torch.cat((left_grad, _activate(left, ctx.activation).mul_(grad)), dim=-1), None
-
-
-class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated here
-    """For the CPU, where torch's own is made of many passes over memory; float32, frozen weight."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def]
-        squares = torch.linalg.vecdot(x, x).unsqueeze(-1)
-        inverse = (squares / x.shape[-1] + eps).rsqrt()
-        ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse).mul_(weight)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        x, weight, inverse = ctx.saved_tensors
-        scaled = grad * weight
-        along = torch.linalg.vecdot(scaled, x).unsqueeze(-1) * inverse**3 / x.shape[-1]
-        return scaled.mul_(inverse).addcmul_(x, along, value=-1), None, None

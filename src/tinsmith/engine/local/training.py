@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -139,15 +140,28 @@ def _finished(
 class _Limits:
     batch_tokens: int
     logits_rows: int
+    """Most rows that are unembedded at a time."""
+
+    score_rows: int
+    """Most rows whose log-probabilities and losses are worked out together, logits kept."""
+
     checkpoint_layers: bool
 
     @classmethod
     def of(cls, config: LocalEngineConfig, decoder: Decoder) -> _Limits:
         is_cuda = decoder.device.type == "cuda"
         logits_bytes = config.logits_bytes or (2**31 if is_cuda else 2**28)
+        logits_rows = max(1, logits_bytes // (4 * decoder.config.vocab_size))
+        score_rows = logits_rows
+        if is_cuda and config.logits_bytes is None:
+            # Losses are worked out on the CPU: the fewer times the device waits for it, the better.
+            free = torch.cuda.mem_get_info(decoder.device)[0]
+            row_bytes = decoder.dtype.itemsize * decoder.config.vocab_size
+            score_rows = max(logits_rows, min(4 * logits_bytes, free // 4) // row_bytes)
         return cls(
             batch_tokens=config.max_batch_tokens or (16_384 if is_cuda else 2048),
-            logits_rows=max(1, logits_bytes // (4 * decoder.config.vocab_size)),
+            logits_rows=logits_rows,
+            score_rows=score_rows,
             checkpoint_layers=config.checkpoint_layers,
         )
 
@@ -293,23 +307,25 @@ def _score(
     """Log-probabilities and losses of a micro-batch; the gradient for `hidden` (N, d)."""
     hidden_grad = torch.zeros_like(hidden)
     start = 0
-    for group, targets in _groups(items, progress, limits.logits_rows):
+    for group, targets in _groups(items, progress, limits.score_rows):
         stop = start + len(targets)
         scores = TargetLogprobs(
             decoder,
             hidden[start:stop],
             adapters.gather(np.arange(start, stop)),
             targets.to(decoder.device),
-            limits.logits_rows,
+            max_rows=limits.logits_rows,
+            max_kept_rows=limits.score_rows,
         )
         # Losses are small and made of many steps: the CPU is the quicker place for them.
         parts = scores.values.cpu().split([item.length for item in group])
-        grads = [
+        losses = [
             _item_loss(item, progress[item.pass_index], logprobs)
             for item, logprobs in zip(group, parts, strict=True)
         ]
         if not items[0].forward_only:
-            hidden_grad[start:stop] = scores.backward(torch.cat(grads).to(decoder.device))
+            grads = _loss_gradients(group, progress, losses, parts)
+            hidden_grad[start:stop] = scores.backward(grads)
         start = stop
     return hidden_grad
 
@@ -334,17 +350,23 @@ def _groups(
     yield group, torch.cat(parts)
 
 
-def _item_loss(item: Item, state: _Progress, logprobs: Tensor) -> Tensor:
-    """Record the outputs of one datum; the gradient of its loss for `logprobs` (n, K).
+class _Loss(NamedTuple):
+    """One datum's loss, and the log-probabilities it is a function of."""
+
+    value: Tensor
+    logprobs: Tensor
+
+
+def _item_loss(item: Item, state: _Progress, logprobs: Tensor) -> _Loss | None:
+    """Record the outputs of one datum; its loss, where that has a gradient for `logprobs`.
 
     A loss that fails fails the pass, and its rows have no gradient, so that the passes that
     share the micro-batch go on undisturbed.
     """
-    nothing = torch.zeros_like(logprobs)
     request = state.request
     if not logprobs.isfinite().all():
         state.fail(f"data[{item.datum}]: a log-probability is not finite", "user")
-        return nothing
+        return None
     inputs = {
         name: data.to_torch() for name, data in request.data[item.datum].loss_fn_inputs.items()
     }
@@ -358,17 +380,38 @@ def _item_loss(item: Item, state: _Progress, logprobs: Tensor) -> Tensor:
             )
     except ValidationError as error:
         state.fail(str(error.under(f"data[{item.datum}]")), "user")
-        return nothing
+        return None
     state.stats[item.datum] = stats
     if not loss.isfinite():
         state.fail(f"data[{item.datum}]: the loss is {loss.item()}, not a finite number", "user")
-        return nothing
-    if not loss.requires_grad:
-        return nothing
-    (grad,) = torch.autograd.grad(loss, leaf, allow_unused=True)
-    if grad is None:
-        return nothing
-    if not grad.isfinite().all():
-        state.fail(f"data[{item.datum}]: the gradient of the loss is not finite", "user")
-        return nothing
-    return grad.reshape(logprobs.shape)
+        return None
+    return _Loss(loss, leaf) if loss.requires_grad else None
+
+
+def _loss_gradients(
+    items: Sequence[Item],
+    progress: Mapping[int, _Progress],
+    losses: Sequence[_Loss | None],
+    parts: Sequence[Tensor],
+) -> Tensor:
+    """The gradient of each item's loss for its log-probabilities, one below another: (M, K)."""
+    found = [loss for loss in losses if loss is not None]
+    # One call for all: the losses have nothing in common, and each call has its price.
+    computed = iter(
+        torch.autograd.grad(
+            [loss.value for loss in found], [loss.logprobs for loss in found], allow_unused=True
+        )
+        if found
+        else ()
+    )
+    grads = []
+    for item, loss, logprobs in zip(items, losses, parts, strict=True):
+        grad = next(computed) if loss is not None else None
+        if grad is not None and not grad.isfinite().all():
+            message = f"data[{item.datum}]: the gradient of the loss is not finite"
+            progress[item.pass_index].fail(message, "user")
+            grad = None
+        if grad is None:
+            grad = torch.zeros_like(logprobs)
+        grads.append(grad.reshape(logprobs.shape))
+    return torch.cat(grads)

@@ -1,0 +1,453 @@
+"""Products with low-rank matrices of many adapters: each row of a batch with its own adapter.
+
+Three kernels are enough for a linear layer under adapters, forward and backward. With A (ranks,
+inputs) and B (outputs, rank) as they lie in an adapter's vector:
+
+    shrink   rows · wide  →  ranks      x Aᵀ, and the gradient times B
+    expand   rows · ranks →  wide       adds (x Aᵀ) Bᵀ to y, and the same with A to the gradient
+    outer    sums over rows             the gradients of A and of B
+
+Rows come in blocks of one adapter, so no product ever mixes rows of two. The vectors of all
+adapters of a batch lie in one tensor (slots, P), their float32 gradients in another. Which
+columns belong to which matrix stands in tables that the host makes once for a projection.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinsmith.engine.local.kernels.launching import Launcher
+
+_WIDE_BLOCK = 128
+_ALIGNMENT = 16
+_CHUNK_ROWS = 1024
+"""Rows that one program sums up for a gradient; parts of a longer run are added as they end."""
+
+
+class Table(NamedTuple):
+    """A few rows of int32 that programs look up by their number."""
+
+    values: Tensor
+    length: int
+    is_aligned: bool
+    """Whether all numbers are multiples of sixteen, so that loads may be wide."""
+
+
+class Rows(NamedTuple):
+    """Which rows have which slot: tables of (start, stop, slot)."""
+
+    blocks: Table
+    block_rows: int
+    chunks: Table
+    is_split: bool
+    """Whether the gradients of a slot come from several chunks."""
+
+
+def divide_rows(runs: Sequence[tuple[int, int, int]], device: torch.device, split: bool) -> Rows:
+    """Tables for runs (start, stop, slot) of rows.
+
+    With `split` long runs are summed up in parts at the same time, which is quicker and leaves
+    the order of the additions open.
+    """
+    num_rows = sum(stop - start for start, stop, _ in runs)
+    block_rows = 64 if num_rows >= 8192 else 32 if num_rows >= 2048 else 16
+    blocks = [part for run in runs for part in _parts(run, block_rows)]
+    chunks = [part for run in runs for part in _parts(run, _CHUNK_ROWS if split else 1 << 30)]
+    return Rows(_table(blocks, device), block_rows, _table(chunks, device), len(chunks) > len(runs))
+
+
+class Columns(NamedTuple):
+    """Where the matrices of one projection lie in a vector, as the kernels read them."""
+
+    rank: int
+    num_modules: int
+    inputs: int
+    of_a: Table
+    """The inputs in pieces: (first column, end, first rank, place of the first number)."""
+    of_b: Table
+    """The outputs in pieces, each of one module: the same."""
+    into_a: Table
+    """For x Aᵀ: (first column, end, first rank, end, place of the first number)."""
+    into_b: Table
+    """The same for the gradient times B, module by module."""
+    ranks_a: int
+    """Ranks in a piece of `into_a`, rounded up to a power of two."""
+    ranks_b: int
+
+
+def divide_columns(
+    offset: int, rank: int, inputs: int, outputs: Sequence[int], device: torch.device
+) -> Columns:
+    """Tables for a projection whose matrices begin at `offset` of the vector."""
+    ranks = rank * len(outputs)
+    of_a = [
+        (start, stop, 0, offset + start) for start, stop, _ in _parts((0, inputs, 0), _WIDE_BLOCK)
+    ]
+    ranks_a = _block(ranks, 128)
+    into_a = [
+        (0, inputs, first, end, offset + first * inputs)
+        for first, end, _ in _parts((0, ranks, 0), ranks_a)
+    ]
+    of_b, into_b = [], []
+    place, left = offset + ranks * inputs, 0
+    ranks_b = _block(rank, 128)
+    for module, size in enumerate(outputs):
+        of_b += [
+            (left + start, left + stop, module * rank, place + start * rank)
+            for start, stop, _ in _parts((0, size, 0), _WIDE_BLOCK)
+        ]
+        into_b += [
+            (left, left + size, module * rank + first, module * rank + end, place + first)
+            for first, end, _ in _parts((0, rank, 0), ranks_b)
+        ]
+        left += size
+        place += size * rank
+    return Columns(
+        rank=rank,
+        num_modules=len(outputs),
+        inputs=inputs,
+        of_a=_table(of_a, device),
+        of_b=_table(of_b, device),
+        into_a=_table(into_a, device),
+        into_b=_table(into_b, device),
+        ranks_a=ranks_a,
+        ranks_b=ranks_b,
+    )
+
+
+def shrink_by_a(x: Tensor, stack: Tensor, rows: Rows, columns: Columns, scale: float) -> Tensor:
+    """scale · x Aᵀ, (N, modules · rank); rows of no adapter are left as they are in memory."""
+    ranks = columns.rank * columns.num_modules
+    out = x.new_empty(len(x), ranks)
+    _launch_shrink(x, stack, out, rows, columns.into_a, (1, columns.inputs), columns.ranks_a, scale)
+    return out
+
+
+def shrink_by_b(grad: Tensor, stack: Tensor, rows: Rows, columns: Columns, scale: float) -> Tensor:
+    """scale · grad B, (N, modules · rank)."""
+    out = grad.new_empty(len(grad), columns.rank * columns.num_modules)
+    _launch_shrink(
+        grad, stack, out, rows, columns.into_b, (columns.rank, 1), columns.ranks_b, scale
+    )
+    return out
+
+
+def expand_by_b(
+    inner: Tensor,
+    stack: Tensor,
+    rows: Rows,
+    columns: Columns,
+    y: Tensor,
+    residual: Tensor | None = None,
+) -> None:
+    """Add inner Bᵀ, and `residual` where given, to y, in place."""
+    strides = (1, columns.rank)
+    _launch_expand(inner, stack, rows, columns.of_b, strides, columns.rank, y, residual)
+
+
+def expand_by_a(
+    inner_grad: Tensor, stack: Tensor, rows: Rows, columns: Columns, grad_x: Tensor
+) -> None:
+    """Add inner_grad A to grad_x, in place."""
+    ranks = columns.rank * columns.num_modules
+    _launch_expand(inner_grad, stack, rows, columns.of_a, (columns.inputs, 1), ranks, grad_x)
+
+
+def add_gradient_of_a(
+    inner_grad: Tensor, x: Tensor, grads: Tensor, rows: Rows, columns: Columns
+) -> None:
+    """Add inner_gradᵀ x to the gradients of A in grads (slots, P)."""
+    ranks = columns.rank * columns.num_modules
+    _launch_outer(inner_grad, x, grads, rows, columns.of_a, (columns.inputs, 1), ranks)
+
+
+def add_gradient_of_b(
+    inner: Tensor, grad: Tensor, grads: Tensor, rows: Rows, columns: Columns
+) -> None:
+    """Add gradᵀ inner to the gradients of B in grads (slots, P)."""
+    _launch_outer(inner, grad, grads, rows, columns.of_b, (1, columns.rank), columns.rank)
+
+
+def _launch_shrink(
+    x: Tensor,
+    stack: Tensor,
+    out: Tensor,
+    rows: Rows,
+    table: Table,
+    strides: tuple[int, int],
+    block_ranks: int,
+    scale: float,
+) -> None:
+    _SHRINK(
+        (rows.blocks.length, table.length, 1),
+        (
+            x,
+            stack,
+            out,
+            rows.blocks.values,
+            table.values,
+            x.stride(0),
+            stack.stride(0),
+            out.stride(0),
+            *strides,
+            scale,
+        ),
+        (rows.block_rows, block_ranks, _WIDE_BLOCK, table.is_aligned, _precision(x)),
+        num_warps=4,
+    )
+
+
+def _launch_expand(
+    inner: Tensor,
+    stack: Tensor,
+    rows: Rows,
+    table: Table,
+    strides: tuple[int, int],
+    num_ranks: int,
+    y: Tensor,
+    residual: Tensor | None = None,
+) -> None:
+    _EXPAND(
+        (rows.blocks.length, table.length, 1),
+        (
+            inner,
+            stack,
+            y,
+            residual if residual is not None else y,
+            rows.blocks.values,
+            table.values,
+            inner.stride(0),
+            stack.stride(0),
+            y.stride(0),
+            *strides,
+            num_ranks,
+        ),
+        (
+            rows.block_rows,
+            _block(num_ranks, 128),
+            _WIDE_BLOCK,
+            residual is not None,
+            table.is_aligned,
+            _precision(inner),
+        ),
+        num_warps=4,
+        num_stages=2,
+    )
+
+
+def _launch_outer(
+    narrow: Tensor,
+    wide: Tensor,
+    grads: Tensor,
+    rows: Rows,
+    table: Table,
+    strides: tuple[int, int],
+    num_ranks: int,
+) -> None:
+    block = _block(num_ranks, 64)
+    _OUTER(
+        (rows.chunks.length, table.length, -(-num_ranks // block)),
+        (
+            narrow,
+            wide,
+            grads,
+            rows.chunks.values,
+            table.values,
+            narrow.stride(0),
+            wide.stride(0),
+            grads.stride(0),
+            *strides,
+            num_ranks,
+        ),
+        (64, block, _WIDE_BLOCK, rows.is_split, table.is_aligned, _precision(wide)),
+        num_warps=4,
+    )
+
+
+@functools.cache
+def _block(num_ranks: int, largest: int) -> int:
+    return max(16, min(largest, triton.next_power_of_2(num_ranks)))
+
+
+def _parts(run: tuple[int, int, int], size: int) -> list[tuple[int, int, int]]:
+    start, stop, tag = run
+    return [(at, min(at + size, stop), tag) for at in range(start, stop, size)]
+
+
+def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Table:
+    is_aligned = all(number % _ALIGNMENT == 0 for row in rows for number in row)
+    return Table(torch.tensor(rows, dtype=torch.int32).to(device), len(rows), is_aligned)
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def _shrink(
+    x,
+    stack,
+    out,
+    blocks,
+    table,
+    x_row,
+    slot_size,
+    out_row,
+    wide_stride,
+    rank_stride,
+    scale,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    WIDE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    block, entry = blocks + 3 * tl.program_id(0), table + 5 * tl.program_id(1)
+    start, stop, slot = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    left, right = tl.load(entry), tl.load(entry + 1)
+    first, end, place = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+    if IS_ALIGNED:
+        left, right = tl.multiple_of(left, 16), tl.multiple_of(right, 16)
+        first, end = tl.multiple_of(first, 16), tl.multiple_of(end, 16)
+        place = tl.multiple_of(place, 16)
+    row = start + tl.arange(0, ROWS)
+    rank = tl.arange(0, RANKS)
+    is_row, is_rank = row < stop, first + rank < end
+    weights = stack + slot.to(tl.int64) * slot_size + place
+    x_rows = x + row.to(tl.int64)[:, None] * x_row
+    total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
+    for at in range(left, right, WIDE):
+        wide = at + tl.arange(0, WIDE)
+        is_wide = wide < right
+        values = tl.load(x_rows + wide[None, :], mask=is_row[:, None] & is_wide[None, :], other=0.0)
+        matrix = tl.load(
+            weights + (wide - left)[:, None] * wide_stride + rank[None, :] * rank_stride,
+            mask=is_wide[:, None] & is_rank[None, :],
+            other=0.0,
+        )
+        total = tl.dot(values, matrix, total, input_precision=PRECISION)
+    to = out + row.to(tl.int64)[:, None] * out_row + first + rank[None, :]
+    tl.store(to, total * scale, mask=is_row[:, None] & is_rank[None, :])
+
+
+@triton.jit
+def _expand(
+    inner,
+    stack,
+    y,
+    residual,
+    blocks,
+    table,
+    inner_row,
+    slot_size,
+    y_row,
+    rank_stride,
+    wide_stride,
+    num_ranks,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    WIDE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    block, entry = blocks + 3 * tl.program_id(0), table + 4 * tl.program_id(1)
+    start, stop, slot = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    left, right = tl.load(entry), tl.load(entry + 1)
+    first, place = tl.load(entry + 2), tl.load(entry + 3)
+    if IS_ALIGNED:
+        left, right = tl.multiple_of(left, 16), tl.multiple_of(right, 16)
+        first, place = tl.multiple_of(first, 16), tl.multiple_of(place, 16)
+    row = start + tl.arange(0, ROWS)
+    wide = left + tl.arange(0, WIDE)
+    is_row, is_wide = row < stop, wide < right
+    weights = stack + slot.to(tl.int64) * slot_size + place
+    at_y = row.to(tl.int64)[:, None] * y_row + wide[None, :]
+    inside = is_row[:, None] & is_wide[None, :]
+    total = tl.load(y + at_y, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + at_y, mask=inside, other=0.0).to(tl.float32)
+    for at in range(0, num_ranks, RANKS):
+        rank = at + tl.arange(0, RANKS)
+        is_rank = rank < num_ranks
+        values = tl.load(
+            inner + row.to(tl.int64)[:, None] * inner_row + first + rank[None, :],
+            mask=is_row[:, None] & is_rank[None, :],
+            other=0.0,
+        )
+        matrix = tl.load(
+            weights + rank[:, None] * rank_stride + (wide - left)[None, :] * wide_stride,
+            mask=is_rank[:, None] & is_wide[None, :],
+            other=0.0,
+        )
+        total = tl.dot(values, matrix, total, input_precision=PRECISION)
+    tl.store(y + at_y, total, mask=inside)
+
+
+@triton.jit
+def _outer(
+    narrow,
+    wide_values,
+    grads,
+    chunks,
+    table,
+    narrow_row,
+    wide_row,
+    slot_size,
+    rank_stride,
+    wide_stride,
+    num_ranks,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    WIDE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    chunk, entry = chunks + 3 * tl.program_id(0), table + 4 * tl.program_id(1)
+    start, stop, slot = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
+    left, right = tl.load(entry), tl.load(entry + 1)
+    first, place = tl.load(entry + 2), tl.load(entry + 3)
+    if IS_ALIGNED:
+        left, right = tl.multiple_of(left, 16), tl.multiple_of(right, 16)
+        first, place = tl.multiple_of(first, 16), tl.multiple_of(place, 16)
+    rank = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
+    wide = left + tl.arange(0, WIDE)
+    is_rank, is_wide = rank < num_ranks, wide < right
+    total = tl.zeros((RANKS, WIDE), dtype=tl.float32)
+    for at in range(start, stop, ROWS):
+        row = at + tl.arange(0, ROWS)
+        is_row = row < stop
+        left_side = tl.load(
+            narrow + row.to(tl.int64)[None, :] * narrow_row + first + rank[:, None],
+            mask=is_rank[:, None] & is_row[None, :],
+            other=0.0,
+        )
+        right_side = tl.load(
+            wide_values + row.to(tl.int64)[:, None] * wide_row + wide[None, :],
+            mask=is_row[:, None] & is_wide[None, :],
+            other=0.0,
+        )
+        total = tl.dot(left_side, right_side, total, input_precision=PRECISION)
+    to = (
+        grads
+        + slot.to(tl.int64) * slot_size
+        + place
+        + rank[:, None] * rank_stride
+        + (wide - left)[None, :] * wide_stride
+    )
+    inside = is_rank[:, None] & is_wide[None, :]
+    if IS_SPLIT:
+        tl.atomic_add(to, total, mask=inside, sem="relaxed")
+    else:
+        tl.store(to, tl.load(to, mask=inside, other=0.0) + total, mask=inside)
+
+
+_SHRINK, _EXPAND, _OUTER = Launcher(_shrink), Launcher(_expand), Launcher(_outer)

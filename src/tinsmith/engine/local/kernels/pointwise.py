@@ -1,0 +1,340 @@
+"""Norm, heads and gate of a block, forward and backward, a row or a piece of a row at a time.
+
+All arithmetic is in float32, whatever the dtype in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinsmith.engine.local.kernels.launching import Launcher
+
+_GATE_BLOCK = 1024
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension of x (N, d)."""
+    y = torch.empty_like(x)
+    num_rows, size = x.shape
+    block, warps = _row_block(size)
+    _NORM((num_rows, 1, 1), (x, weight, y, size, eps), (block,), warps)
+    return y
+
+
+def norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual_grad: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradient for x, with `residual_grad` added; and the norm's output once more."""
+    y, grad_x = torch.empty_like(x), torch.empty_like(x)
+    num_rows, size = x.shape
+    block, warps = _row_block(size)
+    has_residual = residual_grad is not None
+    residual = residual_grad if residual_grad is not None else grad
+    _NORM_BACKWARD(
+        (num_rows, 1, 1),
+        (grad, x, weight, residual, grad_x, y, size, eps),
+        (has_residual, block),
+        warps,
+    )
+    return grad_x, y
+
+
+def turn_heads(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    rotation: tuple[Tensor, Tensor],
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> Tensor:
+    """Queries and keys (N, H + K, D) from qkv (N, (H + 2K) · D): normed where asked, and turned."""
+    cos, sin = rotation
+    half = cos.shape[-1]
+    heads = num_heads + num_kv_heads
+    out = qkv.new_empty(len(qkv), heads, 2 * half)
+    q_norm, k_norm = norms if norms is not None else (qkv, qkv)
+    _TURN_HEADS(
+        (len(qkv), 1, 1),
+        (qkv, q_norm, k_norm, cos, sin, out, qkv.stride(0), num_heads, heads, half, eps),
+        (norms is not None, _power(heads), _power(half)),
+        num_warps=8,
+    )
+    return out
+
+
+def turn_heads_backward(
+    grads: tuple[Tensor, Tensor, Tensor],
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    rotation: tuple[Tensor, Tensor],
+    eps: float,
+) -> Tensor:
+    """The gradient for qkv (N, (H + 2K) · D), from those of q (N, H, D), k and v (N, K, D)."""
+    grad_q, grad_k, _ = grads
+    cos, sin = rotation
+    half = cos.shape[-1]
+    num_heads, kv_heads = grad_q.shape[1], grad_k.shape[1]
+    turned, heads = num_heads + kv_heads, num_heads + 2 * kv_heads
+    out = torch.empty_like(qkv)
+    q_norm, k_norm = norms if norms is not None else (qkv, qkv)
+    strides = [stride for grad in grads for stride in grad.stride()[:2]]
+    _TURN_HEADS_BACKWARD(
+        (len(qkv), 1, 1),
+        (
+            *grads,
+            qkv,
+            q_norm,
+            k_norm,
+            cos,
+            sin,
+            out,
+            *strides,
+            num_heads,
+            turned,
+            heads,
+            half,
+            eps,
+        ),
+        (norms is not None, _power(heads), _power(half)),
+        num_warps=8,
+    )
+    return out
+
+
+def gate(gate_up: Tensor, is_silu: bool) -> Tensor:
+    """activation(left half) · right half of gate_up (N, 2I)."""
+    num_rows, size = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, size)
+    grid = (num_rows, -(-size // _GATE_BLOCK), 1)
+    _GATE(grid, (gate_up, out, size), (is_silu, _GATE_BLOCK), num_warps=4)
+    return out
+
+
+def gate_backward(grad: Tensor, gate_up: Tensor, is_silu: bool) -> tuple[Tensor, Tensor]:
+    """The gradient for gate_up (N, 2I); and the gate's output once more."""
+    num_rows, size = grad.shape
+    grad_in, out = torch.empty_like(gate_up), torch.empty_like(grad)
+    grid = (num_rows, -(-size // _GATE_BLOCK), 1)
+    arguments = (grad, gate_up, grad_in, out, size)
+    _GATE_BACKWARD(grid, arguments, (is_silu, _GATE_BLOCK), num_warps=4)
+    return grad_in, out
+
+
+@functools.cache
+def _row_block(size: int) -> tuple[int, int]:
+    """Columns and warps for a program that has a whole row."""
+    block = _power(size)
+    return block, 4 if block <= 2048 else 8
+
+
+@functools.cache
+def _power(size: int) -> int:
+    return triton.next_power_of_2(size)
+
+
+@triton.jit
+def _norm(x, weight, y, size, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, axis=0) / size + eps)
+    tl.store(y + row * size + columns, values * inverse * scale, mask=inside)
+
+
+@triton.jit
+def _norm_backward(
+    grad,
+    x,
+    weight,
+    residual,
+    grad_x,
+    y,
+    size,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    at = row * size + columns
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, axis=0) / size + eps)
+    unit = values * inverse
+    tl.store(y + at, unit * scale, mask=inside)
+    scaled = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * scale
+    along = tl.sum(scaled * unit, axis=0) / size
+    result = (scaled - unit * along) * inverse
+    if HAS_RESIDUAL:
+        result += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(grad_x + at, result, mask=inside)
+
+
+@triton.jit
+def _turn_heads(
+    qkv,
+    q_norm,
+    k_norm,
+    cos,
+    sin,
+    out,
+    row_stride,
+    num_heads,
+    heads,
+    half,
+    eps,
+    HAS_NORMS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    inside = (head < heads) & (column < half)
+    at = head * (2 * half) + column
+    left = tl.load(qkv + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(qkv + row * row_stride + at + half, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        squares = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)
+        inverse = tl.rsqrt(squares / (2 * half) + eps)[:, None]
+        is_q = (head < num_heads) & (column < half)
+        is_k = (head >= num_heads) & (column < half)
+        left_scale = tl.load(q_norm + column + head * 0, mask=is_q, other=0.0).to(tl.float32)
+        left_scale += tl.load(k_norm + column + head * 0, mask=is_k, other=0.0).to(tl.float32)
+        right_scale = tl.load(q_norm + half + column + head * 0, mask=is_q, other=0.0).to(
+            tl.float32
+        )
+        right_scale += tl.load(k_norm + half + column + head * 0, mask=is_k, other=0.0).to(
+            tl.float32
+        )
+        left = left * inverse * left_scale
+        right = right * inverse * right_scale
+    c = tl.load(cos + row * half + column, mask=column < half, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * half + column, mask=column < half, other=0.0).to(tl.float32)
+    to = out + row * heads * 2 * half + at
+    tl.store(to, left * c - right * s, mask=inside)
+    tl.store(to + half, right * c + left * s, mask=inside)
+
+
+@triton.jit
+def _turn_heads_backward(
+    grad_q,
+    grad_k,
+    grad_v,
+    qkv,
+    q_norm,
+    k_norm,
+    cos,
+    sin,
+    out,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    num_heads,
+    turned,
+    heads,
+    half,
+    eps,
+    HAS_NORMS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    is_column = column < half
+    is_q = (head < num_heads) & is_column
+    is_k = (head >= num_heads) & (head < turned) & is_column
+    is_v = (head >= turned) & (head < heads) & is_column
+    from_q = grad_q + row * q_row + head * q_head + column
+    from_k = grad_k + row * k_row + (head - num_heads) * k_head + column
+    from_v = grad_v + row * v_row + (head - turned) * v_head + column
+    left = tl.load(from_q, mask=is_q, other=0.0).to(tl.float32)
+    left += tl.load(from_k, mask=is_k, other=0.0).to(tl.float32)
+    right = tl.load(from_q + half, mask=is_q, other=0.0).to(tl.float32)
+    right += tl.load(from_k + half, mask=is_k, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * half + column, mask=is_column, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * half + column, mask=is_column, other=0.0).to(tl.float32)
+    back_left = left * c + right * s
+    back_right = right * c - left * s
+    at = row * heads * 2 * half + head * (2 * half) + column
+    if HAS_NORMS:
+        is_turned = is_q | is_k
+        x_left = tl.load(qkv + at, mask=is_turned, other=0.0).to(tl.float32)
+        x_right = tl.load(qkv + at + half, mask=is_turned, other=0.0).to(tl.float32)
+        squares = tl.sum(x_left * x_left, axis=1) + tl.sum(x_right * x_right, axis=1)
+        inverse = tl.rsqrt(squares / (2 * half) + eps)[:, None]
+        left_scale = tl.load(q_norm + column + head * 0, mask=is_q, other=0.0).to(tl.float32)
+        left_scale += tl.load(k_norm + column + head * 0, mask=is_k, other=0.0).to(tl.float32)
+        right_scale = tl.load(q_norm + half + column + head * 0, mask=is_q, other=0.0).to(
+            tl.float32
+        )
+        right_scale += tl.load(k_norm + half + column + head * 0, mask=is_k, other=0.0).to(
+            tl.float32
+        )
+        back_left = back_left * left_scale
+        back_right = back_right * right_scale
+        unit_left, unit_right = x_left * inverse, x_right * inverse
+        along = tl.sum(back_left * unit_left, axis=1) + tl.sum(back_right * unit_right, axis=1)
+        along = (along / (2 * half))[:, None]
+        back_left = (back_left - unit_left * along) * inverse
+        back_right = (back_right - unit_right * along) * inverse
+    back_left += tl.load(from_v, mask=is_v, other=0.0).to(tl.float32)
+    back_right += tl.load(from_v + half, mask=is_v, other=0.0).to(tl.float32)
+    is_any = is_q | is_k | is_v
+    tl.store(out + at, back_left, mask=is_any)
+    tl.store(out + at + half, back_right, mask=is_any)
+
+
+@triton.jit
+def _activate(x, IS_SILU: tl.constexpr):
+    """The activation and its derivative."""
+    if IS_SILU:
+        sigmoid = 1.0 / (1.0 + tl.exp(-x))
+        return x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))
+    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    bend = 1.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0)
+    slope = 0.7978845608028654 * (1.0 + 3 * 0.044715 * x * x)
+    return 0.5 * x * (1.0 + bend), 0.5 * (1.0 + bend) + 0.5 * x * (1.0 - bend * bend) * slope
+
+
+@triton.jit
+def _gate(gate_up, out, size, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    left = tl.load(gate_up + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(gate_up + row * 2 * size + size + columns, mask=inside, other=0.0)
+    active, _ = _activate(left, IS_SILU)
+    tl.store(out + row * size + columns, active * right.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _gate_backward(grad, gate_up, grad_in, out, size, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    at = row * 2 * size + columns
+    left = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(gate_up + at + size, mask=inside, other=0.0).to(tl.float32)
+    upstream = tl.load(grad + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    active, slope = _activate(left, IS_SILU)
+    tl.store(grad_in + at, upstream * right * slope, mask=inside)
+    tl.store(grad_in + at + size, upstream * active, mask=inside)
+    tl.store(out + row * size + columns, active * right, mask=inside)
+
+
+_NORM, _NORM_BACKWARD = Launcher(_norm), Launcher(_norm_backward)
+_TURN_HEADS, _TURN_HEADS_BACKWARD = Launcher(_turn_heads), Launcher(_turn_heads_backward)
+_GATE, _GATE_BACKWARD = Launcher(_gate), Launcher(_gate_backward)

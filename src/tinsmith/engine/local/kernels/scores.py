@@ -1,0 +1,81 @@
+"""Log-probabilities of chosen tokens from logits, and their gradient, one row at a time.
+
+Logits are read once forward and read and written once backward, in whatever dtype the product
+left them; the arithmetic is in float32. There is one target a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinsmith.engine.local.kernels.launching import Launcher
+
+_BLOCK = 8192
+
+
+def target_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """log softmax(logits)[target] and the normalizer, (M,) float32 each, for logits (M, V)."""
+    values = logits.new_empty(len(logits), dtype=torch.float32)
+    normalizers = torch.empty_like(values)
+    _TARGET_LOGPROBS(
+        (len(logits), 1, 1),
+        (logits, targets, values, normalizers, logits.shape[1]),
+        (_BLOCK,),
+        num_warps=8,
+    )
+    return values, normalizers
+
+
+def overwrite_with_gradient(
+    logits: Tensor, targets: Tensor, normalizers: Tensor, grad: Tensor
+) -> None:
+    """Turn logits (M, V) into the gradient for them, given that for the values, (M,) float32."""
+    num_columns = logits.shape[1]
+    _GRADIENT(
+        (len(logits), -(-num_columns // _BLOCK), 1),
+        (logits, targets, normalizers, grad, num_columns),
+        (_BLOCK,),
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _target_logprobs(logits, targets, values, normalizers, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for at in range(0, size, BLOCK):
+        inside = at + columns < size
+        part = tl.load(logits + row * size + at + columns, mask=inside, other=float("-inf"))
+        part = part.to(tl.float32)
+        larger = tl.maximum(largest, part)
+        # Where nothing was seen yet both are minus infinity, and their difference is no number.
+        seen = larger > float("-inf")
+        safe = tl.where(seen, larger, 0.0)
+        total = total * tl.exp(largest - safe) + tl.exp(part - safe)
+        largest = larger
+    top = tl.max(largest, axis=0)
+    normalizer = top + tl.log(tl.sum(total * tl.exp(largest - top), axis=0))
+    target = tl.load(targets + row)
+    chosen = tl.load(logits + row * size + target).to(tl.float32)
+    tl.store(values + row, chosen - normalizer)
+    tl.store(normalizers + row, normalizer)
+
+
+@triton.jit
+def _gradient(logits, targets, normalizers, grad, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    upstream, normalizer = tl.load(grad + row), tl.load(normalizers + row)
+    at = logits + row * size + columns
+    part = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+    chosen = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
+    tl.store(at, (chosen - tl.exp(part - normalizer)) * upstream, mask=inside)
+
+
+_TARGET_LOGPROBS, _GRADIENT = Launcher(_target_logprobs), Launcher(_gradient)

@@ -1,0 +1,190 @@
+"""Each Triton kernel against the plain torch that runs where there is none.
+
+Needs CUDA with Triton, or Triton alone and TRITON_INTERPRET=1 in the environment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tinsmith.engine.local import kernels, pointwise
+from tinsmith.engine.local.adapted_linear import finish_gradients, lora_linear
+from tinsmith.engine.local.decoder import Decoder
+from tinsmith.engine.local.lora import AdapterPool, AdapterSegments, GradientBuffer
+from tinsmith.types import LoraConfig
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+    *([] if IS_INTERPRETED else [pytest.mark.gpu]),
+]
+
+# The interpreter has no products of bfloat16.
+HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["float32", "half"])
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cpu" if IS_INTERPRETED else "cuda")
+
+
+@pytest.fixture
+def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Call a function as if there were no kernels, in float32."""
+
+    def call(function: Callable[..., Any], *arguments: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "are_usable", lambda x: False)
+            return function(*(_widen(argument) for argument in arguments))
+
+    return call
+
+
+def _widen(argument: Any) -> Any:
+    if isinstance(argument, tuple):
+        return tuple(_widen(part) for part in argument)
+    return argument.float() if isinstance(argument, Tensor) else argument
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    """Within 1e-5 of the largest number in float32, 1e-2 in half precision."""
+    if isinstance(actual, tuple):
+        for one, other in zip(actual, expected, strict=True):
+            assert_close(one, other)
+        return
+    relative = 1e-5 if actual.dtype == torch.float32 else 1e-2
+    assert actual.shape == expected.shape
+    assert (actual.float() - expected).abs().max() <= relative * expected.abs().max()
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [24, 96])
+def test_norm(
+    size: int, dtype: torch.dtype, device: torch.device, plainly: Callable[..., Any]
+) -> None:
+    torch.manual_seed(0)
+    x, grad, residual = torch.randn(3, 7, size, device=device, dtype=dtype)
+    weight = torch.randn(size, device=device, dtype=dtype)
+    assert_close(
+        pointwise.norm(x, weight, 1e-5),
+        plainly(pointwise.norm, x, weight, 1e-5),
+    )
+    for given in (residual, None):
+        arguments = (grad, x, weight, 1e-5, given)
+        assert_close(
+            pointwise.norm_backward(*arguments), plainly(pointwise.norm_backward, *arguments)
+        )
+
+
+@DTYPES
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_heads(
+    has_norms: bool, dtype: torch.dtype, device: torch.device, plainly: Callable[..., Any]
+) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(7, (3 + 2) * 16, device=device, dtype=dtype)
+    angles = torch.randn(7, 1, 8, device=device)
+    rotation = (angles.cos().to(dtype), angles.sin().to(dtype))
+    weights = torch.randn(2, 16, device=device, dtype=dtype)
+    norms = (weights[0], weights[1]) if has_norms else None
+    arguments = (qkv, norms, rotation, 1, 1e-5)
+    assert_close(pointwise.turn_heads(*arguments), plainly(pointwise.turn_heads, *arguments))
+    # Strided, as attention's own gradients may be.
+    grads = torch.randn(7, 5, 16, device=device, dtype=dtype).split((3, 1, 1), dim=1)
+    backward = (grads, qkv, norms, rotation, 1e-5)
+    assert_close(
+        pointwise.turn_heads_backward(*backward),
+        plainly(pointwise.turn_heads_backward, *backward),
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gate(
+    activation: pointwise.Activation,
+    dtype: torch.dtype,
+    device: torch.device,
+    plainly: Callable[..., Any],
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 2 * 1030, device=device, dtype=dtype)
+    grad = torch.randn(5, 1030, device=device, dtype=dtype)
+    assert_close(pointwise.gate(x, activation), plainly(pointwise.gate, x, activation))
+    arguments = (grad, x, activation)
+    assert_close(pointwise.gate_backward(*arguments), plainly(pointwise.gate_backward, *arguments))
+
+
+@DTYPES
+def test_scores(dtype: torch.dtype, device: torch.device) -> None:
+    """Two blocks of the vocabulary, the second not full; and a row that is not finite."""
+    scores = kernels.module("scores")
+    torch.manual_seed(0)
+    logits = (torch.randn(4, 9001, device=device) * 3).to(dtype)
+    targets = torch.tensor([0, 9000, 8191, 8192], device=device)
+    upstream = torch.randn(4, device=device)
+    leaf = logits.float().clone().requires_grad_()
+    expected = leaf.log_softmax(dim=1).gather(1, targets[:, None])[:, 0]
+    expected.backward(upstream)
+    values, normalizers = scores.target_logprobs(logits, targets)
+    assert_close(values, expected.detach())
+    scores.overwrite_with_gradient(logits, targets, normalizers, upstream)
+    assert_close(logits, leaf.grad)
+    logits[1, 5] = float("nan")
+    values, _ = scores.target_logprobs(logits, targets)
+    assert values.isfinite().tolist() == [True, False, True, True]
+
+
+@DTYPES
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("ranks", [(16, 16, 16), (4, 2, 7), (3, 3, 140)])
+def test_linear_layers_under_adapters(
+    ranks: tuple[int, ...],
+    is_split: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    tiny_decoder: Decoder,
+    plainly: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forward, backward and the adapters' gradients, on a projection of three modules."""
+    monkeypatch.setattr(kernels.module("low_rank"), "_CHUNK_ROWS", 2 if is_split else 1 << 20)
+    torch.manual_seed(0)
+    weight = torch.randn(128, 32, device=device, dtype=dtype)
+    x = torch.randn(12, 32, device=device, dtype=dtype)
+    upstream = torch.randn(12, 128, device=device, dtype=dtype)
+    filling = torch.Generator().manual_seed(1)
+    noise: dict[int, list[Tensor]] = {}
+
+    def run(wide: bool) -> list[Tensor]:
+        inner_dtype = torch.float32 if wide else dtype
+        pool = AdapterPool(tiny_decoder.config, device, inner_dtype)
+        adapters = [pool.create("tiny", LoraConfig(rank=rank)) for rank in ranks]
+        for n, adapter in enumerate(adapters):
+            if n not in noise:
+                values = torch.randn(adapter.layout.size, generator=filling) * 0.1
+                noise[n] = [values.to(dtype).float()]
+            adapter.flat.copy_(noise[n][0])
+        buffers = [GradientBuffer(a.layout, torch.ones_like(a.flat)) for a in adapters]
+        runs = [(0, 3, adapters[0]), (3, 5, None), (5, 9, adapters[1]), (9, 12, adapters[2])]
+        segments = AdapterSegments(runs, [buffers[0], None, None, buffers[2]])
+        leaf = x.to(inner_dtype).requires_grad_()
+        y = lora_linear(leaf, weight.to(inner_dtype), None, segments, 0, "qkv")
+        y.backward(upstream.to(inner_dtype))
+        finish_gradients(segments)
+        assert leaf.grad is not None
+        assert torch.equal(buffers[1].flat, torch.ones_like(buffers[1].flat))
+        return [y.detach(), leaf.grad, buffers[0].flat, buffers[2].flat]
+
+    expected = plainly(run, True)
+    for ours, wanted in zip(run(False), expected, strict=True):
+        relative = 1e-5 if dtype == torch.float32 else 1e-2
+        assert (ours.float() - wanted).abs().max() <= relative * wanted.abs().max()
