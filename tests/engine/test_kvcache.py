@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.engine.local.kvcache import CacheShape, KVCache, Slot
+from tinsmith.engine.local.kvcache import CacheShape, KVCache, Slot, Span
 from tinsmith.engine.local.prefixes import Prefixes, shared_prefix
 
 SHAPE = CacheShape(2, 2, 4, 512, torch.device("cpu"), torch.float32)
@@ -178,3 +178,26 @@ def test_forgetting_an_adapter_leaves_spans_that_are_still_read() -> None:
     prefixes.remember(None, np.array([3, 4]), idle)
     assert prefixes.forget(None) == [idle]
     assert len(prefixes) == 0
+
+
+def test_whatever_was_remembered_the_longest_match_is_found_and_covered_prompts_go() -> None:
+    """Against a look at every entry, over many short prompts of few tokens."""
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        prefixes = Prefixes()
+        kept: list[tuple[np.ndarray, Span]] = []
+        for _ in range(30):
+            tokens, asked = (random.integers(0, 3, random.integers(1, 8)) for _ in range(2))
+            span = Span(SHAPE, len(tokens))
+            span.num_users = int(random.integers(0, 2))
+            covered = [
+                old
+                for known, old in kept
+                if not old.num_users and shared_prefix(known, tokens) == len(known)
+            ]
+            gone = prefixes.remember(None, tokens, span)
+            assert {id(old) for old in gone} == {id(old) for old in covered}
+            kept = [(known, old) for known, old in kept if old not in gone] + [(tokens, span)]
+            _, num_shared = prefixes.find(None, asked)
+            assert num_shared == max(shared_prefix(known, asked) for known, _ in kept)
+            assert len(prefixes) == len(kept)

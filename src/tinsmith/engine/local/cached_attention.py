@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinsmith.engine.local import kernels
+from tinsmith.engine.local.batch import PackedAttention
 from tinsmith.engine.local.families import AttentionSpec, DecoderConfig
 from tinsmith.engine.local.kvcache import Slab, Span
 
@@ -74,6 +76,9 @@ class CachedAttention:
         self._num_kv_heads = config.num_kv_heads
         num_rows = sum(part.stop - part.start for part in prompts)
         num_rows += sum(len(part.rows) for part in running)
+        self._packed: _PackedPrompts | None = None
+        if prompts and not running and kernels.are_usable(prompts[0].span.keys):
+            self._packed = _PackedPrompts(config, prompts, device)
         self._prompts = [_PromptRows(part, device) for part in prompts]
         self._running = [_RunningRows(part, config.num_kv_heads, device) for part in running]
         self._is_whole = (
@@ -82,15 +87,56 @@ class CachedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         spec = self._layers[layer]
+        if self._packed is not None:
+            return self._packed.attend(layer, spec, q, k, v)
         if self._is_whole:
             return self._running[0].attend(layer, spec, q, k, v)
         out = torch.empty_like(q)
         for prompt in self._prompts:
             rows = prompt.rows
-            out[rows] = prompt.attend(layer, spec, q[rows], k[rows], v[rows])
+            prompt.write(layer, k[rows], v[rows])
+            out[rows] = prompt.attend(layer, spec, q[rows])
         for part in self._running:
             index = part.rows
             out[index] = part.attend(layer, spec, q[index], k[index], v[index])
+        return out
+
+
+class _PackedPrompts:
+    """All chunks of a turn without running rows, on CUDA: few launches, whatever their number.
+
+    Keys and values are written by one kernel, and chunks at the start of their prompt attend in
+    one call of a kernel for packed sequences.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, chunks: list[PromptChunk], device: torch.device
+    ) -> None:
+        from tinsmith.engine.local.decode_tables import prompt_places
+
+        chunks = sorted(chunks, key=lambda chunk: chunk.start)
+        parts = [(c.span, c.num_past, c.num_past + c.stop - c.start) for c in chunks]
+        self._places = prompt_places(parts, device)
+        fresh = [chunk for chunk in chunks if not chunk.num_past]
+        self._later = [_PromptRows(chunk, device) for chunk in chunks if chunk.num_past]
+        self._attention = PackedAttention(config, [chunk.stop - chunk.start for chunk in fresh])
+        rows = [np.arange(chunk.start, chunk.stop) for chunk in fresh]
+        self._fresh: Tensor | None = None
+        if fresh:
+            self._fresh = torch.from_numpy(np.concatenate(rows)).to(device)
+
+    def attend(self, layer: int, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from tinsmith.engine.local.kernels.decode_attention import write
+
+        write(k, v, self._places, layer)
+        if not self._later:
+            return self._attention(layer, q, k, v)
+        out = torch.empty_like(q)
+        for prompt in self._later:
+            out[prompt.rows] = prompt.attend(layer, spec, q[prompt.rows])
+        if self._fresh is not None:
+            rows = self._fresh
+            out[rows] = self._attention(layer, q[rows], k[rows], v[rows])
         return out
 
 
@@ -105,11 +151,14 @@ class _PromptRows:
         self._device = device
         self._bias: dict[tuple[int, int | None], Tensor] = {}
 
-    def attend(self, layer: int, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (T, H, D), k and v (T, K, D) to (T, H, D)."""
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Put k and v (T, K, D) into the span."""
+        self._span.keys[layer, :, self._past : self._stop] = k.transpose(0, 1)
+        self._span.values[layer, :, self._past : self._stop] = v.transpose(0, 1)
+
+    def attend(self, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        """q (T, H, D) to (T, H, D), over what the span holds."""
         keys, values = self._span.keys[layer], self._span.values[layer]
-        keys[:, self._past : self._stop] = k.transpose(0, 1)
-        values[:, self._past : self._stop] = v.transpose(0, 1)
         first = 0 if spec.window is None else max(0, self._past - spec.window + 1)
         keys, values = keys[:, first : self._stop], values[:, first : self._stop]
         is_plain = self._past == 0 and (spec.window is None or self._stop <= spec.window)

@@ -20,22 +20,28 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from tinsmith.engine.base import Failure, SampleEvent, SampleJob, TokensSampled
+from tinsmith.engine.local import kernels
 from tinsmith.engine.local.choosing import NOT_FINITE
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.decoder import Decoder
+from tinsmith.engine.local.foreign import is_foreign
 from tinsmith.engine.local.kvcache import CacheShape, KVCache, Span
 from tinsmith.engine.local.lora import Adapter
-from tinsmith.engine.local.next_tokens import NextToken, next_tokens
+from tinsmith.engine.local.next_tokens import NextToken
 from tinsmith.engine.local.prefixes import Prefixes, shared_prefix
 from tinsmith.engine.local.sequences import Prefill, Request, Sequence
 from tinsmith.engine.local.stopping import Detokenize
 from tinsmith.engine.local.turn import Chunk, Turn
 from tinsmith.errors import ValidationError
+
+if TYPE_CHECKING:
+    from tinsmith.engine.local.decode_step import DecodeStep, DecodeTurn
 
 _log = logging.getLogger(__name__)
 
@@ -56,22 +62,25 @@ class Generator:
         detokenize: Detokenize | None = None,
         *,
         prefill_tokens: int | None = None,
+        use_graphs: bool = True,
     ) -> None:
         """`detokenize` is needed for stop strings only; it must keep special tokens.
 
         `prefill_tokens` is the most prompt tokens in one turn: 256 on the CPU, where they take
-        about as long as a turn should, and 2048 on CUDA.
+        about as long as a turn should, and 8192 on CUDA. Without `use_graphs` the kernels of a
+        step on CUDA are launched one by one.
         """
         self._decoder = decoder
         self._detokenize = detokenize
         self._is_deterministic = config.deterministic
         self._max_running = config.max_running_samples
         is_cuda = decoder.device.type == "cuda"
-        self._prefill_tokens = prefill_tokens or (2048 if is_cuda else 256)
+        self._prefill_tokens = prefill_tokens or (8192 if is_cuda else 256)
         self._prefixes = Prefixes()
         shape = CacheShape.of(decoder.config, decoder.device, decoder.dtype)
         max_bytes = config.kv_cache_bytes or _default_cache_bytes(decoder.device)
         self._cache = KVCache(shape, max_bytes, self._drop_oldest_prefix)
+        self._step = _decode_step(decoder, config, use_graphs)
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Prefill] = deque()
         self._prefilling: list[Prefill] = []
@@ -125,6 +134,8 @@ class Generator:
 
     def forget(self, adapter: Adapter) -> None:
         """Drop what the cache remembers of an adapter, before its weights go away or change."""
+        if self._step is not None:
+            self._step.forget(adapter)
         for span in self._prefixes.forget(adapter):
             self._cache.drop_span(span)
 
@@ -170,7 +181,7 @@ class Generator:
         if self._is_deterministic or prefill.reusable < _WORTH_WAITING_FOR:
             return False
         for other in self._prefilling:
-            if other.request.adapter is not adapter:
+            if other.request.adapter is not adapter or other.first_token != prefill.first_token:
                 continue
             shared = min(shared_prefix(other.tokens, tokens), prefill.reusable)
             if shared >= _WORTH_WAITING_FOR and 2 * shared >= other.num_left:
@@ -265,15 +276,21 @@ class Generator:
 
     # One turn
 
-    def _turns(self) -> Iterator[Turn]:
+    def _turns(self) -> Iterator[Turn | DecodeTurn]:
         if self._is_deterministic:
             for sequence in list(self._running):
                 if sequence.slot is not None:
                     yield Turn(self._decoder, [], [sequence])
             for chunk in self._chunks()[:1]:
                 yield Turn(self._decoder, [chunk], [])
-        elif self._running or self._prefilling:
-            yield Turn(self._decoder, self._chunks(), list(self._running))
+        elif self._step is None:
+            if self._running or self._prefilling:
+                yield Turn(self._decoder, self._chunks(), list(self._running))
+        else:
+            if self._running:
+                yield self._step.turn(list(self._running))
+            if self._prefilling:
+                yield Turn(self._decoder, self._chunks(), [])
 
     def _chunks(self) -> list[Chunk]:
         """Which prompt tokens are read in this turn.
@@ -296,14 +313,14 @@ class Generator:
         chunks[oldest] += min(oldest.num_left - chunks[oldest], budget)
         return [Chunk(prefill, num_tokens) for prefill, num_tokens in chunks.items() if num_tokens]
 
-    def _run(self, turn: Turn) -> None:
+    def _run(self, turn: Turn | DecodeTurn) -> None:
         with self._failing(*turn.requests):
             turn.run()
-            for chunk in turn.chunks:
-                self._score(turn, chunk)
-            for logits, deciding in turn.next_logits():
-                for choice in next_tokens(logits, deciding):
-                    self._take(choice)
+            if isinstance(turn, Turn):
+                for chunk in turn.chunks:
+                    self._score(turn, chunk)
+            for choice in turn.next_tokens():
+                self._take(choice)
             self._settle(turn)
 
     def _score(self, turn: Turn, chunk: Chunk) -> None:
@@ -334,7 +351,7 @@ class Generator:
             )
             self._events.append((job.job_id, event))
 
-    def _settle(self, turn: Turn) -> None:
+    def _settle(self, turn: Turn | DecodeTurn) -> None:
         """Move on what the turn has finished."""
         for chunk in turn.chunks:
             if not chunk.prefill.num_left and chunk.prefill in self._prefilling:
@@ -420,6 +437,19 @@ class Generator:
             return False
         self._cache.drop_span(span)
         return True
+
+
+def _decode_step(
+    decoder: Decoder, config: LocalEngineConfig, use_graphs: bool
+) -> DecodeStep | None:
+    """The quick way to decode, where it can be used."""
+    is_usable = kernels.are_usable(decoder.unembedding) and not is_foreign(decoder.config)
+    if not is_usable or config.deterministic:
+        return None
+    from tinsmith.engine.local.decode_step import DecodeStep
+
+    use_graphs = use_graphs and decoder.device.type == "cuda"
+    return DecodeStep(decoder, config.max_running_samples, use_graphs=use_graphs)
 
 
 def _default_cache_bytes(device: torch.device) -> int:

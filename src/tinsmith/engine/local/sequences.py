@@ -51,6 +51,10 @@ class Request:
         self.seed = fresh_seed() if job.params.seed is None else job.params.seed % 2**64
         self.scores = PromptScores(job, self.prompt, self.seed)
         self.num_cache_hits = 0
+        params = job.params
+        is_cut = 0 < params.top_k < config.vocab_size or params.top_p < 1.0
+        self.draws_whole = job.topk_sample_logprobs <= 0 and not (is_cut and params.temperature > 0)
+        """Whether each token is drawn from the whole distribution and nothing more is asked."""
         self.sequences = [
             Sequence(self, index, StopWatch(self.rule, detokenize, self.prompt.tolist()))
             for index in range(job.num_samples)
@@ -141,6 +145,7 @@ class Prefill:
             (sequence,) = sequences
             sampled = np.array(sequence.tokens, dtype=request.prompt.dtype)
             self.tokens = np.concatenate([request.prompt, sampled])
+        self.first_token = int(self.tokens[0])
         self.span: Span | None = None
         self.num_done = 0
 

@@ -22,6 +22,7 @@ from tinsmith.engine.local.cached_attention import (
 from tinsmith.engine.local.decoder import Decoder
 from tinsmith.engine.local.kvcache import Slab, Span
 from tinsmith.engine.local.lora import Adapter, AdapterSegments
+from tinsmith.engine.local.next_tokens import NextToken, next_tokens
 from tinsmith.engine.local.sequences import Prefill, Request, Sequence
 
 _LOGITS_NUMBERS = 1 << 25
@@ -72,9 +73,7 @@ class Turn:
     @property
     def requests(self) -> list[Request]:
         """Whose work this is, each once."""
-        owners = [chunk.prefill.request for chunk in self.chunks]
-        owners += [sequence.request for sequence in self.running]
-        return list(dict.fromkeys(owners))
+        return requests_of(self.chunks, self.running)
 
     def run(self) -> None:
         """The forward pass. The cache then holds the turn's tokens."""
@@ -105,8 +104,8 @@ class Turn:
         for part in _parts(wanted, self._max_logit_rows):
             yield part.start, self._logits(np.arange(part.start, part.stop) + shift)
 
-    def next_logits(self) -> Iterator[tuple[Tensor, list[list[Sequence]]]]:
-        """Logits (M, V), and for each row the sequences whose next token they decide."""
+    def next_tokens(self) -> Iterator[NextToken]:
+        """The choices for all sequences whose next token this turn decides."""
         deciding = [(row, [sequence]) for sequence, row in self._row_of.items()]
         deciding += [
             (rows.stop - 1, prefill.sequences)
@@ -116,7 +115,8 @@ class Turn:
         deciding.sort(key=lambda item: item[0])
         for part in _parts(range(len(deciding)), self._max_logit_rows):
             chosen = deciding[part.start : part.stop]
-            yield self._logits(np.array([row for row, _ in chosen])), [who for _, who in chosen]
+            logits = self._logits(np.array([row for row, _ in chosen]))
+            yield from next_tokens(logits, [who for _, who in chosen])
 
     @property
     def _max_logit_rows(self) -> int:
@@ -153,6 +153,13 @@ class Turn:
             part.num_own.append(slot.num_tokens)
             part.num_shared.append(0 if span is None else span.num_tokens)
         return list(parts.values())
+
+
+def requests_of(chunks: list[Chunk], running: list[Sequence]) -> list[Request]:
+    """The requests behind some work, each once."""
+    owners = [chunk.prefill.request for chunk in chunks]
+    owners += [sequence.request for sequence in running]
+    return list(dict.fromkeys(owners))
 
 
 def _slot_row(sequence: Sequence) -> int:

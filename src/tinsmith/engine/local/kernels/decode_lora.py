@@ -1,0 +1,228 @@
+"""Triton kernels that add many adapters' parts to the products of a decoding step.
+
+Rows of one adapter lie together and are cut into tiles of sixteen; a tile belongs to one adapter,
+so no row ever meets another adapter's numbers. Like the cache (`decode_attention`), adapters are
+found by address: a table on the device names, for each adapter slot and projection, where A and
+the modules' B lie. Tiles and tables change between steps, a captured graph stays valid.
+
+`adapted_linear` does the same in plain torch and is the reference.
+
+Shapes: B rows, T tiles, R the largest rank rounded up, P projections.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinsmith.engine.local.families import Projection
+
+TILE_ROWS = 16
+MAX_MODULES = 3
+"""Modules that share one product: queries, keys and values."""
+
+NUM_ADDRESSES = 1 + MAX_MODULES
+"""A, and the B of each module."""
+
+NUM_TILE_FIELDS = 3
+_FIRST = tl.constexpr(0)
+_COUNT = tl.constexpr(1)
+_SLOT = tl.constexpr(2)
+
+_BLOCK_INPUTS = 128
+_INPUTS_PER_SPLIT = 256
+_MAX_SPLITS = 16
+_BLOCK_OUTPUTS = 128
+
+
+def add_adapters(
+    y: Tensor,
+    x: Tensor,
+    tiles: Tensor,
+    addresses: Tensor,
+    facts: Tensor,
+    index: int,
+    projection: Projection,
+    *,
+    max_rank: int,
+    is_aligned: bool,
+) -> None:
+    """Add scale · (x Aᵀ) Bᵀ to y (B, outputs) for every tile, each with its adapter's A and B.
+
+    `tiles` (NUM_TILE_FIELDS, T) int64: first row, number of rows (zero for none), adapter slot.
+    `addresses` (slots, P, NUM_ADDRESSES) int64, zero where an adapter leaves projection `index`
+    as it is. `facts` (slots, 2) float32: rank and scale. `is_aligned` promises that every address
+    is a multiple of 16 bytes and every rank one of 8.
+    """
+    num_tiles = tiles.shape[1]
+    num_modules, inputs = len(projection.modules), projection.inputs
+    splits = min(_MAX_SPLITS, max(1, inputs // _INPUTS_PER_SPLIT))
+    per_split = triton.cdiv(triton.cdiv(inputs, splits), _BLOCK_INPUTS) * _BLOCK_INPUTS
+    inner = torch.empty(splits, len(x), num_modules, max_rank, device=x.device, dtype=torch.float32)
+    _shrink_kernel[(num_tiles, num_modules, splits)](
+        x,
+        inner,
+        tiles,
+        addresses,
+        facts,
+        index,
+        addresses.shape[1],
+        tiles.stride(0),
+        len(x),
+        INPUTS=inputs,
+        MODULES=num_modules,
+        RANK=max_rank,
+        PER_SPLIT=per_split,
+        BLOCK=_BLOCK_INPUTS,
+        IS_ALIGNED=is_aligned and inputs % 8 == 0,
+        num_warps=4,
+    )
+    outputs = (*projection.outputs, 0, 0)[:MAX_MODULES]
+    num_blocks = sum(triton.cdiv(size, _BLOCK_OUTPUTS) for size in outputs)
+    _expand_kernel[(num_tiles, num_blocks)](
+        y,
+        inner,
+        tiles,
+        addresses,
+        facts,
+        index,
+        addresses.shape[1],
+        tiles.stride(0),
+        len(x),
+        OUTPUTS_0=outputs[0],
+        OUTPUTS_1=outputs[1],
+        OUTPUTS_2=outputs[2],
+        MODULES=num_modules,
+        RANK=max_rank,
+        SPLITS=splits,
+        BLOCK=_BLOCK_OUTPUTS,
+        IS_ALIGNED=is_aligned,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["index"])
+def _shrink_kernel(
+    x,
+    inner,
+    tiles,
+    addresses,
+    facts,
+    index,
+    num_projections,
+    tile_stride,
+    num_rows,
+    INPUTS: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
+    """x Aᵀ of one tile, one module and one share of the inputs."""
+    tile = tiles + tl.program_id(0)
+    module = tl.program_id(1)
+    split = tl.program_id(2)
+    count = tl.load(tile + _COUNT * tile_stride)
+    if count == 0:
+        return
+    slot = tl.load(tile + _SLOT * tile_stride)
+    address = tl.load(addresses + (slot * num_projections + index) * 4)
+    if address == 0:
+        return
+    rank = tl.load(facts + slot * 2).to(tl.int32)
+    dtype = x.dtype.element_ty
+    base = address.to(tl.pointer_type(dtype))
+    if IS_ALIGNED:
+        base = tl.multiple_of(base, 16)
+    member = tl.arange(0, 16)
+    row = tl.load(tile + _FIRST * tile_stride) + member
+    rank_row = tl.arange(0, RANK)
+    column = tl.arange(0, BLOCK)
+    a = base + (module * rank + rank_row)[:, None] * INPUTS
+    source = x + row[:, None] * INPUTS
+    sums = tl.zeros([16, RANK], tl.float32)
+    for first in range(0, PER_SPLIT, BLOCK):
+        at = split * PER_SPLIT + first + column
+        is_in = (at < INPUTS)[None, :]
+        left = tl.load(source + at[None, :], mask=is_in & (member < count)[:, None], other=0.0)
+        right = tl.load(a + at[None, :], mask=is_in & (rank_row < rank)[:, None], other=0.0)
+        sums = tl.dot(left, tl.trans(right), sums, input_precision="ieee")
+    target = inner + ((split * num_rows + row) * MODULES + module)[:, None] * RANK
+    tl.store(target + rank_row[None, :], sums, mask=(member < count)[:, None])
+
+
+@triton.jit(do_not_specialize=["index"])
+def _expand_kernel(
+    y,
+    inner,
+    tiles,
+    addresses,
+    facts,
+    index,
+    num_projections,
+    tile_stride,
+    num_rows,
+    OUTPUTS_0: tl.constexpr,
+    OUTPUTS_1: tl.constexpr,
+    OUTPUTS_2: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
+    """Add scale · inner Bᵀ to one block of outputs of one module, for one tile."""
+    tile = tiles + tl.program_id(0)
+    block = tl.program_id(1)
+    count = tl.load(tile + _COUNT * tile_stride)
+    if count == 0:
+        return
+    module = 0
+    left = 0
+    size = OUTPUTS_0
+    if MODULES > 1:
+        blocks_before = (OUTPUTS_0 + BLOCK - 1) // BLOCK
+        if block >= blocks_before:
+            block -= blocks_before
+            module += 1
+            left += OUTPUTS_0
+            size = OUTPUTS_1
+            if MODULES > 2:
+                blocks_before = (OUTPUTS_1 + BLOCK - 1) // BLOCK
+                if block >= blocks_before:
+                    block -= blocks_before
+                    module += 1
+                    left += OUTPUTS_1
+                    size = OUTPUTS_2
+    slot = tl.load(tile + _SLOT * tile_stride)
+    address = tl.load(addresses + (slot * num_projections + index) * 4 + 1 + module)
+    if address == 0:
+        return
+    rank = tl.load(facts + slot * 2).to(tl.int32)
+    scale = tl.load(facts + slot * 2 + 1)
+    dtype = y.dtype.element_ty
+    base = address.to(tl.pointer_type(dtype))
+    if IS_ALIGNED:
+        base = tl.multiple_of(base, 16)
+        rank = tl.multiple_of(rank, 8)
+    member = tl.arange(0, 16)
+    row = tl.load(tile + _FIRST * tile_stride) + member
+    is_row = (member < count)[:, None]
+    rank_row = tl.arange(0, RANK)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    low = tl.zeros([16, RANK], tl.float32)
+    for split in range(SPLITS):
+        source = inner + ((split * num_rows + row) * MODULES + module)[:, None] * RANK
+        low += tl.load(source + rank_row[None, :], mask=is_row, other=0.0)
+    b = base + column[:, None] * rank + rank_row[None, :]
+    is_b = (column < size)[:, None] & (rank_row < rank)[None, :]
+    weight = tl.load(b, mask=is_b, other=0.0)
+    added = tl.dot((low * scale).to(dtype), tl.trans(weight), input_precision="ieee")
+    width = OUTPUTS_0 + OUTPUTS_1 + OUTPUTS_2
+    target = y + row[:, None] * width + (left + column)[None, :]
+    is_out = is_row & (column < size)[None, :]
+    before = tl.load(target, mask=is_out, other=0.0).to(tl.float32)
+    tl.store(target, (before + added).to(dtype), mask=is_out)

@@ -1,0 +1,213 @@
+"""The decoding step on a GPU: its kernels against plain torch, and graphs against launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tinsmith.engine.base import SampleJob
+from tinsmith.engine.local.cached_attention import CachedAttention, SharedPrompt, SlabRows
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.decoder import Decoder
+from tinsmith.engine.local.families import AttentionSpec, DecoderConfig
+from tinsmith.engine.local.generation import Generator
+from tinsmith.engine.local.kvcache import CacheShape, Slab, Span
+from tinsmith.engine.local.lora import Adapter, AdapterPool
+from tinsmith.types import ModelInput, SampleResponse, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+HEAD_DIM = 32
+CUDA = LocalEngineConfig(device="cuda")
+
+
+def job_of(number: int, **params: Any) -> SampleJob:
+    tokens = np.random.default_rng(number).integers(3, 97, 5 + number).tolist()
+    return SampleJob(
+        job_id=str(number),
+        base_model="tiny",
+        sampler_id=None,
+        prompt=ModelInput.from_ints(tokens),
+        params=SamplingParams(**{"stop": [], "max_tokens": 30, "seed": number, **params}),
+        num_samples=1 + number % 3,
+    )
+
+
+def sample(generator: Generator, jobs: list[tuple[SampleJob, Adapter | None]]) -> dict[str, Any]:
+    for job, adapter in jobs:
+        generator.submit(job, adapter)
+    found: dict[str, Any] = {}
+    while generator.busy:
+        for job_id, event in generator.step():
+            assert isinstance(event, SampleResponse), event
+            found[job_id] = [(s.tokens, s.logprobs) for s in event.sequences]
+    return found
+
+
+@pytest.fixture
+def decoder(cuda: torch.device, model_folder: Callable[[str], Path]) -> Decoder:
+    return Decoder.load(model_folder("qwen3"), device=cuda)
+
+
+def mixed_jobs(
+    decoder: Decoder, new_adapter: Callable[..., Adapter], count: int
+) -> list[tuple[SampleJob, Adapter | None]]:
+    """Each job under another adapter, of several ranks and parts; some under none."""
+    pool = AdapterPool(decoder.config, decoder.device, decoder.dtype)
+    jobs: list[tuple[SampleJob, Adapter | None]] = []
+    for number in range(count):
+        adapter = None
+        if number % 4:
+            rank = (3, 8, 16, 40)[number % 4]
+            adapter = new_adapter(
+                decoder, pool=pool, fill_seed=number, rank=rank, train_mlp=bool(number % 3)
+            )
+        cut = {"top_p": 0.9} if number % 5 == 1 else {"temperature": 0.0} if number % 5 == 2 else {}
+        jobs.append((job_of(number, **cut), adapter))
+    return jobs
+
+
+def test_captured_steps_give_what_launched_ones_give(
+    decoder: Decoder, new_adapter: Callable[..., Adapter]
+) -> None:
+    jobs = mixed_jobs(decoder, new_adapter, 9)
+    captured = sample(Generator(decoder, CUDA), jobs)
+    assert captured == sample(Generator(decoder, CUDA, use_graphs=False), jobs)
+
+
+def test_more_sequences_and_adapters_than_one_step_has_room_for(
+    decoder: Decoder, new_adapter: Callable[..., Adapter]
+) -> None:
+    """Adapters with a row each leave no spare tiles, and take over one another's slots."""
+    jobs = mixed_jobs(decoder, new_adapter, 40)
+    together = sample(Generator(decoder, CUDA), jobs)
+    generator = Generator(decoder, LocalEngineConfig(device="cuda", max_running_samples=4))
+    for job, adapter in jobs[:12]:
+        (alone,) = sample(generator, [(job, adapter)]).values()
+        for (tokens, logprobs), (wanted, theirs) in zip(alone, together[job.job_id], strict=True):
+            # In float32 rounding may turn a choice, though rarely.
+            pairs = enumerate(zip(tokens, wanted, strict=True))
+            same = next((n for n, (left, right) in pairs if left != right), len(tokens))
+            assert same > 5
+            np.testing.assert_allclose(logprobs[:same], theirs[:same], atol=2e-4)
+
+
+@pytest.mark.parametrize("num_rows", [1, 300])
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(None, None), (20, None), (None, 5.0)], ids=["plain", "window", "cap"]
+)
+def test_attention_finds_what_plain_attention_finds(
+    cuda: torch.device, num_rows: int, window: int | None, softcap: float | None
+) -> None:
+    """One row splits its scan; many do not. Every third row shares a prompt."""
+    from tinsmith.engine.local.kernels.decode_attention import Heads, attend, num_splits
+
+    torch.manual_seed(0)
+    heads = Heads(6, 2, HEAD_DIM)
+    spec = AttentionSpec(scale=0.2, rope=None, window=window, softcap=softcap)
+    config: Any = DecoderConfig(
+        architecture="",
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=HEAD_DIM,
+        max_context_length=256,
+        norm_eps=1e-6,
+        layers=(spec, spec),
+    )
+    shape = CacheShape.of(config, cuda, torch.float32)
+    slab, span = Slab(shape, 128), Span(shape, 45)
+    slab.resize(num_rows)
+    for tensor in (slab.keys, slab.values, span.keys, span.values):
+        tensor.normal_()
+    own = [(37 * row) % 120 for row in range(num_rows)]
+    shares = [row % 3 == 0 for row in range(num_rows)]
+    qkv = torch.randn(num_rows, 10 * HEAD_DIM, device=cuda)
+    q, k, v = qkv.view(num_rows, 10, HEAD_DIM).split((6, 2, 2), dim=1)
+    part = SlabRows(slab, 0, list(range(num_rows)), own)
+    part.num_shared = [45 if is_shared else 0 for is_shared in shares]
+    part.prompts = [SharedPrompt(span, [row for row in range(num_rows) if shares[row]])]
+    # The plain form also writes the new keys and values, which the kernel then finds.
+    wanted = CachedAttention(config, cuda, [], [part])(1, q, k, v)
+
+    places = torch.zeros(10, num_rows + 3, dtype=torch.int64)
+    for row in range(num_rows):
+        step = slab.keys.stride(1) * 4
+        addresses = (slab.keys.data_ptr() + row * step, slab.values.data_ptr() + row * step)
+        strides = (slab.keys.stride(0), slab.keys.stride(2))
+        places[:5, row] = torch.tensor([*addresses, *strides, own[row]])
+        if shares[row]:
+            places[5:, row] = torch.tensor(
+                [span.keys.data_ptr(), span.values.data_ptr(), *span.keys.stride()[:2], 45]
+            )
+    padded = torch.cat([qkv, torch.randn(3, 10 * HEAD_DIM, device=cuda)])
+    assert (num_splits(num_rows + 3, 2) > 1) == (num_rows == 1)
+    found = attend(padded, places.to(cuda), spec, 1, heads)[:num_rows]
+    torch.testing.assert_close(found.view_as(wanted), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_and_gate_equal_the_plain_ones(cuda: torch.device, dtype: torch.dtype) -> None:
+    from tinsmith.engine.local import pointwise
+    from tinsmith.engine.local.kernels.decode_pointwise import add_norm, gate
+
+    torch.manual_seed(0)
+    x, y = (torch.randn(5, 600, device=cuda, dtype=dtype) for _ in range(2))
+    weight = torch.rand(600, device=cuda, dtype=dtype)
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {}
+    total = x + y
+    with torch.no_grad():
+        wanted = pointwise.rms_norm(total, weight, 1e-6)
+        found = add_norm(x, y, weight, 1e-6)
+        torch.testing.assert_close(x, total, rtol=0, atol=0)
+        torch.testing.assert_close(found, wanted, **tolerance)
+        torch.testing.assert_close(add_norm(x, None, weight, 1e-6), wanted, **tolerance)
+        for activation in ("silu", "gelu_tanh"):
+            wanted = pointwise.gate(y, activation)
+            torch.testing.assert_close(gate(y, activation), wanted, **tolerance)
+
+
+@pytest.mark.parametrize("rank", [3, 32])
+def test_each_tile_gets_its_own_adapters_part(cuda: torch.device, rank: int) -> None:
+    """Three tiles of two adapters, one of which leaves the projection alone; and padding."""
+    from tinsmith.engine.local.families import Projection
+    from tinsmith.engine.local.kernels.decode_lora import add_adapters
+
+    torch.manual_seed(0)
+    outputs = (130, 64, 64)
+    projection = Projection(
+        layer=0, name="qkv", part="attn", inputs=600, modules=("q", "k", "v"), outputs=outputs
+    )
+    a = torch.randn(3 * rank, 600, device=cuda)
+    b = [torch.randn(size, rank, device=cuda) for size in outputs]
+    addresses = torch.zeros(4, 2, 4, dtype=torch.int64)
+    addresses[2, 1] = torch.tensor([a.data_ptr(), *(part.data_ptr() for part in b)])
+    facts = torch.tensor([[0.0, 0.0], [8.0, 9.0], [rank, 0.5], [0.0, 0.0]], device=cuda)
+    tiles = torch.tensor([[2, 18, 21, 0], [16, 3, 4, 0], [2, 2, 1, 0]], device=cuda)
+    x, y = torch.randn(30, 600, device=cuda), torch.randn(30, sum(outputs), device=cuda)
+    wanted = y.clone()
+    rows = slice(2, 21)
+    parts: list[Tensor] = [
+        0.5 * (x[rows] @ a_of.t()) @ b_of.t() for a_of, b_of in zip(a.split(rank), b, strict=True)
+    ]
+    wanted[rows] += torch.cat(parts, dim=1)
+    add_adapters(
+        y,
+        x,
+        tiles,
+        addresses.to(cuda),
+        facts,
+        1,
+        projection,
+        max_rank=max(16, rank),
+        is_aligned=rank % 8 == 0,
+    )
+    torch.testing.assert_close(y, wanted, atol=1e-3, rtol=1e-4)
