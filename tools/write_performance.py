@@ -148,7 +148,7 @@ SECTIONS: dict[str, list[Target]] = {
         Target(
             "64 at once over 8 at once, tokens/s",
             "sampling",
-            lambda r: r["64"]["decode_tokens_per_s"] / r["8"]["decode_tokens_per_s"],
+            lambda r: r["64"]["tokens_per_s"] / r["8"]["tokens_per_s"],
             3,
         ),
         _at_most(
@@ -182,13 +182,13 @@ for _shape, _rate, _tenants, _few, _many in (
         Target(
             "64 at once, tokens/s",
             f"sampling-cuda-{_shape}",
-            lambda r: r["64"]["decode_tokens_per_s"],
+            lambda r: r["64"]["tokens_per_s"],
             _few,
         ),
         Target(
             "256 at once, tokens/s",
             f"sampling-cuda-{_shape}",
-            lambda r: r["256"]["decode_tokens_per_s"],
+            lambda r: r["256"]["tokens_per_s"],
             _many,
         ),
         _at_most(
