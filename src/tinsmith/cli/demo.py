@@ -32,6 +32,9 @@ _MODEL_BYTES = 750 * 1024**2
 _RUN_BYTES = 300 * 1024**2
 _NEEDED = ("torch", "transformers", "gguf", "safetensors", "starlette", "uvicorn", "sqlalchemy")
 
+_SERVER_OPTIONS = ("--engine", "local", "--device", "cpu", "--set", "disk_patience_seconds=3")
+"""Somebody is watching: a full disk is told at once, not waited for."""
+
 
 @dataclass
 class Story:
@@ -131,9 +134,7 @@ def _run(folder: Path, port: int, steps: int, seed: int, progress: Progress) -> 
     key, _ = keyring.create(config, FIRST_OWNER, "demo", "made by tinsmith demo")
     with ExitStack() as stack:
         with progress.stage("starting a server"):
-            server = stack.enter_context(
-                serving(folder, port=port, options=["--engine", "local", "--device", "cpu"])
-            )
+            server = stack.enter_context(serving(folder, port=port, options=_SERVER_OPTIONS))
         story = _teach(server.url, key, model_folder, steps, seed, progress)
         with progress.stage("stopping the server"):
             stack.close()

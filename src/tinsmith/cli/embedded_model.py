@@ -77,3 +77,5 @@ def _fetch_in_child(connection: Connection) -> None:
         connection.send(("folder", str(model_folder(EMBEDDED_SOURCE, LocalEngineConfig(), tell))))
     except (TinkerError, OSError) as error:
         connection.send(("error", str(error)))
+    # All is said: from here on it may be ended on the spot.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

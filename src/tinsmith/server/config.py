@@ -88,6 +88,9 @@ class ServerConfig:
     gap_timeout_seconds: float = 600.0
     """How long an operation waits for one with a lower number that has not arrived."""
 
+    disk_patience_seconds: float = 600.0
+    """How long a save waits for room on a full disk before it fails."""
+
     session_timeout_seconds: float = 900.0
     """After this long without a sign of life a session's models are put on disk."""
 

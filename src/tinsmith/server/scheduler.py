@@ -48,9 +48,6 @@ _HOUSEKEEPING_SECONDS = 1.0
 _STORE_PAUSE_SECONDS = 1.0
 """How long an operation waits before it asks a store again that could not be used."""
 
-_DISK_PATIENCE_SECONDS = 600.0
-"""How long a save waits for a disk that is full before it fails."""
-
 Claim = tuple[LiveModel, Operation]
 
 
@@ -352,7 +349,7 @@ class Scheduler:
         except (StoreUnavailableError, DiskTroubleError) as error:
             await self._wait_for_store(error)
             operation.disk_troubles += isinstance(error, DiskTroubleError)
-            if operation.disk_troubles * _STORE_PAUSE_SECONDS >= _DISK_PATIENCE_SECONDS:
+            if operation.disk_troubles * _STORE_PAUSE_SECONDS >= self._config.disk_patience_seconds:
                 self._endings.end(
                     model, operation, failed(operation, Failure(str(error), "server"))
                 )
