@@ -196,4 +196,4 @@ def test_an_archive_is_kept_only_if_it_may_still_be_of_use(
     stub.on("/tar", Answer(200, b"archive"))
     with pytest.raises(type(error)):
         rest.download_checkpoint("tinker://r/weights/x", tmp_path / "x").result(10)
-    assert [path.name for path in tmp_path.iterdir()] == (["x.tar"] if is_kept else [])
+    assert [path.name for path in tmp_path.iterdir()] == ([".x.download.tar"] if is_kept else [])
