@@ -32,7 +32,7 @@ def _run(*, seconds: int, beside: str | None = None) -> dict[str, Any]:
         command += ["--beside", beside, "--set", "key_max_requests_per_second=200"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)["result"]
     return found
 
 
