@@ -130,7 +130,7 @@ SECTIONS: dict[str, list[Target]] = {
             1.6,
         ),
         _at_most(
-            "64 resident adapters, memory over their own",
+            "resident adapters, memory over their own",
             "tenants",
             lambda r: r["resident"]["ratio"],
             1.0,
