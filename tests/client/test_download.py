@@ -13,7 +13,7 @@ import pytest
 from scripted_server import Answer, Recorded
 
 from tinsmith.client.archive import confined
-from tinsmith.client.download import Progress, stated_sha256
+from tinsmith.client.download import Progress, stated_sha256, unfinished
 from tinsmith.client.rest import RestClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import APIStatusError, TinkerError, ValidationError
@@ -30,6 +30,13 @@ def rest(stub: Any, service: ServiceClient) -> RestClient:
     stub.on("/files/c", Answer(200, {"rank": 8}))
     stub.on("/files/model", serve)
     return RestClient(service._rest_connection())
+
+
+def begun(folder: Path) -> Path:
+    """What an earlier process has left of the same download."""
+    beside = unfinished(folder, PATH)
+    beside.mkdir()
+    return beside
 
 
 def serve(request: Recorded) -> Answer:
@@ -65,18 +72,33 @@ def test_a_broken_download_is_continued(stub: Any, rest: RestClient, tmp_path: P
 def test_a_part_of_an_earlier_process_is_continued(
     stub: Any, rest: RestClient, tmp_path: Path
 ) -> None:
-    (tmp_path / "model.safetensors.part").write_bytes(CONTENT[:1000])
+    (begun(tmp_path) / "model.safetensors.part").write_bytes(CONTENT[:1000])
+    stub.on("/files/c", Answer(403), Answer(200, {"rank": 8}))
+    with pytest.raises(APIStatusError):
+        rest.download_checkpoint(PATH, tmp_path).result(10)
+    assert not list(tmp_path.iterdir()), "nothing appears before everything is there"
     rest.download_checkpoint(PATH, tmp_path).result(10)
     assert (tmp_path / "model.safetensors").read_bytes() == CONTENT
     assert stub.seen("/files/model")[0].headers["range"] == "bytes=1000-"
-    rest.download_checkpoint(PATH, tmp_path).result(10)
     assert stub.count("/files/model") == 1, "what is whole is not fetched again"
+    with pytest.raises(ValidationError, match="already"):
+        rest.download_checkpoint(PATH, tmp_path).result(10)
+
+
+def test_what_is_left_of_another_checkpoint_is_not_continued(
+    stub: Any, rest: RestClient, tmp_path: Path
+) -> None:
+    other = unfinished(tmp_path, "tinker://r/external_weights/y")
+    other.mkdir()
+    (other / "model.safetensors").write_bytes(b"the other's weights")
+    rest.download_checkpoint(PATH, tmp_path).result(10)
+    assert (tmp_path / "model.safetensors").read_bytes() == CONTENT
 
 
 def test_a_server_that_cannot_continue_starts_again(
     stub: Any, rest: RestClient, tmp_path: Path
 ) -> None:
-    (tmp_path / "model.safetensors.part").write_bytes(b"something else")
+    (begun(tmp_path) / "model.safetensors.part").write_bytes(b"something else")
     stub.on("/files/model", Answer(416), Answer(200, CONTENT))
     rest.download_checkpoint(PATH, tmp_path).result(10)
     assert (tmp_path / "model.safetensors").read_bytes() == CONTENT
@@ -87,7 +109,7 @@ def test_a_damaged_file_is_not_kept(stub: Any, rest: RestClient, tmp_path: Path)
     stub.on("/files/model", Answer(200, b"damaged", good))
     with pytest.raises(TinkerError, match="damaged on its way"):
         rest.download_checkpoint(PATH, tmp_path).result(10)
-    assert not list(tmp_path.glob("model*"))
+    assert not list(tmp_path.iterdir())
     stub.on("/files/model", Answer(200, CONTENT, good))
     rest.download_checkpoint(PATH, tmp_path).result(10)
 
@@ -115,7 +137,7 @@ def test_a_part_that_does_not_fit_is_not_continued(
     stub: Any, rest: RestClient, tmp_path: Path
 ) -> None:
     """A server that answers with another range than the one asked for would damage the file."""
-    (tmp_path / "model.safetensors.part").write_bytes(CONTENT[:1000])
+    (begun(tmp_path) / "model.safetensors.part").write_bytes(CONTENT[:1000])
     other = {"content-range": f"bytes 500-{len(CONTENT) - 1}/{len(CONTENT)}"}
     stub.on("/files/model", Answer(206, CONTENT[500:], other), Answer(200, CONTENT))
     rest.download_checkpoint(PATH, tmp_path).result(10)
@@ -196,4 +218,6 @@ def test_an_archive_is_kept_only_if_it_may_still_be_of_use(
     stub.on("/tar", Answer(200, b"archive"))
     with pytest.raises(type(error)):
         rest.download_checkpoint("tinker://r/weights/x", tmp_path / "x").result(10)
-    assert [path.name for path in tmp_path.iterdir()] == ([".x.download.tar"] if is_kept else [])
+    assert [path.name for path in tmp_path.iterdir()] == (
+        [unfinished(tmp_path / "x", "tinker://r/weights/x").name] if is_kept else []
+    )

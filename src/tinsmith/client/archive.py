@@ -29,13 +29,18 @@ def extract(archive: Path, folder: Path) -> list[Path]:
     try:
         names = _unpack(archive, beside)
         beside.chmod(0o755)  # mkdtemp's is for the owner alone
-        if folder.exists():
-            folder.rmdir()
-        beside.rename(folder)
+        put_in_place(beside, folder)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
     return [folder / name for name in names]
+
+
+def put_in_place(beside: Path, folder: Path) -> None:
+    """Give a finished folder its name; an empty one of that name gives way."""
+    if folder.exists():
+        folder.rmdir()
+    beside.rename(folder)
 
 
 def check_free(folder: Path) -> None:

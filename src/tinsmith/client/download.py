@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinsmith.client.archive import check_free, confined, extract
+from tinsmith.client.archive import check_free, confined, extract, put_in_place
 from tinsmith.client.connection import Connection
 from tinsmith.errors import APIConnectionError, APIStatusError, TinkerError, ValidationError
 from tinsmith.transport.base import ConnectionClass, Request, Response
@@ -42,26 +42,36 @@ ProgressCallback = Callable[[Progress], None]
 
 async def download(
     connection: Connection,
+    source: str,
     urls: ExternalWeightsUrlsResponse,
     folder: Path,
     on_progress: ProgressCallback | None = None,
 ) -> list[Path]:
-    """Fetch every file into `folder`; returns where they are, in the order of the list."""
-    targets = {name: confined(folder, name) for name in urls.urls}
-    for name, target in targets.items():
-        if target.exists():
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        await _fetch(connection, urls.urls[name], name, target, on_progress)
-    return list(targets.values())
+    """Fetch every file of a checkpoint; they appear as `folder` when all are there.
+
+    Returns where they are, in the order of the list.
+    """
+    check_free(folder)
+    beside = unfinished(folder, source)
+    for name, url in urls.urls.items():
+        target = confined(beside, name)
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            await _fetch(connection, url, name, target, on_progress)
+    put_in_place(beside, folder)
+    return [confined(folder, name) for name in urls.urls]
 
 
 async def download_archive(
-    connection: Connection, url: str, folder: Path, on_progress: ProgressCallback | None = None
+    connection: Connection,
+    source: str,
+    url: str,
+    folder: Path,
+    on_progress: ProgressCallback | None = None,
 ) -> list[Path]:
-    """Fetch a tar archive and unpack it as `folder`; its files."""
+    """Fetch a tar archive of a checkpoint and unpack it as `folder`; its files."""
     check_free(folder)
-    tar = folder.with_name(f".{folder.name}.download.tar")
+    tar = unfinished(folder, source)
     if not tar.exists():
         tar.parent.mkdir(parents=True, exist_ok=True)
         await _fetch(connection, url, tar.name, tar, on_progress)
@@ -73,6 +83,13 @@ async def download_archive(
     # After any other failure, such as a full disk, the archive stays for the next attempt.
     _forget(tar)
     return files
+
+
+def unfinished(folder: Path, source: str) -> Path:
+    """Where a download to `folder` grows. What is left of one is continued for the same checkpoint
+    alone: two must never be mixed."""
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    return folder.with_name(f".{folder.name}.{digest}.download")
 
 
 async def _fetch(

@@ -215,8 +215,8 @@ class RestClient:
     ) -> AwaitableConcurrentFuture[list[Path]]:
         """Fetch the files of a checkpoint into a folder; the result is where they are.
 
-        An external checkpoint comes file by file, any other as an archive, if the service has one;
-        the folder then appears when everything is there, and must not have had files before. A
+        An external checkpoint comes file by file, any other as an archive, if the service has one.
+        The folder appears when everything is there, and must not have had files before. A
         download that broke off is continued. `on_progress` is called on the I/O thread.
         """
         parsed = _parsed(tinker_path)
@@ -225,7 +225,7 @@ class RestClient:
             urls = AwaitableConcurrentFuture(self.get_external_weights_urls(tinker_path))
 
             async def fetch() -> list[Path]:
-                return await download(self.holder, await urls, target, on_progress)
+                return await download(self.holder, tinker_path, await urls, target, on_progress)
         else:
             archive = self._get(
                 CheckpointArchiveUrlResponse,
@@ -235,7 +235,7 @@ class RestClient:
 
             async def fetch() -> list[Path]:
                 url = (await archive).url
-                return await download_archive(self.holder, url, target, on_progress)
+                return await download_archive(self.holder, tinker_path, url, target, on_progress)
 
         return self.holder.submit(fetch)
 
