@@ -228,7 +228,9 @@ def page() -> str:
     drawn = charts()
     lines += [f"![{text}](performance/{name}.svg)\n" for name, text in CHARTS if name in drawn]
     growth = newest("growth")
-    if growth is not None:
+    if growth is None:
+        lines += ["Against tokens, context, queued requests and stored runs: not measured.", ""]
+    else:
         used["growth"] = growth
         lines += ["| against | time grows as | memory grows as |", "|---|---|---|"]
         for name, curve in growth[1]["result"].items():

@@ -24,6 +24,9 @@ def test_a_generated_page_is_fresh(tool: str) -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.TARGET.read_text() == module.page()
+    charts = module.charts() if hasattr(module, "charts") else {}
+    for name, svg in charts.items():
+        assert (module.TARGET.with_suffix("") / f"{name}.svg").read_text() == svg, name
 
 
 def test_the_schema_is_a_valid_schema() -> None:
