@@ -198,7 +198,7 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
     keys: list[str] = []
 
     async def start(broken: str = "", **settings: Any) -> TestServer:
-        """`broken` is why no engine can be started."""
+        """With an engine that is up; `broken` is why none can be started."""
         config = build_config({"data_dir": tmp_path / "data", "hold_seconds": 0.5, **settings})
         store = open_store(config)
         await store.prepare()
@@ -224,6 +224,8 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
         service = Service(config, store, await store.secret("signing"), factory, Metrics())
         service.url = "http://server"
         await service.start()
+        if not broken:
+            await service.engines.get()  # tests look into `engines` at once
         servers.append(TestServer(service, keys[0], engines))
         return servers[-1]
 
