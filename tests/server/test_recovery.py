@@ -275,7 +275,7 @@ async def test_models_that_nobody_uses_are_forgotten_and_found_again(server: Tes
     live = await server.service.models.get(model)
     assert live is not None
     live.wants_unload = True
-    server.service.scheduler.wake()
+    server.service.scheduler.wake_all()
     await server.until(lambda: live.is_idle(server.service.engines.generation))
     server.service.models.forget_idle(server.service.engines.generation, live.last_used_at + 1)
     assert len(server.service.models) == 0

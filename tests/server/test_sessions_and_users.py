@@ -159,7 +159,7 @@ async def test_a_silent_session_goes_to_disk_and_wakes_up_where_it_was(
     before = await api.loss(model, 3)
     await asyncio.sleep(0.3)
     await server.service.sessions.sweep()
-    server.service.scheduler.wake()
+    server.service.scheduler.wake_all()
     live = await server.service.models.get(model)
     assert live is not None
     await server.until(lambda: not live.generation)

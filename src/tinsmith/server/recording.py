@@ -28,7 +28,7 @@ class Recorder:
         store: Store,
         models: LiveModels,
         promises: Promises,
-        wake: Callable[[], None],
+        wake: Callable[[LiveModel], None],
         max_held_bytes: int,
     ) -> None:
         self._store = store
@@ -113,8 +113,9 @@ class Recorder:
                 return self._adopt(found, recorded)
             added = self._models.add(new_model)
             if added is None:
-                await self._models.get(operation.model_id)
-                self._wake()
+                found = await self._models.get(operation.model_id)
+                assert found is not None, "it was recorded with its model"
+                self._wake(found)
                 return operation.request_id
             model = added
         else:
@@ -142,7 +143,7 @@ class Recorder:
                 operation.model_id,
                 extra=operation.log_fields,
             )
-        self._wake()
+        self._wake(model)
         return operation.request_id
 
     def _adopt(self, model: LiveModel, recorded: OperationRecord) -> str:
@@ -150,11 +151,11 @@ class Recorder:
         the connection to the store was lost in the midst of it: then nobody has queued it."""
         if recorded.kind == REFUSED:
             model.queue.use_up(recorded.seq_id)
-            self._wake()
+            self._wake(model)
         elif recorded.status == "pending" and self._promises.get(recorded.request_id) is None:
             self._promises.open(recorded.request_id, recorded.owner)
             model.queue.put(Operation(recorded))
-            self._wake()
+            self._wake(model)
         return recorded.request_id
 
     def _operation(self, record: OperationRecord, request: object) -> Operation:

@@ -45,6 +45,9 @@ from tinsmith.server.store.base import Finish, Store, StoreUnavailableError
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_SECONDS = 1.0
+_SAVING_AT_ONCE = 2
+"""Snapshots under way at a time: the disk is also what every request waits for."""
+
 _STORE_PAUSE_SECONDS = 1.0
 """How long an operation waits before it asks a store again that could not be used."""
 
@@ -78,14 +81,22 @@ class Scheduler:
         self._config = config
         self._give_up = give_up
         self._wake = asyncio.Event()
+        self._awake: dict[LiveModel, None] = {}
+        """Models that may have something to do; all others are left out of the search for it."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_batch_running = False
         self._is_suspect_running = False
+        self._num_saving = 0
         self._turn_tokens = 0.0
-        engines.on_start(self.wake)
+        engines.on_start(self.wake_all)
 
-    def wake(self) -> None:
-        """Something may have become ready."""
+    def wake(self, model: LiveModel) -> None:
+        """Something of this model may have become ready."""
+        self._awake[model] = None
+        self._wake.set()
+
+    def wake_all(self) -> None:
+        self._awake.update(dict.fromkeys(self._models))
         self._wake.set()
 
     async def run(self) -> None:
@@ -97,6 +108,7 @@ class Scheduler:
             if time.monotonic() - watched_at >= _HOUSEKEEPING_SECONDS:
                 watched_at = time.monotonic()
                 self._watch_gaps()
+                self.wake_all()  # time alone makes snapshots due
             self._wake.clear()
             if self._engines.is_up:
                 self._start_ready()
@@ -111,7 +123,7 @@ class Scheduler:
     def _start_ready(self) -> None:
         if self._is_suspect_running:
             return
-        ready = [model for model in self._models if not model.is_busy]
+        ready = [model for model in self._awake if not model.is_busy]
         suspects = [model for model in ready if self._is_suspect(model)]
         if suspects:
             # Nothing new starts until what is under way is done and the suspects have run alone.
@@ -137,16 +149,27 @@ class Scheduler:
             claims = self._claim_passes(passes)
             self._is_batch_running = True
             self._start(self._run_passes(claims), *{model for model, _ in claims})
+        self._awake = {model: None for model in ready if self._is_waiting(model)}
+
+    def _is_waiting(self, model: LiveModel) -> bool:
+        """Whether the model has something to do that could not start yet."""
+        if model.is_busy:
+            return False
+        is_loaded = model.generation == self._engines.generation
+        return model.queue.head() is not None or (
+            is_loaded and (model.wants_unload or self._snapshots.is_due(model))
+        )
 
     def _work_of(self, model: LiveModel) -> Coroutine[Any, Any, None] | None:
         """What the model needs that concerns no other; None for a pass, a step, or nothing."""
         is_loaded = model.generation == self._engines.generation
+        may_save = is_loaded and self._num_saving < _SAVING_AT_ONCE
         head = model.queue.head()
-        if is_loaded and self._snapshots.is_due(model):
-            return self._take_snapshot(model)
+        if may_save and self._snapshots.is_due(model):
+            return self._save(self._take_snapshot(model))
         if head is None:
-            is_leaving = is_loaded and model.wants_unload and not len(model.queue)
-            return self._unload(model) if is_leaving else None
+            is_leaving = may_save and model.wants_unload and not len(model.queue)
+            return self._save(self._unload(model)) if is_leaving else None
         if head.seq_id > 0 and not is_loaded:
             return self._load(model)
         if head.is_pass or head.record.kind == "optim_step":
@@ -179,7 +202,6 @@ class Scheduler:
                 await work
         finally:
             self._is_suspect_running = False
-            self.wake()
 
     def _claim_passes(self, ready: list[LiveModel]) -> list[Claim]:
         """Passes for one batch, in fair turns, in order within each model."""
@@ -227,7 +249,12 @@ class Scheduler:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self.wake()
+        self._wake.set()
+
+    def _free(self, model: LiveModel) -> None:
+        """Nothing of the model is under way any more."""
+        model.is_busy = False
+        self.wake(model)
 
     async def _run_passes(self, claims: list[Claim]) -> None:
         unfinished = dict(enumerate(claims))
@@ -260,19 +287,18 @@ class Scheduler:
             for model, operation in unfinished.values():
                 self._put_back(model, operation, error)
                 model.num_claimed = 0
-                model.is_busy = False
+                self._free(model)
         except StoreUnavailableError as error:
             await self._wait_for_store(error)
             for model, operation in unfinished.values():
                 model.queue.put(operation)
                 model.num_claimed = 0
-                model.is_busy = False
+                self._free(model)
         except Exception as error:
             for model, operation in unfinished.values():
                 self._end_pass(model, operation, self._broken(model, operation, error))
         finally:
             self._is_batch_running = False
-            self.wake()
 
     def _still_loaded(self, claims: list[Claim], generation: int) -> list[Claim]:
         """The claims whose models are in this engine; the others go back, it died meanwhile."""
@@ -283,7 +309,7 @@ class Scheduler:
             else:
                 model.queue.put(operation)
                 model.num_claimed = 0
-                model.is_busy = False
+                self._free(model)
         return kept
 
     def _end_pass(self, model: LiveModel, operation: Operation, finish: Finish) -> None:
@@ -291,8 +317,7 @@ class Scheduler:
         model.num_claimed -= 1
         if model.num_claimed <= 0:
             # Its part of the batch is done: the step behind it need not wait for the others.
-            model.is_busy = False
-            self.wake()
+            self._free(model)
 
     async def _run_steps(self, claims: list[Claim]) -> None:
         engine, generation = await self._engines.get()
@@ -322,8 +347,7 @@ class Scheduler:
                 self._endings.end(model, operation, self._broken(model, operation, error))
         finally:
             for model, _ in unfinished:
-                model.is_busy = False
-            self.wake()
+                self._free(model)
 
     async def _run_single(self, model: LiveModel, operation: Operation) -> None:
         engine, generation = await self._engines.get()
@@ -362,8 +386,7 @@ class Scheduler:
         except Exception as error:
             self._endings.end(model, operation, self._broken(model, operation, error))
         finally:
-            model.is_busy = False
-            self.wake()
+            self._free(model)
 
     async def _load(self, model: LiveModel) -> None:
         engine, generation = await self._engines.get()
@@ -393,8 +416,19 @@ class Scheduler:
             problem = f"model {model.model_id} could not be loaded: {type(error).__name__}"
             self._fail_all(model, Failure(problem, "server"))
         finally:
-            model.is_busy = False
-            self.wake()
+            self._free(model)
+
+    def _save(self, work: Coroutine[Any, Any, None]) -> Coroutine[Any, Any, None]:
+        """That work, counted among what is being saved from now until it ends."""
+        self._num_saving += 1
+
+        async def save() -> None:
+            try:
+                await work
+            finally:
+                self._num_saving -= 1
+
+        return save()
 
     async def _take_snapshot(self, model: LiveModel) -> None:
         engine, generation = await self._engines.get()
@@ -410,8 +444,7 @@ class Scheduler:
             model.oldest_since_snapshot = time.time()
             model.steps_since_snapshot = model.bytes_since_snapshot = 0
         finally:
-            model.is_busy = False
-            self.wake()
+            self._free(model)
 
     async def _unload(self, model: LiveModel) -> None:
         """Put a model on disk and out of the engine's memory."""
@@ -429,8 +462,7 @@ class Scheduler:
         except Exception:
             logger.exception("unloading %s failed", model.model_id)
         finally:
-            model.is_busy = False
-            self.wake()
+            self._free(model)
 
     async def _make_room(self, engine: Engine, incoming: LiveModel) -> None:
         """Mark idle models for the disk, the longest idle first, where there are too many.
@@ -445,6 +477,7 @@ class Scheduler:
         idle = [m for m in loaded if not m.is_busy and not len(m.queue) and m is not incoming]
         for model in sorted(idle, key=lambda m: m.last_used_at)[: max(0, excess)]:
             model.wants_unload = True
+            self.wake(model)
 
     # Ending
 
@@ -497,5 +530,4 @@ class Scheduler:
         except StoreUnavailableError as error:
             await self._wait_for_store(error)
         finally:
-            model.is_busy = False
-            self.wake()
+            self._free(model)

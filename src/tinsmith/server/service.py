@@ -89,7 +89,7 @@ class Service:
             store,
             self.models,
             self.promises,
-            lambda: self.scheduler.wake(),
+            lambda model: self.scheduler.wake(model),
             config.max_queued_memory_bytes,
         )
         executor = Executor(store, self.weights, self.checkpoints, self.samplers, self.limits)

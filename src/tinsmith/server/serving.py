@@ -7,7 +7,6 @@ killed leaves nothing behind that the next one would have to clear away.
 from __future__ import annotations
 
 import fcntl
-import gc
 import logging
 import os
 import resource
@@ -26,6 +25,7 @@ from tinsmith.server.auth import create_key
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.connections import Connection
 from tinsmith.server.engines import EngineFactory
+from tinsmith.server.garbage import collected_rarely
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
 from tinsmith.server.store.sql import SqlStore, sqlite_url
@@ -33,7 +33,6 @@ from tinsmith.server.store.sql import SqlStore, sqlite_url
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_SECONDS = 35
-_GARBAGE_THRESHOLDS = (5_000, 10, 200)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FIRST_OWNER = "owner"
 
@@ -114,9 +113,9 @@ async def serve(config: ServerConfig, engine_factory: EngineFactory, announce: A
             backlog=65_535,
         )
         server = _Server(settings, service, lambda: announce(url, key))
-        _tune_collector()
         with _quiet_signals(server):
-            await server.serve(sockets=[listener])
+            async with collected_rarely():
+                await server.serve(sockets=[listener])
 
 
 def open_store(config: ServerConfig, metrics: Metrics | None = None) -> SqlStore:
@@ -174,14 +173,6 @@ def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _tune_collector() -> None:
-    """Look for garbage in cycles more rarely: with thousands of held questions there is much to
-    look through and little to find, and everybody waits meanwhile, a second for all of it."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GARBAGE_THRESHOLDS)
 
 
 def _listen(config: ServerConfig) -> socket.socket:

@@ -9,10 +9,8 @@ computed, so a user's mistake becomes a `Failure` and changes nothing. The proce
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +40,7 @@ from tinsmith.engine.local.models import BaseModels, device_of, dtype_of
 from tinsmith.engine.local.process import PassResults
 from tinsmith.engine.local.training import run_passes
 from tinsmith.errors import EngineError, ValidationError
+from tinsmith.memory import process_bytes
 from tinsmith.types import LoraConfig
 
 logger = logging.getLogger(__name__)
@@ -358,7 +357,4 @@ def _memory_bytes(device: torch.device) -> int:
     """Memory in use on the device; on the CPU, this process's."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    with contextlib.suppress(OSError):
-        num_pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return num_pages * resource.getpagesize()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return process_bytes()

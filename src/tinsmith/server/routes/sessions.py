@@ -73,7 +73,7 @@ async def finish_session(service: Service, caller: Caller, request: Request) -> 
     body = await read_body(service, request)
     message = dialects.decode(FinishSessionRequest, body, service.limits)
     await service.sessions.finish(session, message.reason.type, message.detail)
-    service.scheduler.wake()
+    service.scheduler.wake_all()
     return nothing()
 
 

@@ -151,7 +151,7 @@ async def unload_model(service: Service, caller: Caller, request: Request) -> Re
     message = dialects.decode(UnloadModelRequest, body, service.limits)
     model = await owned_model(service, caller, message.model_id)
     model.wants_unload = True
-    service.scheduler.wake()
+    service.scheduler.wake(model)
     # The request has no number, so it is no part of the log: its promise is kept right away.
     operation = OperationRecord(
         request_id=uuid.uuid4().hex,

@@ -2,9 +2,10 @@
 
 A commit that reaches the disk takes milliseconds however little it holds. So writes queue up
 while one commit is under way, and the next carries all of them; each caller is answered after the
-commit that contains its write. A write that contradicts what is there takes back only itself (a
-savepoint). When the database is in trouble (a full disk, a lost connection) it may have taken back
-everything without saying so: then the whole batch has failed, and every caller hears it.
+commit that contains its write. When one contradicts what is there, which is rare, all are taken
+back and carried out again, each behind a savepoint of its own, so that only the culprit fails. When
+the database is in trouble (a full disk, a lost connection) it may have taken back everything
+without saying so: then the whole batch has failed, and every caller hears it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ _MAX_WRITES_PER_COMMIT = 512
 
 Write = Callable[[sa.Connection], Any]
 Batch = list[tuple[Write, Future[Any]]]
+Done = list[tuple[Future[Any], Any]]
+
+_TROUBLE = (sa.exc.OperationalError, sa.exc.InterfaceError, sa.exc.PendingRollbackError)
 
 
 class Writer:
@@ -52,7 +56,10 @@ class Writer:
         future.result()
 
     async def run(self, write: Callable[[sa.Connection], T]) -> T:
-        """Carry out `write` in the writing thread; return when it is on disk."""
+        """Carry out `write` in the writing thread; return when it is on disk.
+
+        It may be carried out more than once, the earlier times without effect.
+        """
         future: Future[T] = Future()
         self._queue.put((write, future))
         # A caller who goes away must not take the write with it: others may wait for its effect.
@@ -101,19 +108,32 @@ def commit(
     """Carry out the writes of a batch in one transaction and answer each; raises when the
     transaction as a whole failed."""
     started = time.perf_counter()
-    done: list[tuple[Future[Any], Any]] = []
+    try:
+        with connection.begin():
+            prepare(connection)
+            done = [(future, write(connection)) for write, future in batch]
+    except _TROUBLE:
+        raise
+    except Exception:
+        done = _commit_one_by_one(connection, batch, prepare)
+    on_commit(time.perf_counter() - started, len(batch))
+    for future, value in done:
+        future.set_result(value)
+
+
+def _commit_one_by_one(connection: sa.Connection, batch: Batch, prepare: Write) -> Done:
+    """Answer those whose write fails by itself; the others' values, once they are on disk."""
+    done: Done = []
     with connection.begin():
         prepare(connection)
         for write, future in batch:
             try:
                 with connection.begin_nested():
                     done.append((future, write(connection)))
-            except (sa.exc.OperationalError, sa.exc.InterfaceError, sa.exc.PendingRollbackError):
+            except _TROUBLE:
                 # SQLite ends the transaction by itself when the disk is full, and would then
                 # commit nothing without complaint; a lost connection has lost it, too.
                 raise
             except Exception as error:
                 future.set_exception(error)
-    on_commit(time.perf_counter() - started, len(batch))
-    for future, value in done:
-        future.set_result(value)
+    return done

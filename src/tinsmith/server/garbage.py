@@ -1,0 +1,49 @@
+"""When garbage in cycles is looked for.
+
+With thousands of held questions there is much to look through and next to nothing to find, and
+everybody waits meanwhile, half a second for all of it. Python would do that every few seconds. Here
+it happens every few minutes, and whenever memory has grown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import AsyncIterator
+
+from tinsmith.memory import process_bytes
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+_COLLECT_SECONDS = 300.0
+_COLLECT_BYTES = 256 * 1024 * 1024
+
+
+@contextlib.asynccontextmanager
+async def collected_rarely() -> AsyncIterator[None]:
+    gc.collect()
+    gc.freeze()  # what is there now stays until the end
+    gc.disable()
+    task = asyncio.create_task(_collect_when_due(), name="garbage")
+    try:
+        yield
+    finally:
+        task.cancel()
+        gc.enable()
+        gc.unfreeze()
+
+
+async def _collect_when_due() -> None:
+    memory, since = process_bytes(), time.monotonic()
+    while True:
+        await asyncio.sleep(_LOOK_SECONDS)
+        has_grown = process_bytes() - memory >= _COLLECT_BYTES
+        if has_grown or time.monotonic() - since >= _COLLECT_SECONDS:
+            started = time.perf_counter()
+            found = gc.collect()
+            logger.info("looked for garbage in %.3f s: %d", time.perf_counter() - started, found)
+            memory, since = process_bytes(), time.monotonic()
