@@ -38,15 +38,18 @@ PROGRAMS = ("sft", "rl", "resume", "custom")
 PACKAGES = ("tinker", "tinsmith")
 STEPS = 12
 CLIENT_SECONDS = 300.0
-DISK_BYTES = 48 * 1024 * 1024
+DISK_BYTES = 32 * 1024 * 1024
+"""The data folder's disk, and as much again for each minute: clients leave checkpoints behind."""
 
 
 class Chaos:
-    def __init__(self, seed: int, store: str, folder: Path, model: Path | None) -> None:
+    def __init__(
+        self, seed: int, store: str, folder: Path, model: Path | None, disk_bytes: int
+    ) -> None:
         self.chance = random.Random(seed)
         self.folder = folder
         self.mark = uuid.uuid4().hex
-        self.disk = SmallDisk(folder / "disk", DISK_BYTES)
+        self.disk = SmallDisk(folder / "disk", disk_bytes)
         self.postgres = Postgres() if store == "postgres" else None
         options: list[str] = []
         if self.postgres is not None:
@@ -332,7 +335,8 @@ class Chaos:
 
 async def _main(arguments: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="tinsmith-chaos-"))
-    chaos = Chaos(arguments.seed, arguments.store, folder, arguments.model)
+    disk_bytes = round((1 + arguments.minutes) * DISK_BYTES)
+    chaos = Chaos(arguments.seed, arguments.store, folder, arguments.model, disk_bytes)
     try:
         await chaos.run(arguments.minutes * 60, arguments.clients)
     finally:

@@ -1,8 +1,9 @@
 """When garbage in cycles is looked for.
 
 With thousands of held questions there is much to look through and next to nothing to find, and
-everybody waits meanwhile, half a second for all of it. Python would do that every few seconds. Here
-it happens every few minutes, and whenever memory has grown.
+everybody waits meanwhile, a second for all of it. Python would look through a large part every few
+seconds. Here only what is new is looked through, every second, when there is little of it; and all
+of it once an hour, and whenever memory has grown.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tinsmith.memory import process_bytes
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
-_COLLECT_SECONDS = 300.0
+_COLLECT_SECONDS = 3600.0
 _COLLECT_BYTES = 256 * 1024 * 1024
 
 
@@ -47,3 +48,5 @@ async def _collect_when_due() -> None:
             found = gc.collect()
             logger.info("looked for garbage in %.3f s: %d", time.perf_counter() - started, found)
             memory, since = process_bytes(), time.monotonic()
+        else:
+            gc.collect(generation=0)

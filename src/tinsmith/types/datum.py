@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
     import torch
+
+    _Tensor: TypeAlias = TensorData | Sequence[Any] | npt.NDArray[Any] | torch.Tensor
+else:
+    _Tensor = TensorData  # what is kept; whoever asks at run time need not have torch
 
 LossFnInputs = dict[str, TensorData]
 LossFnOutput = dict[str, TensorData]
@@ -63,7 +68,7 @@ class SampledProvenanceSpan(_Span):
 ProvenanceSpans = list[PromptProvenanceSpan | SampledProvenanceSpan]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Datum:
     """One training example: what the model reads, and what the loss needs at each position.
 
@@ -84,30 +89,29 @@ class Datum:
     loss_fn_input_spans: ProvenanceSpans | None = None
     """The same for `target_tokens`."""
 
-    if TYPE_CHECKING:
-        # What may be given is wider than what is kept: `as_tensor` takes lists and arrays too.
-        def __init__(
-            self,
-            model_input: ModelInput,
-            loss_fn_inputs: Mapping[
-                str, TensorData | Sequence[Any] | npt.NDArray[Any] | torch.Tensor
-            ] = ...,
-            model_input_spans: ProvenanceSpans | None = None,
-            loss_fn_input_spans: ProvenanceSpans | None = None,
-        ) -> None: ...
-
-    def __post_init__(self) -> None:
-        inputs = {key: as_tensor(key, value) for key, value in self.loss_fn_inputs.items()}
-        object.__setattr__(self, "loss_fn_inputs", inputs)
-        given: object = self.model_input  # whatever the annotation says
+    def __init__(
+        self,
+        model_input: ModelInput,
+        loss_fn_inputs: Mapping[str, _Tensor] = MappingProxyType({}),
+        model_input_spans: ProvenanceSpans | None = None,
+        loss_fn_input_spans: ProvenanceSpans | None = None,
+    ) -> None:
+        """What may be given is wider than what is kept: `as_tensor` takes lists and arrays too."""
+        given: object = model_input  # whatever the annotation says
         if not isinstance(given, ModelInput):
             try:
-                object.__setattr__(self, "model_input", ModelInput.model_validate(given))
+                model_input = ModelInput.model_validate(given)
             except ValidationError as error:
                 raise error.under("model_input") from None
-        if self.model_input_spans is not None or self.loss_fn_input_spans is not None:
-            _check_spans("model_input_spans", self.model_input_spans)
-            _check_spans("loss_fn_input_spans", self.loss_fn_input_spans)
+        if model_input_spans is not None or loss_fn_input_spans is not None:
+            _check_spans("model_input_spans", model_input_spans)
+            _check_spans("loss_fn_input_spans", loss_fn_input_spans)
+        # Written past `__setattr__`, which forbids it: many are made for each batch.
+        fields = self.__dict__
+        fields["model_input"] = model_input
+        fields["loss_fn_inputs"] = {key: as_tensor(key, v) for key, v in loss_fn_inputs.items()}
+        fields["model_input_spans"] = model_input_spans
+        fields["loss_fn_input_spans"] = loss_fn_input_spans
 
     def with_provenance(
         self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans

@@ -82,7 +82,7 @@ class EncodedTextChunk(_Plain):
             raise error.under("tokens") from None
         if ids.ndim != 1:
             raise ValidationError(f"expected a flat list, got shape {list(ids.shape)}", "tokens")
-        object.__setattr__(self, "tokens_np", ids)
+        _SET_TOKENS(self, ids)
 
     @property
     def tokens(self) -> list[int]:
@@ -211,7 +211,7 @@ class ModelInput(_Plain):
     @classmethod
     def from_ints(cls, tokens: Sequence[int] | npt.NDArray[Any]) -> Self:
         instance = cls.__new__(cls)
-        object.__setattr__(instance, "chunks", [EncodedTextChunk(tokens=tokens)])
+        _SET_CHUNKS(instance, [EncodedTextChunk(tokens=tokens)])
         return instance
 
     @classmethod
@@ -302,6 +302,11 @@ _BY_FIELD = {
 }
 # Fields that images of releases 0.3 to 0.5 carried; their meaning went into expected_tokens.
 _OLD_IMAGE_FIELDS = frozenset({"height", "width", "tokens"})
+
+
+# Slots are filled through their descriptors: attributes cannot be assigned, and many are made.
+_SET_TOKENS = EncodedTextChunk.__dict__["tokens_np"].__set__
+_SET_CHUNKS = ModelInput.__dict__["chunks"].__set__
 
 
 def chunk_from_wire(value: Any) -> ModelInputChunk:

@@ -178,9 +178,11 @@ class LogTables(Database):
         def write(connection: sa.Connection) -> list[str]:
             connection.execute(sa.insert(schema.weights).values(fields(weights)))
             present = connection.execute(
-                sa.select(models.c.snapshot_seq_id, models.c.snapshot_weights_id).where(
-                    models.c.model_id == model_id
-                )
+                sa.select(
+                    models.c.snapshot_seq_id,
+                    models.c.snapshot_weights_id,
+                    models.c.previous_snapshot_seq_id,
+                ).where(models.c.model_id == model_id)
             ).one()
             connection.execute(
                 sa.update(models)
@@ -196,6 +198,8 @@ class LogTables(Database):
                 connection,
                 sa.and_(
                     table.c.model_id == model_id,
+                    # Those before went with the last snapshot; a long log is not read again.
+                    table.c.seq_id > present.previous_snapshot_seq_id,
                     table.c.seq_id <= present.snapshot_seq_id,
                     table.c.status != "pending",
                 ),
@@ -320,11 +324,8 @@ class LogTables(Database):
 
 
 def _drop_payloads(connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[str]:
-    """Forget the requests of operations; the names of the files that they were in.
-
-    A model's log grows until its next snapshot and is never shortened, so rows that have nothing
-    to drop any more are left alone.
-    """
+    """Forget the requests of operations; the names of the files that they were in. Rows that have
+    nothing to drop any more are left alone."""
     table = schema.operations
     has_any = sa.or_(
         table.c.payload.is_not(None),

@@ -19,6 +19,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 
 metadata = MetaData(
@@ -89,6 +90,8 @@ models = Table(
     Column("retired_at", Double),
     UniqueConstraint("session_id", "model_seq_id"),
     Index(None, "owner", "created_at"),
+    Index(None, "snapshot_weights_id"),
+    Index(None, "previous_snapshot_weights_id"),
 )
 
 operations = Table(
@@ -117,6 +120,13 @@ operations = Table(
     Column("weights_id", Text),
     UniqueConstraint("model_id", "seq_id"),
     Index(None, "status", "finished_at"),
+    # Few operations have weights, and each set of weights is looked up here every few seconds.
+    Index(
+        None,
+        "weights_id",
+        sqlite_where=text("weights_id IS NOT NULL"),
+        postgresql_where=text("weights_id IS NOT NULL"),
+    ),
 )
 
 weights = Table(
