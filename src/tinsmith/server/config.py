@@ -116,7 +116,8 @@ class ServerConfig:
     """A model's state is saved after this many optimizer steps..."""
 
     snapshot_seconds: float = 120.0
-    """... or this long after the first operation that is not in the last snapshot ..."""
+    """... or at most this long after the first operation that is not in the last snapshot (models
+    that began together come due apart, from half of it on) ..."""
 
     snapshot_log_bytes: int = 256 * 1024 * 1024
     """... or when its log since the last snapshot has grown to this size."""

@@ -1,0 +1,160 @@
+"""What the server does for hundreds of models at once: it looks at those that have something to do,
+and spreads what it does for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.dialects import sqlite
+
+from tinsmith.server import garbage
+from tinsmith.server.models import LiveModel
+from tinsmith.server.queues import SequenceQueue
+from tinsmith.server.store import schema
+from tinsmith.server.store.base import StoreConflictError
+from tinsmith.server.store.sql import SqlStore, sqlite_url
+from tinsmith.server.store.weights import _unreferenced
+
+if TYPE_CHECKING:
+    from .conftest import StartServer, TestServer
+
+
+async def test_models_with_nothing_to_do_are_not_looked_at(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle = [await server.api.model() for _ in range(5)]
+    busy = await server.api.model()
+    looked_at: list[int] = []
+    plain = SequenceQueue.head
+
+    def counted(queue: SequenceQueue) -> Any:
+        looked_at.append(id(queue))
+        return plain(queue)
+
+    queues = {id(live.queue): live.model_id for live in server.service.models}
+    monkeypatch.setattr(SequenceQueue, "head", counted)
+    for seq_id in range(1, 21):
+        await server.api.result(await server.api.send_pass(busy, seq_id))
+    names = [queues[each] for each in looked_at]
+    assert names.count(busy) >= 20
+    # Housekeeping looks at everything once a second.
+    assert max(names.count(each) for each in idle) < 20
+
+
+async def test_few_snapshots_are_taken_at_a_time(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await start_server(snapshot_steps=1)
+    snapshots = server.service.scheduler._snapshots
+    plain, at_once, most = snapshots.take, 0, 0
+
+    async def slow(engine: Any, model: LiveModel) -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0.05)
+        await plain(engine, model)
+        at_once -= 1
+
+    monkeypatch.setattr(snapshots, "take", slow)
+    models = [await server.api.model() for _ in range(8)]
+    for model in models:
+        await server.api.send_pass(model, 1)
+        await server.api.send_step(model, 2)
+
+    def all_saved() -> bool:
+        return all(not live.is_changed for live in server.service.models)
+
+    await asyncio.gather(*[server.api.loss(model, 3) for model in models])
+    await server.until(all_saved, 10)
+    assert most == 2
+
+
+async def test_models_that_began_together_come_due_apart(server: TestServer) -> None:
+    snapshots = server.service.scheduler._snapshots
+    models = [await server.service.models.get(await server.api.model()) for _ in range(20)]
+    limit = server.service.config.snapshot_seconds
+
+    def num_due(age: float) -> int:
+        count = 0
+        for live in models:
+            assert live is not None
+            live.is_changed, live.oldest_since_snapshot = True, time.time() - age
+            count += snapshots.is_due(live)
+        return count
+
+    assert num_due(limit / 2 - 1) == 0
+    assert 0 < num_due(0.75 * limit) < 20
+    assert num_due(limit + 1) == 20
+
+
+@contextlib.asynccontextmanager
+async def _store(folder: Path) -> Any:
+    store = SqlStore(sqlite_url(folder / "tinsmith.db"), folder / "blobs")
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def test_a_write_that_contradicts_fails_alone_among_many(tmp_path: Path) -> None:
+    async with _store(tmp_path) as store:
+        await store.prepare()
+
+        def put(name: str) -> Callable[[sa.Connection], None]:
+            return lambda connection: connection.execute(
+                sa.insert(schema.secrets).values(name=name, value=b"x")
+            )
+
+        names = [f"name {i}" for i in range(50)]
+        together = [store.write(put(name)) for name in [*names, names[7], *names[:2]]]
+        ends = await asyncio.gather(*together, return_exceptions=True)
+        failed = [isinstance(end, StoreConflictError) for end in ends]
+        assert failed == [False] * 50 + [True] * 3
+        query = sa.select(schema.secrets.c.name)
+        assert set(names) <= set(await store.column(query))
+
+
+async def test_unused_weights_are_found_without_reading_the_log(tmp_path: Path) -> None:
+    async with _store(tmp_path):
+        pass
+    query = str(_unreferenced().compile(dialect=sqlite.dialect()))
+    with contextlib.closing(sqlite3.connect(tmp_path / "tinsmith.db")) as database:
+        plan = [row[3] for row in database.execute(f"EXPLAIN QUERY PLAN {query}")]
+    scanned = [step for step in plan if step.startswith("SCAN")]
+    assert len(scanned) == 1 and "weights" in scanned[0], plan
+
+
+async def test_garbage_is_looked_for_when_memory_has_grown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = 10**9
+    full: list[int] = []
+    monkeypatch.setattr(garbage, "process_bytes", lambda: memory)
+    monkeypatch.setattr(garbage, "_LOOK_SECONDS", 0.01)
+    async with garbage.collected_rarely():
+        assert not gc.isenabled()
+
+        def on_collection(phase: str, facts: dict[str, int]) -> None:
+            if phase == "start" and facts["generation"] == 2:
+                full.append(memory)
+
+        gc.callbacks.append(on_collection)
+        try:
+            await asyncio.sleep(0.1)
+            assert full == []
+            memory += garbage._COLLECT_BYTES
+            await asyncio.sleep(0.5)
+            assert full == [memory], "once for the growth, and not again"
+        finally:
+            gc.callbacks.remove(on_collection)
+    assert gc.isenabled()
