@@ -76,9 +76,7 @@ fuzz: $(STAMP)
 	done
 
 audit: $(STAMP)
-	$(BIN)/python -m pytest tests/security/test_static.py -q
-	$(BIN)/python -m pip install --quiet -c constraints.txt pip-audit
-	$(BIN)/pip-audit --strict --no-deps -r constraints.txt
+	$(BIN)/python -m pytest tests/security/test_static.py -q -rs
 
 chaos: $(STAMP)
 	$(BIN)/python tools/chaos --seed $(SEED) --minutes $(MINUTES) --store $(STORE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +109,41 @@ class Ours:
 
     def base_flops_a_token(self) -> float:
         """Operations of a pass on the frozen base: 2 for each weight forward, 2 backward."""
+        return 4.0 * sum(weight.numel() for weight in self._base_weights())
+
+    def products(self, name: str, num_tokens: int) -> Callable[[], None]:
+        """Every matrix product of a pass with the base's weights and an adapter's, in the shapes
+        they have there, and nothing else: what is left when all the rest costs no time."""
+        base, adapter = self._base_weights(), self.adapters[name].weights()
+        sizes = {size for weight in base for size in weight.shape}
+        sizes |= {size for low_rank in adapter.values() for b in low_rank.b for size in b.shape}
+        like = {"device": self.decoder.device, "dtype": self.decoder.dtype}
+        rows = {size: torch.randn(num_tokens, size, **like) for size in sizes}
+
+        def work() -> None:
+            for weight in base:
+                rows[weight.shape[1]] @ weight.t()
+                rows[weight.shape[0]] @ weight
+            for a, b in adapter.values():
+                x = rows[a.shape[1]]
+                inner = x @ a.t()
+                inner @ a
+                inner.t() @ x
+                for part, b_of in zip(inner.split(b[0].shape[1], dim=1), b, strict=True):
+                    grad = rows[len(b_of)]
+                    part @ b_of.t()
+                    grad @ b_of
+                    grad.t() @ part
+
+        return work
+
+    def _base_weights(self) -> list[torch.Tensor]:
         linears = [
             linear
             for layer in self.decoder.layers
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
         ]
-        weights = [self.decoder.unembedding, *(linear.weight for linear in linears)]
-        return 4.0 * sum(weight.numel() for weight in weights)
+        return [self.decoder.unembedding, *(linear.weight for linear in linears)]
 
 
 class Peft:

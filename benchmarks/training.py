@@ -3,10 +3,12 @@
     python benchmarks/training.py [--device cuda --shape qwen3-0.6b] [--rounds N] [--out FILE]
 
 Every case is timed in rounds of ours, theirs and one matrix product, so that a loaded machine
-slows all three; the ratios are medians over rounds. The fraction of the matmul rate counts four
+slows all; the ratios are medians over rounds. The fraction of the matmul rate counts four
 operations for each base weight and token (forward and backward with a frozen base): those of
-adapters and attention are not counted, though they are done. Peak memory is that of a process of
-its own for each side on the CPU, and of the allocator on CUDA, above what the weights take.
+adapters and attention are not counted, though they are done. Beside it stands the time of all
+products of a pass in their own shapes, adapters' included, and nothing else. Peak memory is that
+of a process of its own for each side on the CPU, and of the allocator on CUDA, above what the
+weights take.
 """
 
 from __future__ import annotations
@@ -74,14 +76,22 @@ def compare(
         data = {"0": make_case(name, vocab_size)}
         works = {side: _pass(trainer, data) for side, trainer in trainers.items()}
         rates: list[float] = []
-        times = machine.interleaved({**works, "matmul": _matmul(device, rates)}, device, rounds)
         num_tokens = sum(datum.model_input.length for datum in data["0"])
+        limits = {"matmul": _matmul(device, rates)}
+        if "ours" in trainers:
+            limits["products"] = trainers["ours"].products("0", num_tokens)
+        times = machine.interleaved({**works, **limits}, device, rounds)
         floors = [num_tokens * flops / rate for rate in rates[1:]]
         case: dict[str, Any] = {
             "tokens": num_tokens,
             "matmul_tflops": round(statistics.median(rates[1:]) / 1e12, 3),
             "floor_ms": _milliseconds(floors),
         }
+        if "products" in times:
+            case["products_ms"] = _milliseconds(times["products"])
+            case["ours_of_products"] = round(
+                machine.median_ratio(times["products"], times["ours"]), 3
+            )
         for side in works:
             case[f"{side}_ms"] = _milliseconds(times[side])
             case[f"{side}_tokens_s"] = round(num_tokens / statistics.median(times[side]))

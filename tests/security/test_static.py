@@ -1,7 +1,5 @@
-"""bandit over the sources: every finding is either gone or listed here with the reason it may stay.
-
-pip-audit needs an advisory service; `make audit` runs it where one can be reached.
-"""
+"""bandit over the sources, pip-audit over what they depend on: every finding is either gone or
+listed here with the reason it may stay."""
 
 from __future__ import annotations
 
@@ -10,6 +8,8 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,3 +58,31 @@ def test_bandit_finds_nothing_that_is_not_accounted_for() -> None:
     )
     allowed = {place: count for place, (count, _) in FINDINGS.items()}
     assert dict(found) == allowed, "fix what is new, or take what is gone off the list"
+
+
+ADVISORIES: dict[str, str] = {}
+"""Advisories that do not concern us, and why."""
+
+
+def test_no_dependency_has_a_known_hole() -> None:
+    options = ["--no-deps", "--disable-pip", "-r", "constraints.txt", "--timeout", "10"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip_audit", *options, "--format", "json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if not done.stdout:
+        pytest.skip(f"no advisory service can be reached: {done.stderr.strip()[-200:]}")
+    dependencies = json.loads(done.stdout)["dependencies"]
+    looked_up = [each for each in dependencies if "skip_reason" not in each]
+    if not looked_up:
+        pytest.skip(f"the advisory service knows none of our {len(dependencies)} dependencies")
+    found = {
+        hole["id"]: f"{each['name']} {each['version']}"
+        for each in looked_up
+        for hole in each["vulns"]
+    }
+    new = {name: place for name, place in found.items() if name not in ADVISORIES}
+    assert not new, "take a later version, or list the advisory with the reason it may stay"

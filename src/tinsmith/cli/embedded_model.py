@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from tinsmith.cli.progress import Stage
 
 
+_EXIT_SECONDS = 10.0
+
+
 def fetch(showing: AbstractContextManager[Stage]) -> Path:
     """The folder; `showing` is entered while there is something to wait for."""
     context = multiprocessing.get_context("spawn")
@@ -36,7 +39,9 @@ def fetch(showing: AbstractContextManager[Stage]) -> Path:
             theirs.close()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
-            return _follow(ours, stage)
+            kind, value = _last_word(ours, stage)
+            # It ends by itself; by force it would leave behind what it shares with this process.
+            process.join(_EXIT_SECONDS)
         except EOFError:
             process.join()
             raise CommandError(
@@ -47,17 +52,18 @@ def fetch(showing: AbstractContextManager[Stage]) -> Path:
         finally:
             process.terminate()
             process.join()
+    if kind == "error":
+        raise CommandError(value)
+    return Path(value)
 
 
-def _follow(connection: Connection, stage: Stage) -> Path:
+def _last_word(connection: Connection, stage: Stage) -> tuple[str, str]:
+    """Shows the progress; in the end ("folder", its path) or ("error", the reason)."""
     while True:
         kind, *values = connection.recv()
-        if kind == "progress":
-            stage.update(values[1], values[0])
-        elif kind == "folder":
-            return Path(values[0])
-        else:
-            raise CommandError(values[0])
+        if kind != "progress":
+            return kind, values[0]
+        stage.update(values[1], values[0])
 
 
 def _fetch_in_child(connection: Connection) -> None:

@@ -8,9 +8,10 @@ its own moments and its own norm, so no model feels another's step. Gradients ar
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -28,8 +29,8 @@ still in its cache."""
 _DEVICE_CHUNK = 2**25
 """The same elsewhere; it bounds the copy that measuring the update takes."""
 
-_FEW_THREADS = 2
-"""So many cores read memory hardly faster than one, and would wait for each other at each chunk."""
+_MOST_CORES = 8
+"""As many as Python can keep busy with chunks of that size."""
 
 
 class Trainable(Protocol):
@@ -56,11 +57,6 @@ def adamw_step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
     `learning_rate`, and `step`, the number of steps taken so far.
     """
     check_adam_params(params)
-    with _few_threads():
-        return _step(adapter, params)
-
-
-def _step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
     weights = adapter.flat
     gradient = adapter.grad if adapter.grad is not None else torch.zeros_like(weights)
     grad_norm = torch.linalg.vector_norm(gradient).item()
@@ -76,15 +72,19 @@ def _step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
     adapter.grad = None
     adapter.step += 1
     scale = _clip_scale(grad_norm, params)
-    moved = weights.new_zeros(())
     first, second = adapter.exp_avg, adapter.exp_avg_sq
     is_cpu = weights.device.type == "cpu"
-    chunk = CHUNK * torch.get_num_threads() if is_cpu else _DEVICE_CHUNK
-    for start in range(0, len(weights), chunk):
-        part = slice(start, start + chunk)
-        moved += _update(
+    chunk = CHUNK if is_cpu else _DEVICE_CHUNK
+    parts = [slice(start, start + chunk) for start in range(0, len(weights), chunk)]
+
+    def update(part: slice) -> Tensor:
+        return _update(
             weights[part], gradient[part], first[part], second[part], adapter.step, scale, params
         )
+
+    moved = weights.new_zeros(())
+    for change in _on_all_cores(update, parts) if is_cpu else map(update, parts):
+        moved += change
     # The fused kernels do not count as a change to the weights, and copies of them go by that.
     torch.autograd.graph.increment_version(weights)
     return {
@@ -95,18 +95,29 @@ def _step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
     }
 
 
-@contextlib.contextmanager
-def _few_threads() -> Iterator[None]:
-    """One thread where there are hardly more."""
+def _on_all_cores(update: Callable[[slice], Tensor], parts: list[slice]) -> list[Tensor]:
+    """The results of `update` in order. Each core takes parts of its own: with all of them on one
+    part they would wait for each other several times in each."""
     num_threads = torch.get_num_threads()
-    if not 1 < num_threads <= _FEW_THREADS:
-        yield
-        return
-    torch.set_num_threads(1)
+    num_cores = min(num_threads, len(parts), _MOST_CORES)
+    if num_cores < 2:
+        return [update(part) for part in parts]
+
+    def share(index: int) -> list[Tensor]:
+        torch.set_num_threads(1)  # of this thread
+        with torch.no_grad():
+            return [update(part) for part in parts[index::num_cores]]
+
     try:
-        yield
+        shares = list(_pool(num_cores).map(share, range(num_cores)))
     finally:
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(num_threads)  # also what threads to come begin with
+    return [shares[i % num_cores][i // num_cores] for i in range(len(parts))]
+
+
+@functools.cache
+def _pool(num_cores: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_cores, thread_name_prefix="adamw")
 
 
 def _clip_scale(grad_norm: float, params: AdamParams) -> float:
