@@ -72,18 +72,21 @@ def adamw_step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
     adapter.grad = None
     adapter.step += 1
     scale = _clip_scale(grad_norm, params)
-    first, second = adapter.exp_avg, adapter.exp_avg_sq
     is_cpu = weights.device.type == "cpu"
     chunk = CHUNK if is_cpu else _DEVICE_CHUNK
     parts = [slice(start, start + chunk) for start in range(0, len(weights), chunk)]
 
-    def update(part: slice) -> Tensor:
-        return _update(
-            weights[part], gradient[part], first[part], second[part], adapter.step, scale, params
-        )
+    def update(some: list[slice]) -> list[Tensor]:
+        # One for all of them: memory that is new costs more to touch than to compute with.
+        scratch = weights.new_empty(min(chunk, len(weights)))
+        return [
+            _update(w[part], g[part], m[part], v[part], scratch, adapter.step, scale, params)
+            for part in some
+        ]
 
+    w, g, m, v = weights, gradient, adapter.exp_avg, adapter.exp_avg_sq
     moved = weights.new_zeros(())
-    for change in _on_all_cores(update, parts) if is_cpu else map(update, parts):
+    for change in _on_all_cores(update, parts) if is_cpu else update(parts):
         moved += change
     # The fused kernels do not count as a change to the weights, and copies of them go by that.
     torch.autograd.graph.increment_version(weights)
@@ -95,18 +98,20 @@ def adamw_step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
     }
 
 
-def _on_all_cores(update: Callable[[slice], Tensor], parts: list[slice]) -> list[Tensor]:
+def _on_all_cores(
+    update: Callable[[list[slice]], list[Tensor]], parts: list[slice]
+) -> list[Tensor]:
     """The results of `update` in order. Each core takes parts of its own: with all of them on one
     part they would wait for each other several times in each."""
     num_threads = torch.get_num_threads()
     num_cores = min(num_threads, len(parts), _MOST_CORES)
     if num_cores < 2:
-        return [update(part) for part in parts]
+        return update(parts)
 
     def share(index: int) -> list[Tensor]:
         torch.set_num_threads(1)  # of this thread
         with torch.no_grad():
-            return [update(part) for part in parts[index::num_cores]]
+            return update(parts[index::num_cores])
 
     try:
         shares = list(_pool(num_cores).map(share, range(num_cores)))
@@ -133,12 +138,13 @@ def _update(
     gradient: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    scratch: Tensor,
     step: int,
     scale: float,
     params: AdamParams,
 ) -> Tensor:
     """Update one chunk in place; returns the squared length of the change."""
-    before = weights.clone()
+    before = scratch[: len(weights)].copy_(weights)
     if scale != 1.0:
         gradient.mul_(scale)
     adamw(
