@@ -1,5 +1,4 @@
-"""A model keeps the snapshot before the newest, in case that turns out damaged; keys may expire;
-weights are found from what refers to them."""
+"""A model keeps the snapshot before the newest, in case that turns out damaged; keys may expire."""
 
 from __future__ import annotations
 
@@ -21,16 +20,4 @@ def upgrade() -> None:
     op.execute(
         "UPDATE models SET previous_snapshot_seq_id = snapshot_seq_id, "
         "previous_snapshot_weights_id = snapshot_weights_id"
-    )
-    op.create_index("ix_models_snapshot_weights_id", "models", ["snapshot_weights_id"])
-    op.create_index(
-        "ix_models_previous_snapshot_weights_id", "models", ["previous_snapshot_weights_id"]
-    )
-    is_set = sa.text("weights_id IS NOT NULL")
-    op.create_index(
-        "ix_operations_weights_id",
-        "operations",
-        ["weights_id"],
-        sqlite_where=is_set,
-        postgresql_where=is_set,
     )
