@@ -1,6 +1,6 @@
 """The engine's core: several base models, memory, and what stays whole when something goes wrong.
 
-What every engine promises is in `tests/contract/test_engines.py`.
+What every engine promises is in `tests/contract/test_engine_*.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is the fake engine's own: pretended work, pretended death, and no torch.
 
-What every engine promises is in `tests/contract/test_engines.py`.
+What every engine promises is in `tests/contract/test_engine_*.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,37 @@
+"""The engines that the contract is tried on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from engine_calls import create, start
+
+from tinsmith.engine.base import Engine
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiny")
+
+
+@pytest.fixture(scope="session", params=["fake", "local"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engine(kind: str, model_folder: Path) -> AsyncIterator[Engine]:
+    """Shared by all tests, which use names of their own for what they create."""
+    engine = await start(kind, model_folder)
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def adapter(engine: Engine) -> AsyncIterator[str]:
+    name = await create(engine)
+    yield name
+    await engine.unload_adapter(name)
