@@ -63,6 +63,7 @@ def main() -> None:
 def compare(
     device: torch.device, shape: str | None, names: list[str], rounds: int, sides: list[str]
 ) -> dict[str, Any]:
+    memory = {name: peaks_on_cpu(name, sides) for name in names} if device.type == "cpu" else {}
     trainers: dict[str, Any] = {
         name: build(device, shape)
         for name, build in (("ours", Ours), ("peft", Peft))
@@ -75,6 +76,9 @@ def compare(
     for name in names:
         data = {"0": make_case(name, vocab_size)}
         works = {side: _pass(trainer, data) for side, trainer in trainers.items()}
+        lacking = [side for side, work in works.items() if not fits(work)]
+        for side in lacking:
+            del works[side]
         rates: list[float] = []
         num_tokens = sum(datum.model_input.length for datum in data["0"])
         limits = {"matmul": _matmul(device, rates)}
@@ -98,8 +102,22 @@ def compare(
             case[f"{side}_of_matmul_rate"] = round(machine.median_ratio(floors, times[side]), 3)
         if len(works) > 1:
             case["times_faster"] = round(machine.median_ratio(times["peft"], times["ours"]), 2)
-        result["cases"][name] = case | peaks(device, name, works)
+        for side in lacking:
+            case[f"{side}_ms"] = "out of memory"
+        case |= memory[name] if name in memory else peaks_on_cuda(works)
+        result["cases"][name] = case
     return result
+
+
+def fits(work: Callable[[], object]) -> bool:
+    """Whether the device has the memory for it."""
+    try:
+        work()
+    except torch.OutOfMemoryError:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return False
+    return True
 
 
 def _pass(trainer: Any, data: dict[str, list[Datum]]) -> Callable[[], object]:
@@ -119,24 +137,26 @@ def make_case(name: str, vocab_size: int) -> list[Datum]:
     return make_data([int(length)] * int(count), vocab_size)
 
 
-def peaks(
-    device: torch.device, name: str, works: dict[str, Callable[[], object]]
-) -> dict[str, float]:
+def peaks_on_cuda(works: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Peak memory of one pass beyond what is resident, in GB."""
     found: dict[str, float] = {}
-    for side in works:
-        if device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            works[side]()
-            peak = torch.cuda.max_memory_allocated() - before
-        else:
-            command = [sys.executable, __file__, "--peak-of", side, "--cases", name]
-            answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            peak = json.loads(answer)["peak_bytes"]
-        found[f"{side}_peak_gb"] = round(peak / 1e9, 2)
+    for side, work in works.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        found[f"{side}_peak_gb"] = round((torch.cuda.max_memory_allocated() - before) / 1e9, 2)
+    return found
+
+
+def peaks_on_cpu(name: str, sides: list[str]) -> dict[str, float]:
+    """The same, each side in a process of its own; before this one needs its memory itself."""
+    found: dict[str, float] = {}
+    for side in sides:
+        command = [sys.executable, __file__, "--peak-of", side, "--cases", name]
+        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found[f"{side}_peak_gb"] = round(json.loads(answer)["peak_bytes"] / 1e9, 2)
     return found
 
 

@@ -9,7 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.engine.local.batch import Item, PackedAttention, causal_mask, plan
+from tinsmith.engine.local.batch import (
+    Bounds,
+    Item,
+    PackedAttention,
+    causal_mask,
+    packed_attention,
+    plan,
+)
 from tinsmith.engine.local.families import AttentionSpec, DecoderConfig
 
 items_of = st.lists(
@@ -115,3 +122,24 @@ def test_packed_attention_on_cuda_has_the_output_and_gradients_of_the_cpu(
         found.append([tensor.detach().float().cpu() for tensor in (out, *grads)])
     for expected, actual in zip(*found, strict=True):
         assert (actual - expected).norm() <= 2e-2 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 30])
+def test_on_cuda_the_last_tokens_of_a_sequence_may_attend_alone(
+    window: int | None, cuda: torch.device
+) -> None:
+    """bfloat16 against all tokens in float32: within 2e-2 of the norm."""
+    torch.manual_seed(0)
+    spec = AttentionSpec(scale=0.3, rope=None, window=window)
+    lengths, num_last = [100, 1, 61, 40], [1, 1, 60, 40]
+    parts = [torch.randn(sum(lengths), heads, 16).bfloat16() for heads in (4, 2, 2)]
+    whole = PackedAttention(attention_config(spec), lengths)(0, *(part.float() for part in parts))
+    is_last = torch.cat(
+        [torch.arange(n) >= n - last for n, last in zip(lengths, num_last, strict=True)]
+    )
+    q, k, v = (part.to(cuda) for part in parts)
+    out = packed_attention(
+        spec, q[is_last.to(cuda)], k, v, Bounds.of(num_last, cuda), Bounds.of(lengths, cuda)
+    )
+    assert (out.float().cpu() - whole[is_last]).norm() <= 2e-2 * whole[is_last].norm()

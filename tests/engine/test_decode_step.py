@@ -179,7 +179,7 @@ def test_norm_and_gate_equal_the_plain_ones(cuda: torch.device, dtype: torch.dty
 def test_each_tile_gets_its_own_adapters_part(cuda: torch.device, rank: int) -> None:
     """Three tiles of two adapters, one of which leaves the projection alone; and padding."""
     from tinsmith.engine.local.families import Projection
-    from tinsmith.engine.local.kernels.decode_lora import add_adapters
+    from tinsmith.engine.local.kernels.decode_lora import TiledAdapters
 
     torch.manual_seed(0)
     outputs = (130, 64, 64)
@@ -199,15 +199,8 @@ def test_each_tile_gets_its_own_adapters_part(cuda: torch.device, rank: int) -> 
         0.5 * (x[rows] @ a_of.t()) @ b_of.t() for a_of, b_of in zip(a.split(rank), b, strict=True)
     ]
     wanted[rows] += torch.cat(parts, dim=1)
-    add_adapters(
-        y,
-        x,
-        tiles,
-        addresses.to(cuda),
-        facts,
-        1,
-        projection,
-        max_rank=max(16, rank),
-        is_aligned=rank % 8 == 0,
-    )
+    adapters = TiledAdapters(tiles, addresses.to(cuda), facts, max(16, rank), rank % 8 == 0)
+    inner = adapters.new_inner(x, projection)
+    adapters.shrink(inner, x, 1, projection)
+    adapters.expand(y, inner, 1, projection)
     torch.testing.assert_close(y, wanted, atol=1e-3, rtol=1e-4)

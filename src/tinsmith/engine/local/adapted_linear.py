@@ -324,8 +324,10 @@ def _add_backward_input(
     for bundle in bundles:
         a, b = bundle.matrices(key)
         grads = grad[bundle.rows].split([len(b_of) for b_of in b], dim=1)
-        inner_grads = [g @ b_of for g, b_of in zip(grads, b, strict=True)]
-        inner_grad = inner_grads[0] if len(b) == 1 else torch.cat(inner_grads, dim=1)
+        inner_grad = grads[0].new_empty(len(grads[0]), len(a))
+        places = inner_grad.split(bundle.rank, dim=1)
+        for place, g, b_of in zip(places, grads, b, strict=True):
+            torch.mm(g, b_of, out=place)
         bundle.apply_scale(inner_grad)
         if grad_x is not None:
             grad_x[bundle.rows].addmm_(inner_grad, a)

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,34 +65,33 @@ class PackedAttention:
     """Causal attention within each of a row of packed sequences.
 
     On CUDA in half precision it is one call of a kernel made for this. Elsewhere it is one call
-    per sequence, which on two cores beats one call with a block-diagonal mask by a quarter,
-    and makes a sequence's result independent of its neighbours.
+    for neighbours of one length, which on two cores beats one call with a block-diagonal mask by a
+    quarter, and makes a sequence's result independent of the others.
     """
 
     def __init__(self, config: DecoderConfig, lengths: Sequence[int]) -> None:
         self._config = config
         self._lengths = list(lengths)
-        self._bounds: Tensor | None = None
+        self._bounds: Bounds | None = None
         self._even: bool | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         spec = self._config.layers[layer]
-        if _has_packed_kernel(spec, q):
+        if has_packed_kernel(spec, q):
             return self._attend_packed(spec, q, k, v)
-        parts = zip(*(x.split(self._lengths) for x in (q, k, v)), strict=True)
-        outputs = [_attend(spec, *part) for part in parts]
+        groups = [(length, len(list(same))) for length, same in itertools.groupby(self._lengths)]
+        sizes = [length * count for length, count in groups]
+        parts = zip(groups, *(x.split(sizes) for x in (q, k, v)), strict=True)
+        outputs = [_attend(spec, length, *part) for (length, _), *part in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_packed(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._bounds is None:
-            bounds = [0, *itertools.accumulate(self._lengths)]
-            self._bounds = torch.tensor(bounds, dtype=torch.int32, device=q.device)
-        longest = max(self._lengths)
-        is_windowed = spec.window is not None and spec.window < longest
+            self._bounds = Bounds.of(self._lengths, q.device)
+        is_windowed = spec.window is not None and spec.window < self._bounds.longest
         if not is_windowed and self._is_even(q, k, v):
             return self._attend_evenly(spec, q, k, v)
-        window = spec.window if is_windowed else None
-        return _FlashAttention.apply(q, k, v, self._bounds, longest, spec.scale, window)
+        return packed_attention(spec, q, k, v, self._bounds, self._bounds)
 
     def _is_even(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether sequences of one length can be left to cuDNN's kernel for plain batches.
@@ -130,14 +130,38 @@ def _can_use_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return bool(torch.backends.cuda.can_use_cudnn_attention(params))
 
 
+class Bounds(NamedTuple):
+    """Where each of a row of packed sequences begins, and where the last ends (int32)."""
+
+    starts: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Bounds:
+        starts = [0, *itertools.accumulate(lengths)]
+        return cls(torch.tensor(starts, dtype=torch.int32, device=device), max(lengths))
+
+
+def packed_attention(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, queries: Bounds, keys: Bounds
+) -> Tensor:
+    """Causal attention where `has_packed_kernel`: q (n, H, D), k and v (m, K, D), packed alike.
+
+    A sequence with fewer queries than keys has them for its last tokens.
+    """
+    window = spec.window if spec.window is not None and spec.window < keys.longest else None
+    return _FlashAttention.apply(q, k, v, queries, keys, spec.scale, window)
+
+
 class _FlashAttention(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated here
     """The kernel behind `torch.nn.attention.varlen`, called without the layers in between, which
     cost more than a small batch computes."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bounds, longest, scale, window):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, v, queries, keys, scale, window):  # type: ignore[no-untyped-def]
         no_dropout, is_causal = 0.0, window is None
-        ctx.settings = (bounds, bounds, longest, longest, no_dropout, is_causal)
+        longest = (queries.longest, keys.longest)
+        ctx.settings = (queries.starts, keys.starts, *longest, no_dropout, is_causal)
         ctx.options = {"scale": scale}
         if window is not None:
             ctx.options |= {"window_size_left": window - 1, "window_size_right": 0}
@@ -174,20 +198,19 @@ def _strictly_deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def _has_packed_kernel(spec: AttentionSpec, q: Tensor) -> bool:
+def has_packed_kernel(spec: AttentionSpec, q: Tensor) -> bool:
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     return q.is_cuda and is_half and spec.softcap is None
 
 
-def _attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one sequence of n tokens: q (n, H, D), k and v (n, K, D)."""
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    num_tokens = q.shape[2]
-    is_windowed = spec.window is not None and num_tokens > spec.window
+def _attend(spec: AttentionSpec, length: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of B sequences of n tokens: q (B · n, H, D), k and v (B · n, K, D)."""
+    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
+    is_windowed = spec.window is not None and length > spec.window
     if spec.softcap is not None:
         out = _attend_softcapped(spec, q, k, v)
     elif is_windowed:
-        mask = causal_mask(num_tokens, spec.window, q.device)
+        mask = causal_mask(length, spec.window, q.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -195,11 +218,11 @@ def _attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-    return out.squeeze(0).transpose(0, 1)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _attend_softcapped(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same by hand, because no fused kernel squeezes the scores. (1, heads, n, D) each."""
+    """The same by hand, because no fused kernel squeezes the scores. (B, heads, n, D) each."""
     assert spec.softcap is not None
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)

@@ -21,7 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.engine.local import kernels
-from tinsmith.engine.local.batch import PackedAttention
+from tinsmith.engine.local.batch import (
+    Bounds,
+    PackedAttention,
+    has_packed_kernel,
+    packed_attention,
+)
 from tinsmith.engine.local.families import AttentionSpec, DecoderConfig
 from tinsmith.engine.local.kvcache import Slab, Span
 
@@ -105,8 +110,8 @@ class CachedAttention:
 class _PackedPrompts:
     """All chunks of a turn without running rows, on CUDA: few launches, whatever their number.
 
-    Keys and values are written by one kernel, and chunks at the start of their prompt attend in
-    one call of a kernel for packed sequences.
+    Keys and values are written by one kernel. Chunks at the start of their prompt then attend in
+    one call of a kernel for packed sequences, and those further on in another.
     """
 
     def __init__(
@@ -118,26 +123,59 @@ class _PackedPrompts:
         parts = [(c.span, c.num_past, c.num_past + c.stop - c.start) for c in chunks]
         self._places = prompt_places(parts, device)
         fresh = [chunk for chunk in chunks if not chunk.num_past]
-        self._later = [_PromptRows(chunk, device) for chunk in chunks if chunk.num_past]
+        later = [chunk for chunk in chunks if chunk.num_past]
+        self._later = _LaterRows(later, device) if later else None
         self._attention = PackedAttention(config, [chunk.stop - chunk.start for chunk in fresh])
-        rows = [np.arange(chunk.start, chunk.stop) for chunk in fresh]
-        self._fresh: Tensor | None = None
-        if fresh:
-            self._fresh = torch.from_numpy(np.concatenate(rows)).to(device)
+        self._fresh = _rows_of(fresh, device) if fresh else None
 
     def attend(self, layer: int, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from tinsmith.engine.local.kernels.decode_attention import write
 
         write(k, v, self._places, layer)
-        if not self._later:
+        if self._later is None:
             return self._attention(layer, q, k, v)
         out = torch.empty_like(q)
-        for prompt in self._later:
-            out[prompt.rows] = prompt.attend(layer, spec, q[prompt.rows])
+        self._later.attend(layer, spec, q, out)
         if self._fresh is not None:
             rows = self._fresh
             out[rows] = self._attention(layer, q[rows], k[rows], v[rows])
         return out
+
+
+class _LaterRows:
+    """Chunks whose prompts have been read in part: what the cache holds of them is packed.
+
+    A kernel that takes a mask would plan anew for each length, and that takes far longer than
+    the chunk.
+    """
+
+    def __init__(self, chunks: list[PromptChunk], device: torch.device) -> None:
+        self._parts = [_PromptRows(chunk, device) for chunk in chunks]
+        self._rows = _rows_of(chunks, device)
+        lengths = [chunk.stop - chunk.start for chunk in chunks]
+        self._stops = [c.num_past + length for c, length in zip(chunks, lengths, strict=True)]
+        self._spans = [chunk.span for chunk in chunks]
+        self._queries = Bounds.of(lengths, device)
+        self._keys = Bounds.of(self._stops, device)
+
+    def attend(self, layer: int, spec: AttentionSpec, q: Tensor, out: Tensor) -> None:
+        """From these rows of q (N, H, D) to the same of `out`."""
+        if not has_packed_kernel(spec, q):
+            for part in self._parts:
+                out[part.rows] = part.attend(layer, spec, q[part.rows])
+            return
+        ends = list(zip(self._spans, self._stops, strict=True))
+        keys = torch.cat([span.keys[layer, :, :stop].transpose(0, 1) for span, stop in ends])
+        values = torch.cat([span.values[layer, :, :stop].transpose(0, 1) for span, stop in ends])
+        out[self._rows] = packed_attention(
+            spec, q[self._rows], keys, values, self._queries, self._keys
+        )
+
+
+def _rows_of(chunks: list[PromptChunk], device: torch.device) -> Tensor:
+    """The turn's rows that some chunks have."""
+    rows = [np.arange(chunk.start, chunk.stop) for chunk in chunks]
+    return torch.from_numpy(np.concatenate(rows)).to(device)
 
 
 class _PromptRows:

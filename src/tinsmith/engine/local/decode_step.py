@@ -9,6 +9,7 @@ deterministic mode and foreign models take the plain path in `turn`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from tinsmith.engine.local.decode_tables import AdapterTable, StepTable
 from tinsmith.engine.local.decoder import Decoder
 from tinsmith.engine.local.families import Rope
 from tinsmith.engine.local.kernels.decode_attention import Heads, attend, prepare
-from tinsmith.engine.local.kernels.decode_lora import TILE_ROWS, add_adapters
+from tinsmith.engine.local.kernels.decode_lora import TILE_ROWS, TiledAdapters
 from tinsmith.engine.local.kernels.decode_pointwise import add_norm, gate
 from tinsmith.engine.local.lora import Adapter
 from tinsmith.engine.local.next_tokens import NextToken, next_tokens
@@ -81,6 +82,8 @@ class DecodeStep:
         self._embedding_scale = float(scale)
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
         self._pool = torch.cuda.graph_pool_handle() if use_graphs else None
+        self._side = torch.cuda.Stream(device) if use_graphs else None
+        """For kernels beside others; in a graph such a branch costs nothing to start."""
 
     def run(self, running: list[Sequence]) -> list[NextToken]:
         """The next token of each sequence. Its slot then holds the one it had."""
@@ -186,21 +189,34 @@ class DecodeStep:
     def _product(
         self, x: Tensor, linear: Linear, layer: int | None, name: str, shape: StepShape
     ) -> Tensor:
+        if not shape.num_tiles:
+            return F.linear(x, linear.weight, linear.bias)
+        index, projection = self._projections[layer, name]
+        adapters = TiledAdapters(
+            self._table.tiles[:, : shape.num_tiles],
+            self._adapters.addresses,
+            self._adapters.facts,
+            shape.max_rank,
+            shape.is_aligned,
+        )
+        inner = adapters.new_inner(x, projection)
+        with self._beside():
+            adapters.shrink(inner, x, index, projection)
         y = F.linear(x, linear.weight, linear.bias)
-        if shape.num_tiles:
-            index, projection = self._projections[layer, name]
-            add_adapters(
-                y,
-                x,
-                self._table.tiles[:, : shape.num_tiles],
-                self._adapters.addresses,
-                self._adapters.facts,
-                index,
-                projection,
-                max_rank=shape.max_rank,
-                is_aligned=shape.is_aligned,
-            )
+        if self._side is not None:
+            torch.cuda.current_stream(x.device).wait_stream(self._side)
+        adapters.expand(y, inner, index, projection)
         return y
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """What is asked for inside may run at the same time as what follows."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self._decoder.device))
+        with torch.cuda.stream(self._side):
+            yield
 
     def _rotation(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (B, D / 2)."""

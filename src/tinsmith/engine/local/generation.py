@@ -248,8 +248,9 @@ class Generator:
     def _grow(self) -> None:
         """Make sure every running sequence has room for one more token."""
         for sequence in list(self._running):
-            with self._failing(sequence.request):
-                self._grow_one(sequence)
+            if sequence.slot is not None and sequence.slot.is_full:
+                with self._failing(sequence.request):
+                    self._grow_one(sequence)
 
     def _grow_one(self, sequence: Sequence) -> None:
         while sequence.slot is not None:

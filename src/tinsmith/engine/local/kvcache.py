@@ -95,6 +95,10 @@ class Slot:
         self.num_tokens = 0
         """How many tokens it holds; whoever writes to the slab counts."""
 
+    @property
+    def is_full(self) -> bool:
+        return self.num_tokens >= self.slab.capacity
+
 
 class Slab:
     """Slots of one capacity: keys and values (L, R, K, C, D), the first rows in use."""
@@ -199,7 +203,7 @@ class KVCache:
 
     def grow(self, slot: Slot, *, force: bool = False) -> Slot | None:
         """A slot with room for one more token: this one, or a larger one with the same content."""
-        if slot.num_tokens < slot.slab.capacity:
+        if not slot.is_full:
             return slot
         larger = self.new_slot(slot.num_tokens, force=force)
         if larger is None:

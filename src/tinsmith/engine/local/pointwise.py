@@ -132,7 +132,8 @@ def gate_backward(grad: Tensor, gate_up: Tensor, activation: Activation) -> tupl
     grad_in = torch.empty_like(gate_up)
     grad_left, grad_right = grad_in.chunk(2, dim=-1)
     torch.mul(active, grad, out=grad_right)
-    grad_left.copy_(_activate_backward(grad * right, left, activation))
+    torch.mul(grad, right, out=grad_left)
+    _activate_backward_(grad_left, left, activation)
     return grad_in, active.mul_(right)
 
 
@@ -169,7 +170,9 @@ def _activate(x: Tensor, activation: Activation) -> Tensor:
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
 
 
-def _activate_backward(grad: Tensor, x: Tensor, activation: Activation) -> Tensor:
+def _activate_backward_(grad: Tensor, x: Tensor, activation: Activation) -> None:
+    """In place: the gradient for x from that of what it was turned into."""
     if activation == "silu":
-        return torch.ops.aten.silu_backward(grad, x)
-    return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+        torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=grad)
+    else:
+        torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=grad)

@@ -12,6 +12,8 @@ Shapes: B rows, T tiles, R the largest rank rounded up, P projections.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -37,70 +39,76 @@ _MAX_SPLITS = 16
 _BLOCK_OUTPUTS = 128
 
 
-def add_adapters(
-    y: Tensor,
-    x: Tensor,
-    tiles: Tensor,
-    addresses: Tensor,
-    facts: Tensor,
-    index: int,
-    projection: Projection,
-    *,
-    max_rank: int,
-    is_aligned: bool,
-) -> None:
-    """Add scale · (x Aᵀ) Bᵀ to y (B, outputs) for every tile, each with its adapter's A and B.
+class TiledAdapters(NamedTuple):
+    """The adapters of a step. To every tile of rows, scale · (x Aᵀ) Bᵀ is added, each with its
+    adapter's A and B: first `shrink`, which needs x alone, then `expand`."""
 
-    `tiles` (NUM_TILE_FIELDS, T) int64: first row, number of rows (zero for none), adapter slot.
-    `addresses` (slots, P, NUM_ADDRESSES) int64, zero where an adapter leaves projection `index`
-    as it is. `facts` (slots, 2) float32: rank and scale. `is_aligned` promises that every address
-    is a multiple of 16 bytes and every rank one of 8.
-    """
-    num_tiles = tiles.shape[1]
-    num_modules, inputs = len(projection.modules), projection.inputs
-    splits = min(_MAX_SPLITS, max(1, inputs // _INPUTS_PER_SPLIT))
-    per_split = triton.cdiv(triton.cdiv(inputs, splits), _BLOCK_INPUTS) * _BLOCK_INPUTS
-    inner = torch.empty(splits, len(x), num_modules, max_rank, device=x.device, dtype=torch.float32)
-    _shrink_kernel[(num_tiles, num_modules, splits)](
-        x,
-        inner,
-        tiles,
-        addresses,
-        facts,
-        index,
-        addresses.shape[1],
-        tiles.stride(0),
-        len(x),
-        INPUTS=inputs,
-        MODULES=num_modules,
-        RANK=max_rank,
-        PER_SPLIT=per_split,
-        BLOCK=_BLOCK_INPUTS,
-        IS_ALIGNED=is_aligned and inputs % 8 == 0,
-        num_warps=4,
-    )
-    outputs = (*projection.outputs, 0, 0)[:MAX_MODULES]
-    num_blocks = sum(triton.cdiv(size, _BLOCK_OUTPUTS) for size in outputs)
-    _expand_kernel[(num_tiles, num_blocks)](
-        y,
-        inner,
-        tiles,
-        addresses,
-        facts,
-        index,
-        addresses.shape[1],
-        tiles.stride(0),
-        len(x),
-        OUTPUTS_0=outputs[0],
-        OUTPUTS_1=outputs[1],
-        OUTPUTS_2=outputs[2],
-        MODULES=num_modules,
-        RANK=max_rank,
-        SPLITS=splits,
-        BLOCK=_BLOCK_OUTPUTS,
-        IS_ALIGNED=is_aligned,
-        num_warps=4,
-    )
+    tiles: Tensor
+    """(NUM_TILE_FIELDS, T) int64: first row, number of rows (zero for none), adapter slot."""
+
+    addresses: Tensor
+    """(slots, P, NUM_ADDRESSES) int64, zero where an adapter leaves a projection as it is."""
+
+    facts: Tensor
+    """(slots, 2) float32: rank and scale."""
+
+    max_rank: int
+    is_aligned: bool
+    """A promise that every address is a multiple of 16 bytes and every rank one of 8."""
+
+    def new_inner(self, x: Tensor, projection: Projection) -> Tensor:
+        """Room for what `shrink` finds: (S, B, modules, R), a sum over S shares of the inputs."""
+        splits = min(_MAX_SPLITS, max(1, projection.inputs // _INPUTS_PER_SPLIT))
+        shape = (splits, len(x), len(projection.modules), self.max_rank)
+        return torch.empty(shape, device=x.device, dtype=torch.float32)
+
+    def shrink(self, inner: Tensor, x: Tensor, index: int, projection: Projection) -> None:
+        """Put x Aᵀ into `inner`, for projection `index`."""
+        inputs, (splits, num_rows, num_modules, max_rank) = projection.inputs, inner.shape
+        _shrink_kernel[(self.tiles.shape[1], num_modules, splits)](
+            x,
+            inner,
+            self.tiles,
+            self.addresses,
+            self.facts,
+            index,
+            self.addresses.shape[1],
+            self.tiles.stride(0),
+            num_rows,
+            INPUTS=inputs,
+            MODULES=num_modules,
+            RANK=max_rank,
+            PER_SPLIT=triton.cdiv(triton.cdiv(inputs, splits), _BLOCK_INPUTS) * _BLOCK_INPUTS,
+            BLOCK=_BLOCK_INPUTS,
+            IS_ALIGNED=self.is_aligned and inputs % 8 == 0,
+            num_warps=4,
+        )
+
+    def expand(self, y: Tensor, inner: Tensor, index: int, projection: Projection) -> None:
+        """Add scale · inner Bᵀ to y (B, outputs)."""
+        splits, num_rows, num_modules, max_rank = inner.shape
+        outputs = (*projection.outputs, 0, 0)[:MAX_MODULES]
+        num_blocks = sum(triton.cdiv(size, _BLOCK_OUTPUTS) for size in outputs)
+        _expand_kernel[(self.tiles.shape[1], num_blocks)](
+            y,
+            inner,
+            self.tiles,
+            self.addresses,
+            self.facts,
+            index,
+            self.addresses.shape[1],
+            self.tiles.stride(0),
+            num_rows,
+            OUTPUTS_0=outputs[0],
+            OUTPUTS_1=outputs[1],
+            OUTPUTS_2=outputs[2],
+            MODULES=num_modules,
+            RANK=max_rank,
+            SPLITS=splits,
+            BLOCK=_BLOCK_OUTPUTS,
+            IS_ALIGNED=self.is_aligned,
+            num_warps=4,
+        )
 
 
 @triton.jit(do_not_specialize=["index"])
