@@ -143,7 +143,7 @@ class Ours:
             for layer in self.decoder.layers
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
         ]
-        return [self.decoder.unembedding, *(linear.weight for linear in linears)]
+        return [self.decoder.head.weight, *(linear.weight for linear in linears)]
 
 
 class Peft:
@@ -240,7 +240,9 @@ class _RandomWeights:
 
 def _load_decoder(device: torch.device, shape: str | None) -> Decoder:
     if shape is None:
-        return Decoder.load(_embedded_folder(), device)
+        decoder = Decoder.load(_embedded_folder(), device)
+        decoder.allow_packing()
+        return decoder
     with _config_folder(shape) as folder:
         return build(read_config(folder), _RandomWeights(device, torch.bfloat16))
 

@@ -56,6 +56,13 @@ def _peak(name: str) -> Callable[[Result], float]:
     return lambda r: r["cases"][name]["ours_peak_gb"] / r["cases"][name]["peft_peak_gb"]
 
 
+def _largest_peak(result: Result) -> float:
+    """Of the largest case in which both sides had enough memory."""
+    shared = [case for case in result["cases"].values() if "peft_peak_gb" in case]
+    largest = max(shared, key=lambda case: case["tokens"])
+    return largest["ours_peak_gb"] / largest["peft_peak_gb"]
+
+
 SECTIONS: dict[str, list[Target]] = {
     "Client and codec, beside `tinker` 0.36.0": [
         Target("encode a pass", "codec", lambda r: r["encode_request"]["times_faster"], 2),
@@ -171,7 +178,10 @@ for _shape, _rate, _tenants, _few, _many in (
             _rate,
         ),
         _at_most(
-            "16x1024, peak memory over PEFT's", f"training-cuda-{_shape}", _peak("16x1024"), 0.6
+            "peak memory over PEFT's, at most 16x1024",
+            f"training-cuda-{_shape}",
+            _largest_peak,
+            0.6,
         ),
         Target(
             "eight tenants of 2x256, tokens/s",

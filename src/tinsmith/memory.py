@@ -1,8 +1,9 @@
-"""How much memory this process has."""
+"""How much memory this process and its machine have."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import sys
 from pathlib import Path
@@ -17,3 +18,11 @@ def process_bytes() -> int:
         num_pages = int(Path("/proc/self/statm").read_text().split()[1])
         return num_pages * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT
+
+
+def machine_bytes() -> int:
+    """Memory of the machine, or of the container it is limited to."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total

@@ -157,10 +157,13 @@ _SHAPE = {
 
 
 @pytest.mark.real_model
-def test_smollm2_has_the_logits_of_transformers(real_model_folder: Path) -> None:
+@pytest.mark.parametrize("packs", [False, True])
+def test_smollm2_has_the_logits_of_transformers(real_model_folder: Path, packs: bool) -> None:
     import transformers
 
     decoder = Decoder.load(real_model_folder)
+    if packs:
+        decoder.allow_packing()
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         real_model_folder, attn_implementation="eager"
     )

@@ -762,8 +762,11 @@ def test_the_real_models_greedy_answer_equals_that_of_transformers(real_model_fo
 
 @pytest.mark.real_model
 @pytest.mark.slow
-def test_sampler_and_trainer_agree_on_the_real_model(real_model_folder: Path) -> None:
+@pytest.mark.parametrize("packs", [False, True])
+def test_sampler_and_trainer_agree_on_the_real_model(real_model_folder: Path, packs: bool) -> None:
     decoder = Decoder.load(real_model_folder)
+    if packs:
+        decoder.allow_packing()
     prompt = list(range(1000, 1300, 7))
     job = job_of("a", prompt, max_tokens=24, num_samples=2, seed=1)
     response = answer(Generator(decoder, CPU, prefill_tokens=17), job)

@@ -17,6 +17,7 @@ from torch import Tensor
 from tinsmith.engine.local import kernels, pointwise
 from tinsmith.engine.local.adapted_linear import finish_gradients, lora_linear
 from tinsmith.engine.local.decoder import Decoder
+from tinsmith.engine.local.linear import Linear
 from tinsmith.engine.local.lora import AdapterPool, AdapterSegments, GradientBuffer
 from tinsmith.types import LoraConfig
 
@@ -177,7 +178,7 @@ def test_linear_layers_under_adapters(
         runs = [(0, 3, adapters[0]), (3, 5, None), (5, 9, adapters[1]), (9, 12, adapters[2])]
         segments = AdapterSegments(runs, [buffers[0], None, None, buffers[2]])
         leaf = x.to(inner_dtype).requires_grad_()
-        y = lora_linear(leaf, weight.to(inner_dtype), None, segments, 0, "qkv")
+        y = lora_linear(leaf, Linear(weight.to(inner_dtype)), segments, 0, "qkv")
         y.backward(upstream.to(inner_dtype))
         finish_gradients(segments)
         assert leaf.grad is not None

@@ -10,6 +10,7 @@ import torch
 
 from tinsmith.engine.local.adapted_linear import finish_gradients, lora_linear
 from tinsmith.engine.local.decoder import Decoder
+from tinsmith.engine.local.linear import Linear
 from tinsmith.engine.local.lora import (
     Adapter,
     AdapterPool,
@@ -147,7 +148,7 @@ def test_the_product_and_its_gradients_equal_autograd_on_explicit_weights(
     buffers = [GradientBuffer(a.layout, torch.zeros_like(a.flat)) for a in adapters]
     runs = [(0, 4, adapters[0]), (4, 6, None), (6, 10, adapters[1])]
     segments = AdapterSegments(runs, [buffers[0], None, buffers[1]])
-    y = lora_linear(x, weight, bias, segments, 0, "qkv")
+    y = lora_linear(x, Linear(weight, bias), segments, 0, "qkv")
     upstream = torch.randn_like(y)
     y.backward(upstream)
 
@@ -199,7 +200,7 @@ def test_runs_computed_as_one_give_what_they_give_one_by_one(
         segments = AdapterSegments(runs, gradients)
         segments.may_bundle = may_bundle
         inputs = x.clone().requires_grad_()
-        y = lora_linear(inputs, weight, None, segments, 0, "qkv")
+        y = lora_linear(inputs, Linear(weight), segments, 0, "qkv")
         y.backward(upstream)
         finish_gradients(segments)
         assert not buffers[1].flat.any()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tinsmith.engine.base import SampleJob
+from tinsmith.engine.local import linear
 from tinsmith.engine.local.batch import PackedAttention
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.families import UnsupportedModelError
@@ -74,6 +75,41 @@ def test_a_model_in_use_is_never_dropped(three: dict[str, Path]) -> None:
         assert set(models.loaded) == {"one", "two"}
     models.get("three")
     assert models.loaded == ("two", "three")
+
+
+def test_weights_are_packed_unless_that_takes_too_much(
+    three: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = models_of(three).get("one").nbytes
+    monkeypatch.setattr(linear, "_MIN_NUMBERS", 1)
+    packed = models_of(three).get("one").packed_bytes
+    if not packed:
+        pytest.skip("this machine's torch cannot pack")
+
+    def size(**options: Any) -> int:
+        return models_of(three, **options).get("one").nbytes
+
+    assert size() == plain + packed
+    assert size(pack_weights=False) == plain
+    assert size(deterministic=True, pack_weights=True) == plain
+    assert size(memory_budget_bytes=4 * packed) == plain + packed
+    assert size(memory_budget_bytes=4 * packed - 1) == plain
+    assert size(memory_budget_bytes=4 * packed - 1, pack_weights=True) == plain + packed
+
+
+def test_under_a_budget_only_what_fits_beside_others_is_packed(
+    three: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = models_of(three).get("one").nbytes
+    monkeypatch.setattr(linear, "_MIN_NUMBERS", 1)
+    packed = models_of(three).get("one").packed_bytes
+    if not packed:
+        pytest.skip("this machine's torch cannot pack")
+    models = models_of(three, memory_budget_bytes=4 * packed)
+    for name in three:
+        with models.use(name):
+            assert models.nbytes <= 4 * packed
+    assert models.get("three").nbytes in (plain, plain + packed)
 
 
 FOREIGN = {

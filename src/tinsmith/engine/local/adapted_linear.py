@@ -22,7 +22,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from tinsmith.engine.local import few_rows, kernels
+from tinsmith.engine.local import kernels
+from tinsmith.engine.local.linear import Linear
 from tinsmith.engine.local.lora import ActiveRun, AdapterSegments, LowRank
 
 _MAX_BUNDLED_RANK = 512
@@ -36,8 +37,7 @@ Inner = list[Tensor]
 
 def forward(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    linear: Linear,
     adapters: AdapterSegments,
     key: _Key,
     residual: Tensor | None = None,
@@ -48,7 +48,7 @@ def forward(
     needs of the adapters. Adapters that do not train this projection leave their rows as the
     frozen weights make them.
     """
-    y = few_rows.linear(x, weight, bias)
+    y = linear.product(x)
     if kernels.are_usable(x):
         return y, _grouped().add_forward(y, x, adapters, key, residual)
     if residual is not None:
@@ -57,10 +57,10 @@ def forward(
 
 
 def backward_input(
-    grad: Tensor, weight: Tensor, adapters: AdapterSegments, key: _Key, needs_input: bool = True
+    grad: Tensor, linear: Linear, adapters: AdapterSegments, key: _Key, needs_input: bool = True
 ) -> tuple[Tensor | None, Inner]:
     """The gradient for x, where it is needed; and those of x Aᵀ, for `backward_adapters`."""
-    grad_x = grad @ weight if needs_input else None
+    grad_x = linear.product_back(grad) if needs_input else None
     if kernels.are_usable(grad):
         return grad_x, _grouped().add_backward_input(grad.contiguous(), grad_x, adapters, key)
     return grad_x, _add_backward_input(grad, grad_x, _bundles(adapters, key), key)
@@ -86,27 +86,22 @@ def backward_adapters(
 
 
 def lora_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    adapters: AdapterSegments,
-    layer: int | None,
-    name: str,
+    x: Tensor, linear: Linear, adapters: AdapterSegments, layer: int | None, name: str
 ) -> Tensor:
     """`forward` as autograd sees it: an operation on x alone."""
     key = (layer, name)
     if not torch.is_grad_enabled():
-        return forward(x, weight, bias, adapters, key)[0]
+        return forward(x, linear, adapters, key)[0]
     # Empty, and only there to make autograd call `backward` when x needs no gradient itself.
     has_gradients = any(buffer is not None for buffer in adapters.gradients)
     anchor = x.new_empty(0).requires_grad_(has_gradients)
-    return _LoraLinear.apply(x, weight, bias, anchor, adapters, key)
+    return _LoraLinear.apply(x, anchor, linear, adapters, key)
 
 
 def lora_linear_backward(
     grad: Tensor,
     x: Tensor,
-    weight: Tensor,
+    linear: Linear,
     adapters: AdapterSegments,
     layer: int | None,
     name: str,
@@ -116,7 +111,7 @@ def lora_linear_backward(
     x Aᵀ is computed again rather than kept: that costs rank / outputs of the product.
     """
     key = (layer, name)
-    grad_x, inner_grads = backward_input(grad, weight, adapters, key)
+    grad_x, inner_grads = backward_input(grad, linear, adapters, key)
     assert grad_x is not None, "it was asked for"
     if kernels.are_usable(x):
         inners = _grouped().inner_products(x, adapters, key)
@@ -129,19 +124,19 @@ def lora_linear_backward(
 
 class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated here
     @staticmethod
-    def forward(ctx, x, weight, bias, anchor, adapters, key):  # type: ignore[no-untyped-def]
-        y, inners = forward(x, weight, bias, adapters, key)
-        ctx.save_for_backward(x, weight, *inners)
-        ctx.adapters, ctx.key = adapters, key
+    def forward(ctx, x, anchor, linear, adapters, key):  # type: ignore[no-untyped-def]
+        y, inners = forward(x, linear, adapters, key)
+        ctx.save_for_backward(x, *inners)
+        ctx.linear, ctx.adapters, ctx.key = linear, adapters, key
         return y
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        x, weight, *inners = ctx.saved_tensors
+        x, *inners = ctx.saved_tensors
         needs_input = ctx.needs_input_grad[0]
-        grad_x, inner_grads = backward_input(grad, weight, ctx.adapters, ctx.key, needs_input)
+        grad_x, inner_grads = backward_input(grad, ctx.linear, ctx.adapters, ctx.key, needs_input)
         backward_adapters(grad, x, inners, inner_grads, ctx.adapters, ctx.key)
-        return grad_x, None, None, None, None, None
+        return grad_x, None, None, None, None
 
 
 def finish_gradients(adapters: AdapterSegments) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from tinsmith.engine.local import adapted_linear
 from tinsmith.engine.local.adapted_linear import Inner
 from tinsmith.engine.local.families import DecoderConfig
+from tinsmith.engine.local.linear import Linear
 from tinsmith.engine.local.lora import AdapterSegments
 from tinsmith.engine.local.pointwise import (
     Norms,
@@ -38,13 +39,6 @@ class Attention(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (N, H, D) and k, v (N, K, D), normed and rotated already; the answer is (N, H, D)."""
         ...
-
-
-class Linear(NamedTuple):
-    """A frozen weight (outputs, inputs) and its bias; several modules may be fused into one."""
-
-    weight: Tensor
-    bias: Tensor | None
 
 
 class Layer(NamedTuple):
@@ -216,14 +210,14 @@ class Block:
 
     def _linear(self, x: Tensor, name: str, residual: Tensor | None = None) -> tuple[Tensor, Inner]:
         linear: Linear = getattr(self._layer, name)
-        return adapted_linear.forward(x, *linear, self._adapters, (self._index, name), residual)
+        return adapted_linear.forward(x, linear, self._adapters, (self._index, name), residual)
 
     def _linear_backward(
         self, grad: Tensor, name: str, needs_input: bool = True
     ) -> tuple[Tensor | None, Inner]:
         linear: Linear = getattr(self._layer, name)
         key = (self._index, name)
-        return adapted_linear.backward_input(grad, linear.weight, self._adapters, key, needs_input)
+        return adapted_linear.backward_input(grad, linear, self._adapters, key, needs_input)
 
     def _add_gradients(
         self, name: str, grad: Tensor, x: Tensor, inner: Inner, inner_grad: Inner

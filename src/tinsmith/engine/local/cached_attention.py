@@ -255,8 +255,8 @@ class _RunningRows:
         self._device = device
         self.rows = torch.tensor(part.rows, device=device)
         self._slots = slice(part.first, part.first + len(part.rows))
-        self._slot_index = torch.arange(self._slots.start, self._slots.stop, device=device)
         self._own = torch.tensor(part.num_own, device=device)
+        self._places = self._new_token_places()
         self._longest = max(part.num_own) + 1
         self._are_equal = min(part.num_own) + 1 == self._longest
         self._own_bias: dict[int | None, Tensor | None] = {}
@@ -274,20 +274,26 @@ class _RunningRows:
         count, num_heads, head_dim = q.shape
         kv_heads = self._num_kv_heads
         all_keys, all_values = self._slab.keys[layer], self._slab.values[layer]
-        all_keys[self._slot_index, :, self._own] = k
-        all_values[self._slot_index, :, self._own] = v
+        all_keys.view(-1, head_dim).index_copy_(0, self._places, k.reshape(-1, head_dim))
+        all_values.view(-1, head_dim).index_copy_(0, self._places, v.reshape(-1, head_dim))
         keys = all_keys[self._slots, :, : self._longest].flatten(0, 1)
         values = all_values[self._slots, :, : self._longest].flatten(0, 1)
         grouped = q.reshape(count * kv_heads, -1, head_dim)
-        scores = _scores(grouped, keys, spec, self._bias(spec.window))
-        out = torch.bmm(torch.softmax(scores, dim=-1).to(values.dtype), values)
+        out, mass = _attend(grouped, keys, values, spec, self._bias(spec.window))
         if self._prompts:
-            mass = torch.logsumexp(scores, dim=-1).view(count, kv_heads, -1)
+            mass = mass.view(count, kv_heads, -1)
             out = out.view(count, kv_heads, -1, head_dim)
             grouped = grouped.view(count, kv_heads, -1, head_dim)
             for prompt in self._prompts:
                 prompt.blend(layer, spec, grouped, out, mass)
         return out.view(count, num_heads, head_dim)
+
+    def _new_token_places(self) -> Tensor:
+        """(B · K,) which vectors of a layer of the slab, in a row, are to hold the new token's."""
+        num_heads, capacity = self._num_kv_heads, self._slab.capacity
+        slot = torch.arange(self._slots.start, self._slots.stop, device=self._device)
+        head = torch.arange(num_heads, device=self._device)
+        return ((slot[:, None] * num_heads + head) * capacity + self._own[:, None]).flatten()
 
     def _bias(self, window: int | None) -> Tensor | None:
         """(B · K, 1, longest), or None when every key is seen."""
@@ -330,19 +336,38 @@ class _SharedRows:
         kv_heads, num_tokens, head_dim = keys.shape
         count = len(self._members)
         grouped = q[self._members].transpose(0, 1).reshape(kv_heads, -1, head_dim)
-        scores = _scores(grouped, keys, spec, None)
+        bias = None
         if spec.window is not None and self._last >= spec.window:
             key = torch.arange(num_tokens, device=self._device)
             is_hidden = key[None] <= (self._positions - spec.window)[:, None]
-            hidden = scores.view(kv_heads, count, -1, num_tokens)
-            hidden.masked_fill_(is_hidden[None, :, None], _MASKED)
-        out = torch.bmm(torch.softmax(scores, dim=-1).to(values.dtype), values)
-        mass = torch.logsumexp(scores, dim=-1).view(kv_heads, count, -1).transpose(0, 1)
+            bias = torch.where(is_hidden, _MASKED, 0.0)
+            bias = bias.repeat_interleave(grouped.shape[1] // count, 0)[None]
+        out, mass = _attend(grouped, keys, values, spec, bias)
+        mass = mass.view(kv_heads, count, -1).transpose(0, 1)
         out = out.view(kv_heads, count, -1, head_dim).transpose(0, 1)
         share = torch.sigmoid(mass - own_mass[self._members])[..., None]
         own[self._members] = torch.lerp(own[self._members].float(), out.float(), share).to(
             own.dtype
         )
+
+
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """q (n, rows, D) over keys and values (n, tokens, D), with `bias` (1 or n, 1 or rows, tokens).
+
+    Also (n, rows) float32: the log of each row's summed exponentials.
+    """
+    if q.device.type == "cpu" and q.dtype == torch.float32 and spec.softcap is None:
+        if bias is not None:
+            bias = bias.expand(len(q), q.shape[1], -1)[None]
+        out, mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[None], keys[None], values[None], 0.0, False, attn_mask=bias, scale=spec.scale
+        )
+        return out[0].contiguous(), mass[0]
+    scores = _scores(q, keys, spec, bias)
+    out = torch.bmm(torch.softmax(scores, dim=-1).to(values.dtype), values)
+    return out, torch.logsumexp(scores, dim=-1)
 
 
 def _scores(q: Tensor, keys: Tensor, spec: AttentionSpec, bias: Tensor | None) -> Tensor:

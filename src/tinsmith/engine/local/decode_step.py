@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinsmith.engine.local.blocks import Linear
 from tinsmith.engine.local.choosing import draw_rows
 from tinsmith.engine.local.decode_tables import AdapterTable, StepTable
 from tinsmith.engine.local.decoder import Decoder
@@ -25,6 +24,7 @@ from tinsmith.engine.local.families import Rope
 from tinsmith.engine.local.kernels.decode_attention import Heads, attend, prepare
 from tinsmith.engine.local.kernels.decode_lora import TILE_ROWS, TiledAdapters
 from tinsmith.engine.local.kernels.decode_pointwise import add_norm, gate
+from tinsmith.engine.local.linear import Linear
 from tinsmith.engine.local.lora import Adapter
 from tinsmith.engine.local.next_tokens import NextToken, next_tokens
 from tinsmith.engine.local.pointwise import rms_norm
@@ -179,8 +179,7 @@ class DecodeStep:
             if layer.post_mlp_norm is not None:
                 y = rms_norm(y, layer.post_mlp_norm, config.norm_eps)
         z = add_norm(x, y, decoder.final_norm, config.norm_eps)
-        head = Linear(decoder.unembedding, None)
-        logits = self._product(z, head, None, "lm_head", shape).float()
+        logits = self._product(z, decoder.head, None, "lm_head", shape).float()
         if config.final_softcap is not None:
             logits = torch.tanh(logits / config.final_softcap) * config.final_softcap
         temperatures, numbers = self._table.temperatures[:count], self._table.uniforms[:count]

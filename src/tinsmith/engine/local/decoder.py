@@ -20,8 +20,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tinsmith.engine.local.adapted_linear import lora_linear, lora_linear_backward
-from tinsmith.engine.local.blocks import Attention, Block, Layer, Linear
+from tinsmith.engine.local.blocks import Attention, Block, Layer
 from tinsmith.engine.local.families import DecoderConfig, Rope, read_config
+from tinsmith.engine.local.linear import Linear
 from tinsmith.engine.local.lora import AdapterSegments
 from tinsmith.engine.local.pointwise import rms_norm
 from tinsmith.errors import EngineError
@@ -38,7 +39,7 @@ class Decoder:
         embedding: Tensor,
         layers: tuple[Layer, ...],
         final_norm: Tensor,
-        unembedding: Tensor,
+        head: Linear,
     ) -> None:
         self.config = config
         self.device = embedding.device
@@ -46,7 +47,8 @@ class Decoder:
         self.embedding = embedding
         self.layers = layers
         self.final_norm = final_norm
-        self.unembedding = unembedding
+        self.head = head
+        """The unembedding."""
         # Rounded as the weights are, which is what the models were trained with.
         scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._embedding_scale = float(scale)
@@ -67,13 +69,24 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        tensors = {id(t): t for t in (self.embedding, self.unembedding, self.final_norm)}
-        total = sum(t.nbytes for t in tensors.values())
-        for layer in self.layers:
-            for part in layer:
-                parts = part if isinstance(part, Linear) else (part,)
-                total += sum(t.nbytes for t in parts if t is not None)
-        return total
+        """Memory that it takes, packed copies included once they are allowed."""
+        parts = [self.final_norm, self.head, *(part for layer in self.layers for part in layer)]
+        total = sum(part.nbytes for part in parts if part is not None)
+        return total if self.head.weight is self.embedding else total + self.embedding.nbytes
+
+    @property
+    def packed_bytes(self) -> int:
+        """What `allow_packing` adds to that."""
+        return sum(linear.packed_bytes for linear in self._linears())
+
+    def allow_packing(self) -> None:
+        """Take more memory for faster products; see `linear`."""
+        for linear in self._linears():
+            linear.allow_packing()
+
+    def _linears(self) -> list[Linear]:
+        parts = [self.head, *(part for layer in self.layers for part in layer)]
+        return [part for part in parts if isinstance(part, Linear)]
 
     def hidden(
         self,
@@ -103,7 +116,7 @@ class Decoder:
 
     def raw_logits(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
         """Logits (M, V) as the product leaves them: in the model's dtype, not softcapped."""
-        return lora_linear(hidden, self.unembedding, None, adapters, None, "lm_head")
+        return lora_linear(hidden, self.head, adapters, None, "lm_head")
 
     def unembed(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
         """Logits (M, V) in float32, softcapped. The caller takes few enough rows at a time."""
@@ -124,7 +137,7 @@ class Decoder:
         if cap is not None:
             grad *= 1 - (logits / cap) ** 2
         grad = grad.to(self.dtype)
-        return lora_linear_backward(grad, hidden, self.unembedding, adapters, None, "lm_head")
+        return lora_linear_backward(grad, hidden, self.head, adapters, None, "lm_head")
 
     def _rotation(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (N, 1, D / 2)."""
@@ -202,7 +215,8 @@ def build(config: DecoderConfig, weights: Weights) -> Decoder:
     """The model of this shape with these weights; projections that share an input are fused."""
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = weights.get("embed_tokens.weight", (vocab, hidden))
-    is_tied = config.is_tied or "lm_head.weight" not in weights
+    head = ("lm_head.weight", (vocab, hidden))
+    is_tied = config.is_tied or head[0] not in weights
     if is_tied and not config.is_tied:
         raise EngineError("the model says its unembedding is its own, but has no lm_head.weight")
     return Decoder(
@@ -210,7 +224,7 @@ def build(config: DecoderConfig, weights: Weights) -> Decoder:
         embedding,
         tuple(_load_layer(config, weights, layer) for layer in range(config.num_layers)),
         _load_norm(config, weights, "norm", hidden),
-        embedding if is_tied else weights.get("lm_head.weight", (vocab, hidden)),
+        Linear(embedding if is_tied else weights.get(*head), is_exact=True),
     )
 
 
@@ -225,7 +239,7 @@ def _load_layer(config: DecoderConfig, weights: Weights, layer: int) -> Layer:
             for module, outputs in modules.items()
         ]
         if not has_bias:
-            return Linear(torch.cat(weight), None)
+            return Linear(torch.cat(weight))
         bias = [
             weights.get(f"{prefix}{module}.bias", (outputs,)) for module, outputs in modules.items()
         ]

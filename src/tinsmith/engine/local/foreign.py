@@ -36,6 +36,7 @@ from tinsmith.engine.local.families import (
     Projection,
     UnsupportedModelError,
 )
+from tinsmith.engine.local.linear import Linear
 from tinsmith.engine.local.lora import AdapterSegments
 
 ATTENTION_NAME = "tinsmith"
@@ -108,13 +109,19 @@ class ForeignDecoder(Decoder):
         self.dtype = model.dtype
         self._model = model
         head = model.get_output_embeddings()
-        self.unembedding = head.weight
-        self._unembedding_bias = head.bias
+        self.head = Linear(head.weight, head.bias)
         model.set_attn_implementation(ATTENTION_NAME)
         for projection in config.projections:
             if projection.part != "unembed":
                 module = model.get_submodule(projection.name)
                 module.forward = functools.partial(_adapted_forward, module, projection.name)
+
+    @property
+    def packed_bytes(self) -> int:
+        return 0
+
+    def allow_packing(self) -> None:
+        """Nothing: the products are those of `transformers`."""
 
     @property
     def nbytes(self) -> int:
@@ -135,10 +142,6 @@ class ForeignDecoder(Decoder):
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False
             )
         return output.last_hidden_state[0]
-
-    def raw_logits(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
-        bias = self._unembedding_bias
-        return lora_linear(hidden, self.unembedding, bias, adapters, None, "lm_head")
 
 
 class _Call(Protocol):
@@ -214,7 +217,7 @@ def _attention_function(
 def _adapted_forward(module: nn.Linear, name: str, x: Tensor) -> Tensor:
     adapters = _CURRENT.get().adapters
     flat = x.reshape(-1, module.in_features)
-    y = lora_linear(flat, module.weight, module.bias, adapters, None, name)
+    y = lora_linear(flat, Linear(module.weight, module.bias), adapters, None, name)
     return y.view(*x.shape[:-1], module.out_features)
 
 

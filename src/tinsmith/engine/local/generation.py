@@ -444,7 +444,7 @@ def _decode_step(
     decoder: Decoder, config: LocalEngineConfig, use_graphs: bool
 ) -> DecodeStep | None:
     """The quick way to decode, where it can be used."""
-    is_usable = kernels.are_usable(decoder.unembedding) and not is_foreign(decoder.config)
+    is_usable = kernels.are_usable(decoder.head.weight) and not is_foreign(decoder.config)
     if not is_usable or config.deterministic:
         return None
     from tinsmith.engine.local.decode_step import DecodeStep

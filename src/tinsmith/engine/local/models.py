@@ -22,6 +22,7 @@ from tinsmith.engine.local.decoder import Decoder
 from tinsmith.engine.local.families import DecoderConfig, UnsupportedModelError, read_config
 from tinsmith.engine.local.sources import Progress, model_folder, no_progress, weights_nbytes
 from tinsmith.errors import EngineError
+from tinsmith.memory import machine_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,8 @@ class BaseModels:
                 self._loaded[name] = foreign.load(folder, config, self._device, self._dtype)
             else:
                 self._loaded[name] = Decoder.load(folder, self._device, self._dtype)
+            if self._may_pack(self._loaded[name]):
+                self._loaded[name].allow_packing()
         self._loaded.move_to_end(name)
         return self._loaded[name]
 
@@ -130,6 +133,16 @@ class BaseModels:
             yield decoder
         finally:
             self.unpin(name)
+
+    def _may_pack(self, decoder: Decoder) -> bool:
+        if self._config.deterministic:
+            return False
+        if self._config.pack_weights is not None:
+            return self._config.pack_weights
+        budget = self._config.memory_budget_bytes
+        room = machine_bytes() if budget is None else min(budget, machine_bytes())
+        is_small = decoder.packed_bytes <= room // 4
+        return is_small and (budget is None or self.nbytes + decoder.packed_bytes <= budget)
 
     def _make_room(self, name: str, folder: Path) -> None:
         budget = self._config.memory_budget_bytes

@@ -1,0 +1,103 @@
+"""Products with frozen weights, packed and not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tinsmith.engine.local.linear import Linear
+
+
+def new_linear(
+    outputs: int,
+    inputs: int,
+    *,
+    has_bias: bool = False,
+    packs: bool = True,
+    is_exact: bool = False,
+) -> Linear:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
+    bias = torch.randn(outputs, generator=generator) if has_bias else None
+    linear = Linear(weight, bias, is_exact=is_exact)
+    if packs:
+        linear.allow_packing()
+    return linear
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(520, 264), (300, 513), (8, 16)])
+def test_products_are_those_of_torch(
+    outputs: int, inputs: int, has_bias: bool, packs: bool, is_exact: bool
+) -> None:
+    """Within 1e-5."""
+    linear = new_linear(outputs, inputs, has_bias=has_bias, packs=packs, is_exact=is_exact)
+    for num_rows in (0, 1, 2, 16, 300):
+        x, grad = torch.randn(num_rows, inputs), torch.randn(num_rows, outputs)
+        with torch.no_grad():
+            y, grad_x = linear.product(x), linear.product_back(grad)
+        torch.testing.assert_close(y, F.linear(x, linear.weight, linear.bias), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(grad_x, grad @ linear.weight, atol=1e-5, rtol=1e-5)
+
+
+def test_packed_products_take_rows_and_columns_of_larger_matrices() -> None:
+    linear = new_linear(520, 264)
+    x = torch.randn(20, 3, 264)[:, 1]
+    grad = torch.randn(20, 600)[:, 40:560]
+    torch.testing.assert_close(linear.product(x), x @ linear.weight.t(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        linear.product_back(grad), grad @ linear.weight, atol=1e-5, rtol=1e-5
+    )
+
+
+def test_a_row_does_not_depend_on_those_beside_it() -> None:
+    """One row of another sequence that is not finite must not spoil the rest."""
+    linear = new_linear(520, 264)
+    x = torch.randn(16, 264)
+    clean = linear.product(x)
+    x[3] = torch.nan
+    spoiled = linear.product(x)
+    rest = torch.arange(16) != 3
+    assert torch.equal(spoiled[rest], clean[rest])
+    assert spoiled[3].isnan().all()
+
+
+def test_what_was_packed_while_sampling_serves_training() -> None:
+    linear = new_linear(520, 264)
+    with torch.inference_mode():
+        linear.product(torch.randn(4, 264))
+        linear.product_back(torch.randn(4, 520))
+    x = torch.randn(4, 264, requires_grad=True)
+    with torch.no_grad():
+        torch.testing.assert_close(linear.product(x), x @ linear.weight.t(), atol=1e-5, rtol=1e-5)
+
+
+def test_memory_is_counted_from_the_moment_it_is_allowed() -> None:
+    linear = new_linear(520, 264, has_bias=True, packs=False)
+    own = 4 * (520 * 264 + 520)
+    assert linear.nbytes == own
+    assert linear.packed_bytes in (0, 2 * 4 * 520 * 264)
+    linear.allow_packing()
+    assert linear.nbytes == own + linear.packed_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_only_large_float32_weights_are_packed(dtype: torch.dtype) -> None:
+    for linear in (Linear(torch.zeros(520, 264, dtype=dtype)), Linear(torch.zeros(16, 16))):
+        linear.allow_packing()
+        assert linear.packed_bytes == 0
+        y = linear.product(torch.ones(3, linear.weight.shape[1], dtype=linear.weight.dtype))
+        assert y.dtype == linear.weight.dtype
+
+
+def test_an_exact_product_errs_no_more_packed_than_plain() -> None:
+    """Against float64; the mean error may be a tenth larger."""
+    plain = new_linear(1152, 1152, packs=False)
+    packed = new_linear(1152, 1152, is_exact=True)
+    x = torch.randn(16, 1152, generator=torch.Generator().manual_seed(1))
+    expected = x.double() @ plain.weight.double().t()
+    errors = [(linear.product(x) - expected).abs().mean() for linear in (plain, packed)]
+    assert errors[1] <= 1.1 * errors[0]
