@@ -32,12 +32,12 @@ def write_report(path: Path | None, result: dict[str, Any], machine: str | None 
 
 
 def _options() -> list[str]:
-    """The arguments without the report's own place."""
+    """The arguments without the report's own place; of other places on this machine the name."""
     words = sys.argv[1:]
     if "--out" in words:
         at = words.index("--out")
         del words[at : at + 2]
-    return words
+    return [Path(word).name if Path(word).is_absolute() else word for word in words]
 
 
 def _commit() -> str:

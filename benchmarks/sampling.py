@@ -7,9 +7,10 @@ A case that is a number decodes so many different prompts at once. `group` is 8 
 prompts of 512 tokens, `mixed` has adapters of rank 32: the same rows under one and under eight,
 `prefill` reads long prompts. Ours and theirs take turns, and ratios are medians over rounds.
 Tokens a second count a whole run, prompts included; a step is the median turn while all
-sequences run. Its floor is the time to read weights, adapters and cache once at the measured
-bandwidth. With the Python of an environment that has `xllamacpp`, the same model's GGUF file runs
-through llama.cpp too, four bits a weight as it is stored.
+sequences run. Its floor is the time to read weights and cache once at the measured bandwidth, or
+to do the products at the measured rate, whichever is longer. With the Python of an environment
+that has `xllamacpp`, the same model's GGUF file runs through llama.cpp too, four bits a weight as
+it is stored.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import statistics
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,9 +62,13 @@ def main() -> None:
     theirs = None
     if not arguments.without_generate:
         theirs = Generate(load_transformers(device, arguments.shape), side)
-    result: dict[str, Any] = {"bandwidth_gb_s": round(machine.bandwidth(device) / 1e9, 1)}
+    limits = Limits(machine.bandwidth(device), machine.matmul_rate(device))
+    result: dict[str, Any] = {
+        "bandwidth_gb_s": round(limits.bandwidth / 1e9, 1),
+        "matmul_tflops": round(limits.matmul_rate / 1e12, 3),
+    }
     for case in arguments.cases.split(","):
-        result[case] = run_case(case, side, theirs, result["bandwidth_gb_s"], arguments.rounds)
+        result[case] = run_case(case, side, theirs, limits, arguments.rounds)
         print(json.dumps({case: result[case]}), flush=True)
     if arguments.llama_python is not None:
         result["llama.cpp"] = llama_cpp(arguments.llama_python, side)
@@ -71,8 +76,15 @@ def main() -> None:
     machine.write_report(arguments.out, device, result)
 
 
+class Limits(NamedTuple):
+    """What the machine can do at most: bytes and operations a second."""
+
+    bandwidth: float
+    matmul_rate: float
+
+
 def run_case(
-    case: str, side: Side, theirs: Generate | None, gb_s: float, rounds: int
+    case: str, side: Side, theirs: Generate | None, limits: Limits, rounds: int
 ) -> dict[str, float]:
     if case == "group":
         return run_groups(side, theirs, rounds)
@@ -87,11 +99,13 @@ def run_case(
     times = machine.interleaved(works, side.device, rounds)
     rate = count * side.new_tokens / statistics.median(times["ours"])
     step = statistics.median(side.steps)
+    floor = side.floor_seconds(count, limits)
     found = {
         "tokens_per_s": round(rate, 1),
         "step_ms": round(step * 1e3, 3),
         "decode_tokens_per_s": round(count / step, 1),
-        "of_floor": round(side.floor_seconds(count, gb_s) / step, 3),
+        "floor_ms": round(floor * 1e3, 3),
+        "of_floor": round(floor / step, 3),
     }
     if theirs is not None:
         their_rate = count * theirs.new_tokens / statistics.median(times["theirs"])
@@ -167,6 +181,7 @@ class Side:
         self.steps: list[float] = []
         """Seconds of the last run's turns in which every sequence was decoded."""
         self._pool = ours.pool
+        self._base_weights = ours.base_weights()
         self._adapters: list[Adapter] = []
         self._generator = Generator(ours.decoder, LocalEngineConfig(device=self.device.type))
         self._random = np.random.default_rng(0)
@@ -214,15 +229,15 @@ class Side:
             if is_full:
                 self.steps.append(time.perf_counter() - start)
 
-    def floor_seconds(self, count: int, gb_s: float) -> float:
-        """To read every weight once, and the cache as it is half-way through a run."""
+    def floor_seconds(self, count: int, limits: Limits) -> float:
+        """To read every weight once, and the cache as it is half-way through a run; or to multiply
+        every weight once with each row."""
         config, item = self.decoder.config, self.decoder.dtype.itemsize
         a_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item
         context = self.prompt_tokens + self.new_tokens / 2
-        weights = self.decoder.nbytes
-        if not config.is_tied:
-            weights -= self.decoder.embedding.nbytes
-        return (weights + count * context * a_token) / (gb_s * 1e9)
+        numbers = sum(weight.numel() for weight in self._base_weights)
+        reading = (numbers * item + count * context * a_token) / limits.bandwidth
+        return max(reading, 2 * count * numbers / limits.matmul_rate)
 
 
 class Generate:

@@ -109,12 +109,12 @@ class Ours:
 
     def base_flops_a_token(self) -> float:
         """Operations of a pass on the frozen base: 2 for each weight forward, 2 backward."""
-        return 4.0 * sum(weight.numel() for weight in self._base_weights())
+        return 4.0 * sum(weight.numel() for weight in self.base_weights())
 
     def products(self, name: str, num_tokens: int) -> Callable[[], None]:
         """Every matrix product of a pass with the base's weights and an adapter's, in the shapes
         they have there, and nothing else: what is left when all the rest costs no time."""
-        base, adapter = self._base_weights(), self.adapters[name].weights()
+        base, adapter = self.base_weights(), self.adapters[name].weights()
         sizes = {size for weight in base for size in weight.shape}
         sizes |= {size for low_rank in adapter.values() for b in low_rank.b for size in b.shape}
         like = {"device": self.decoder.device, "dtype": self.decoder.dtype}
@@ -137,7 +137,8 @@ class Ours:
 
         return work
 
-    def _base_weights(self) -> list[torch.Tensor]:
+    def base_weights(self) -> list[torch.Tensor]:
+        """Those that every token is multiplied with."""
         linears = [
             linear
             for layer in self.decoder.layers

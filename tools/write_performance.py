@@ -26,7 +26,7 @@ sampling"` for some parts. What is compared ran in turns in one run, and ratios 
 rounds, so that a busy machine slows both sides. Absolute times are this machine's and no other's.
 `PEFT` is `transformers` with `peft` in the same process; `generate` is `transformers`' own loop.
 The floor of a figure is what the machine could do at most: its measured rate of matrix products,
-or of reading memory.
+or of reading memory. [Speed](explanation/speed.md) tells why some targets were missed.
 """
 
 Result = dict[str, Any]

@@ -11,6 +11,9 @@ from pathlib import Path
 _PEAK_UNIT = 1 if sys.platform == "darwin" else 1024
 """Bytes in which the system counts the peak."""
 
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""Bytes, or "max"."""
+
 
 def process_bytes() -> int:
     """Memory in use; the most there ever was where the system does not say more."""
@@ -24,5 +27,5 @@ def machine_bytes() -> int:
     """Memory of the machine, or of the container it is limited to."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        total = min(total, int(_CONTAINER_LIMIT.read_text()))
     return total

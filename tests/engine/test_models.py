@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tinsmith import memory
 from tinsmith.engine.base import SampleJob
 from tinsmith.engine.local import linear
 from tinsmith.engine.local.batch import PackedAttention
@@ -213,3 +214,15 @@ def test_an_architecture_that_does_not_fit_is_refused_with_the_reason(
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         models_of({"foreign": tmp_path}).get("foreign")
     assert "llama" in str(caught.value)
+
+
+def test_a_container_has_the_memory_it_is_limited_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = memory.machine_bytes()
+    assert whole > memory.process_bytes()
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "_CONTAINER_LIMIT", limit)
+    for text, expected in (("1000000\n", 10**6), ("max\n", whole), (f"{10**18}\n", whole)):
+        limit.write_text(text)
+        assert memory.machine_bytes() == expected
