@@ -2,10 +2,11 @@
 
 A turn mixes two kinds of rows: chunks of prompts, and one new token for each running sequence. The
 new keys and values are written to the cache first, then every row attends to what its sequence
-holds. Running sequences are taken a slab at a time: one batched product over padded rows beats a
-call per sequence (two CPU cores, 16 sequences of 150 to 300 tokens: 0.39 ms a layer against
-0.53 ms). What counts there is how often keys and values are read, so the samples of one prompt
-attend to it together; the two partial results are then weighed by the probability each part holds.
+holds. Running sequences are taken a slab at a time, in one call over padded rows; on the CPU in
+float32 that is torch's own kernel, where the heads that share keys are rows of one product (two
+cores, 16 sequences of 100 tokens: 0.14 ms a layer, and 0.26 ms as batched products). What counts
+there is how often keys and values are read, so the samples of one prompt attend to it together; the
+two partial results are then weighed by the probability each part holds.
 
 Shapes: N rows of the turn, B sequences in a slab, H query heads, K key/value heads, G = H / K,
 D head size, T tokens of a chunk or span.
