@@ -79,9 +79,9 @@ def attention_config(spec: AttentionSpec) -> DecoderConfig:
 def test_packed_attention_equals_softmax_written_out_for_each_sequence() -> None:
     """Tolerance 1e-5."""
     torch.manual_seed(0)
-    lengths = [7, 1, 12]
-    q = torch.randn(20, 4, 8)
-    k, v = torch.randn(20, 2, 8), torch.randn(20, 2, 8)
+    lengths = [7, 7, 1, 12, 7]
+    q = torch.randn(34, 4, 8)
+    k, v = torch.randn(34, 2, 8), torch.randn(34, 2, 8)
     for softcap in (None, 2.0):
         for window in (None, 3):
             spec = AttentionSpec(scale=0.3, rope=None, softcap=softcap, window=window)

@@ -78,39 +78,50 @@ def test_a_model_in_use_is_never_dropped(three: dict[str, Path]) -> None:
     assert models.loaded == ("two", "three")
 
 
-def test_weights_are_packed_unless_that_takes_too_much(
-    three: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = models_of(three).get("one").nbytes
+@pytest.fixture
+def packed_bytes(three: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> int:
+    """What packing adds to one of the three, which are otherwise too small to be packed."""
     monkeypatch.setattr(linear, "_MIN_NUMBERS", 1)
-    packed = models_of(three).get("one").packed_bytes
-    if not packed:
+    found = models_of(three, pack_weights=False).get("one").packed_bytes
+    if not found:
         pytest.skip("this machine's torch cannot pack")
+    return found
 
+
+def test_weights_are_packed_unless_that_takes_too_much(
+    three: dict[str, Path], packed_bytes: int
+) -> None:
     def size(**options: Any) -> int:
         return models_of(three, **options).get("one").nbytes
 
-    assert size() == plain + packed
-    assert size(pack_weights=False) == plain
-    assert size(deterministic=True, pack_weights=True) == plain
-    assert size(memory_budget_bytes=4 * packed) == plain + packed
-    assert size(memory_budget_bytes=4 * packed - 1) == plain
-    assert size(memory_budget_bytes=4 * packed - 1, pack_weights=True) == plain + packed
+    plain = size(pack_weights=False)
+    assert size() == plain + packed_bytes
+    assert size(deterministic=True) == plain
+    assert size(memory_budget_bytes=4 * packed_bytes) == plain + packed_bytes
+    assert size(memory_budget_bytes=4 * packed_bytes - 1) == plain
+    tight = plain + packed_bytes
+    assert size(memory_budget_bytes=tight, pack_weights=True) == tight
+    models = models_of(three, memory_budget_bytes=tight - 1, pack_weights=True)
+    with pytest.raises(EngineError, match="raise memory_budget_bytes or leave out pack_weights"):
+        models.get("one")
+    assert models.loaded == ()
 
 
 def test_under_a_budget_only_what_fits_beside_others_is_packed(
-    three: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    three: dict[str, Path], packed_bytes: int
 ) -> None:
-    plain = models_of(three).get("one").nbytes
-    monkeypatch.setattr(linear, "_MIN_NUMBERS", 1)
-    packed = models_of(three).get("one").packed_bytes
-    if not packed:
-        pytest.skip("this machine's torch cannot pack")
-    models = models_of(three, memory_budget_bytes=4 * packed)
-    for name in three:
-        with models.use(name):
-            assert models.nbytes <= 4 * packed
-    assert models.get("three").nbytes in (plain, plain + packed)
+    plain = models_of(three, pack_weights=False).get("one").nbytes
+    models = models_of(three, memory_budget_bytes=4 * packed_bytes)
+    with models.use("one"), models.use("two"):
+        assert models.get("one").nbytes == plain + packed_bytes
+        with models.use("three"):
+            assert models.nbytes <= 4 * packed_bytes
+            assert models.get("three").nbytes == plain
+
+
+def test_packing_in_deterministic_mode_is_refused(three: dict[str, Path]) -> None:
+    with pytest.raises(EngineError, match=r"pack_weights.*deterministic"):
+        models_of(three, deterministic=True, pack_weights=True)
 
 
 FOREIGN = {

@@ -68,7 +68,8 @@ class LocalEngineConfig:
     pack_weights: bool | None = None
     """Whether base weights are also kept in the layouts in which the CPU multiplies fastest, which
     takes nearly three times their memory, in float32. None does so where the copies take at most a
-    quarter of the machine's memory and of `memory_budget_bytes`. Never in deterministic mode."""
+    quarter of the machine's memory and of `memory_budget_bytes`; not in deterministic mode,
+    where asking for it is an error."""
 
     max_lora_rank: int = 128
     """Largest rank that a model may ask for."""

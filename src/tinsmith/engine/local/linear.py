@@ -10,7 +10,7 @@ block of SmolLM2-135M, milliseconds:
     packed      0.65  0.64  0.73  1.86   6.5  12.3  49.0
 
 Packed products add up in longer chains, so that their last bits are others, and less exact: the
-error is about one and a half times as large. Where that would show, a product is left as it is:
+error is one and a half to two times as large. Where that would show, a product is left as it is:
 forward where there are more inputs than outputs, and in the head, whose rounding goes straight into
 log-probabilities. For few rows the head is packed in pieces as short as the chains of the plain
 product. A single row is quicker in the plain layout, which is kept in any case.

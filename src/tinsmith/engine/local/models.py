@@ -48,6 +48,10 @@ class BaseModels:
     """The table of names, and the models in memory, least recently used first."""
 
     def __init__(self, config: LocalEngineConfig, progress: Progress = no_progress) -> None:
+        if config.pack_weights and config.deterministic:
+            raise EngineError(
+                "pack_weights cannot be had in deterministic mode: leave one of them out"
+            )
         self._config = config
         self._progress = progress
         self._device = device_of(config)
@@ -110,7 +114,7 @@ class BaseModels:
                 self._loaded[name] = foreign.load(folder, config, self._device, self._dtype)
             else:
                 self._loaded[name] = Decoder.load(folder, self._device, self._dtype)
-            if self._may_pack(self._loaded[name]):
+            if self._may_pack(name):
                 self._loaded[name].allow_packing()
         self._loaded.move_to_end(name)
         return self._loaded[name]
@@ -134,15 +138,22 @@ class BaseModels:
         finally:
             self.unpin(name)
 
-    def _may_pack(self, decoder: Decoder) -> bool:
-        if self._config.deterministic:
+    def _may_pack(self, name: str) -> bool:
+        """Whether a model just loaded is to be packed. One that must be and cannot is dropped."""
+        wanted, budget = self._config.pack_weights, self._config.memory_budget_bytes
+        packed_bytes = self._loaded[name].packed_bytes
+        if self._config.deterministic or wanted is False:
             return False
-        if self._config.pack_weights is not None:
-            return self._config.pack_weights
-        budget = self._config.memory_budget_bytes
-        room = machine_bytes() if budget is None else min(budget, machine_bytes())
-        is_small = decoder.packed_bytes <= room // 4
-        return is_small and (budget is None or self.nbytes + decoder.packed_bytes <= budget)
+        room = machine_bytes() if budget is None else budget
+        does_fit = budget is None or self.nbytes + packed_bytes <= budget
+        if wanted and not does_fit:
+            del self._loaded[name]
+            raise EngineError(
+                f"the packed weights of {name!r} take {packed_bytes:,} bytes more, which is beyond "
+                f"the budget of {budget:,} bytes; raise memory_budget_bytes or leave out "
+                "pack_weights"
+            )
+        return wanted or (does_fit and packed_bytes <= min(room, machine_bytes()) // 4)
 
     def _make_room(self, name: str, folder: Path) -> None:
         budget = self._config.memory_budget_bytes
