@@ -101,3 +101,15 @@ def test_an_exact_product_errs_no_more_packed_than_plain() -> None:
     expected = x.double() @ plain.weight.double().t()
     errors = [(linear.product(x) - expected).abs().mean() for linear in (plain, packed)]
     assert errors[1] <= 1.1 * errors[0]
+
+
+def test_where_rounding_would_show_the_product_has_the_plain_bits() -> None:
+    """Forward with more inputs than outputs, and in the head for many rows."""
+    cases = [(264, 520, False, 16), (520, 264, True, 65)]
+    for outputs, inputs, is_exact, num_rows in cases:
+        plain = new_linear(outputs, inputs, packs=False)
+        packed = new_linear(outputs, inputs, is_exact=is_exact)
+        x = torch.randn(num_rows, inputs)
+        assert torch.equal(packed.product(x), plain.product(x))
+    narrow = new_linear(264, 520, packs=False)
+    assert narrow.packed_bytes in (0, narrow.weight.nbytes)
