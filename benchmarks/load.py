@@ -35,8 +35,8 @@ import orjson
 import uvloop
 
 from reports import write_report
-from tinsmith.server.auth import create_key
 from tinsmith.server.config import build_config
+from tinsmith.server.edge.auth import create_key
 from tinsmith.server.serving import open_store
 from tinsmith.types import Datum, ForwardBackwardInput, ForwardBackwardRequest, ModelInput
 from tinsmith.wire import proto

@@ -29,9 +29,9 @@ import torch
 import machine
 from tinsmith.engine.base import SampleJob
 from tinsmith.engine.local.config import LocalEngineConfig, default_cache_folder
-from tinsmith.engine.local.generation import Generator
-from tinsmith.engine.local.lora import Adapter
-from tinsmith.engine.local.sources import embedded_gguf
+from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.model.sources import embedded_gguf
+from tinsmith.engine.local.sample.generation import Generator
 from tinsmith.types import LoraConfig, ModelInput, SampleResponse, SamplingParams
 from trainers import SHAPES, Ours, load_transformers
 

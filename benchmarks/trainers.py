@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from tinsmith.engine.base import Pass
-from tinsmith.engine.local.adamw import adamw_step
 from tinsmith.engine.local.config import EMBEDDED_SOURCE, LocalEngineConfig
-from tinsmith.engine.local.decoder import Decoder, build
-from tinsmith.engine.local.families import read_config
-from tinsmith.engine.local.lora import Adapter, AdapterPool
-from tinsmith.engine.local.sources import model_folder
-from tinsmith.engine.local.training import run_passes
+from tinsmith.engine.local.model.decoder import Decoder, build
+from tinsmith.engine.local.model.families import read_config
+from tinsmith.engine.local.model.lora import Adapter, AdapterPool
+from tinsmith.engine.local.model.sources import model_folder
+from tinsmith.engine.local.train.adamw import adamw_step
+from tinsmith.engine.local.train.passes import run_passes
 from tinsmith.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInput
 
 RANK = 32

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from tinsmith.server.app import ROUTES
-from tinsmith.server.http import API, ApiRoute
+from tinsmith.server.edge.app import ROUTES
+from tinsmith.server.edge.http import API, ApiRoute
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "reference" / "endpoints.md"

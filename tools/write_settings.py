@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tinsmith.cli.serve import command as serve
+from tinsmith.cli.commands.serve import command as serve
 from tinsmith.client.recovery import RecoveryPolicy
-from tinsmith.client.retries import RetryConfig
+from tinsmith.client.results.retries import RetryConfig
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.server.config import ENVIRONMENT_PREFIX, ServerConfig
 from tinsmith.transport import config as transport_config

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from tinsmith import auth, types
     from tinsmith.client import regularizers
     from tinsmith.client.admin import AdminClient
-    from tinsmith.client.custom_loss import LossHandle, PerDatumLossFn
+    from tinsmith.client.calls.custom_loss import LossHandle, PerDatumLossFn
+    from tinsmith.client.connection.tags import request_tags
     from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture, as_completed
     from tinsmith.client.options import RequestOptions, Timeout
     from tinsmith.client.recovery import Recovery, RecoveryPolicy
     from tinsmith.client.rest import RestClient
-    from tinsmith.client.retries import RetryConfig
+    from tinsmith.client.results.retries import RetryConfig
     from tinsmith.client.sampling import SamplingClient
     from tinsmith.client.service import ServiceClient
-    from tinsmith.client.tags import request_tags
     from tinsmith.client.training import TrainingClient
     from tinsmith.client.warn import ExperimentalWarning
     from tinsmith.errors import (
@@ -109,7 +109,7 @@ _LOADED_ON_USE = {
     "ForwardBackwardOutput": "tinsmith.types",
     "InternalServerError": "tinsmith.errors",
     "LoraConfig": "tinsmith.types",
-    "LossHandle": "tinsmith.client.custom_loss",
+    "LossHandle": "tinsmith.client.calls.custom_loss",
     "ModelID": "tinsmith.types",
     "ModelInput": "tinsmith.types",
     "ModelInputChunk": "tinsmith.types",
@@ -118,7 +118,7 @@ _LOADED_ON_USE = {
     "OptimStepRequest": "tinsmith.types",
     "OptimStepResponse": "tinsmith.types",
     "ParsedCheckpointTinkerPath": "tinsmith.types",
-    "PerDatumLossFn": "tinsmith.client.custom_loss",
+    "PerDatumLossFn": "tinsmith.client.calls.custom_loss",
     "PermissionDeniedError": "tinsmith.errors",
     "PromptProvenanceSpan": "tinsmith.types",
     "RateLimitError": "tinsmith.errors",
@@ -127,7 +127,7 @@ _LOADED_ON_USE = {
     "RequestFailedError": "tinsmith.errors",
     "RequestOptions": "tinsmith.client.options",
     "RestClient": "tinsmith.client.rest",
-    "RetryConfig": "tinsmith.client.retries",
+    "RetryConfig": "tinsmith.client.results.retries",
     "SampleRequest": "tinsmith.types",
     "SampleResponse": "tinsmith.types",
     "SampledProvenanceSpan": "tinsmith.types",
@@ -144,7 +144,7 @@ _LOADED_ON_USE = {
     "TrainingRun": "tinsmith.types",
     "UnprocessableEntityError": "tinsmith.errors",
     "as_completed": "tinsmith.client.futures",
-    "request_tags": "tinsmith.client.tags",
+    "request_tags": "tinsmith.client.connection.tags",
 }
 
 

@@ -39,9 +39,9 @@ async def _start_fake(config: ServerConfig) -> Engine:
 
 
 async def _start_local(config: ServerConfig) -> Engine:
+    from tinsmith.engine.local.boundary.messages import Patience
     from tinsmith.engine.local.config import LocalEngineConfig
     from tinsmith.engine.local.engine import LocalEngine
-    from tinsmith.engine.local.messages import Patience
 
     # The configuration's own checks know which words are allowed.
     settings: dict[str, Any] = {

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.sources import embedded_gguf
+from tinsmith.engine.local.model.sources import embedded_gguf
 
 SOURCE = Path(__file__).parents[2] / "src" / "tinsmith"
 
@@ -31,7 +31,7 @@ for module in pkgutil.walk_packages(tinsmith.__path__, "tinsmith."):
 CONVERT = """
 from pathlib import Path
 from tinsmith.engine.local.config import EMBEDDED_SOURCE, LocalEngineConfig
-from tinsmith.engine.local.sources import model_folder
+from tinsmith.engine.local.model.sources import model_folder
 print(model_folder(EMBEDDED_SOURCE, LocalEngineConfig(cache_folder=Path(%r))))
 """
 

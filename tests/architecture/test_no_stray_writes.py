@@ -15,8 +15,8 @@ ALLOWED = {
     ("server/serving.py", "mkdir"): "the data folder itself, before there is anything in it",
     ("server/serving.py", "os.open"): "the lock, which says nothing once its holder is gone",
     ("server/serving.py", "os.ftruncate"): "the same",
-    ("server/auth.py", "touch"): "a sign to a running server to look into the store again",
-    ("engine/local/process.py", "write_text"): "a setting of the kernel's, in /proc",
+    ("server/edge/auth.py", "touch"): "a sign to a running server to look into the store again",
+    ("engine/local/boundary/process.py", "write_text"): "a setting of the kernel's, in /proc",
 }
 
 _CHANGING = {
@@ -25,7 +25,7 @@ _CHANGING = {
     *("copyfile", "copytree", "copy2", "save_file", "mkdtemp", "mkstemp"),
 }
 # Converted models lie in a cache of their own; losing them costs a conversion.
-_ELSEWHERE = {"engine/local/sources.py"}
+_ELSEWHERE = {"engine/local/model/sources.py"}
 
 
 def _stray_writes(file: Path) -> Iterator[tuple[str, str]]:

@@ -12,10 +12,10 @@ import torch
 
 import tinsmith
 from tinsmith import types
-from tinsmith.client.custom_loss import LossHandle
+from tinsmith.client.calls.custom_loss import LossHandle
+from tinsmith.client.connection.stats import ClassStats
 from tinsmith.client.paging import Pages
-from tinsmith.client.stats import ClassStats
-from tinsmith.client.streaming import SampleStream, StreamedTokens
+from tinsmith.client.results.streaming import SampleStream, StreamedTokens
 
 
 def service_client(service: tinsmith.ServiceClient) -> None:

@@ -21,11 +21,11 @@ import click
 import pytest
 
 from tinsmith.cli.__main__ import COMMANDS, cli
-from tinsmith.cli.demo import learning_rate
+from tinsmith.cli.commands.demo import learning_rate
 from tinsmith.cli.fetching import all_pages
-from tinsmith.cli.hub import model_card, repository_name
 from tinsmith.cli.output import Output, size_text, time_text
 from tinsmith.cli.plot import plot
+from tinsmith.cli.weights.hub import model_card, repository_name
 from tinsmith.client.service import ServiceClient
 from tinsmith.types import Datum, ModelInput, WeightsInfoResponse
 
@@ -169,7 +169,7 @@ TROUBLES = {
         {},
         {
             "shutil.which": _which_with_driver,
-            "tinsmith.cli.doctor._version": lambda name: "2.13.0+cpu",
+            "tinsmith.cli.commands.doctor._version": lambda name: "2.13.0+cpu",
         },
     ),
     "no model": Trouble("embedded model", "not fetched", {"XDG_CACHE_HOME": "/nonexistent"}, {}),

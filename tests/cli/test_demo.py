@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from live_server import clean_environment
 
-from tinsmith.cli.persona import OPENING
+from tinsmith.cli.training.persona import OPENING
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 

@@ -10,9 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tinsmith.cli.merging import merge
+from tinsmith.cli.weights.merging import merge
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.sources import model_folder
+from tinsmith.engine.local.model.sources import model_folder
 from tinsmith.errors import ValidationError
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tinsmith.cli import gguf_file, gguf_tokenizer
+from tinsmith.cli.weights import gguf_file, gguf_tokenizer
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.sources import model_folder
+from tinsmith.engine.local.model.sources import model_folder
 from tinsmith.errors import ValidationError
 
 SHAPE: dict[str, Any] = {

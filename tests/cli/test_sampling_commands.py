@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tinsmith.cli import conversation, training_data
-from tinsmith.cli.supervised import METRICS_FILE, RUN_FILE
 from tinsmith.cli.tokenizer import load_tokenizer
+from tinsmith.cli.training import conversation, training_data
+from tinsmith.cli.training.supervised import METRICS_FILE, RUN_FILE
 
 if TYPE_CHECKING:
     from .conftest import Paths, Run

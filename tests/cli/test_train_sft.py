@@ -16,7 +16,7 @@ import pytest
 from live_server import Server
 
 from tinsmith.cli.plot import svg
-from tinsmith.cli.supervised import METRICS_FILE, PLOT_FILE, RUN_FILE
+from tinsmith.cli.training.supervised import METRICS_FILE, PLOT_FILE, RUN_FILE
 
 if TYPE_CHECKING:
     from .conftest import Run

@@ -17,7 +17,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from tinsmith.client.loop import io_loop
+from tinsmith.client.connection.loop import io_loop
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
 from tinsmith.transport.config import ClientConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.client import archive
+from tinsmith.client.downloads import archive
 from tinsmith.errors import TooLargeError, ValidationError
 
 Members = list[tuple[tarfile.TarInfo, bytes]]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.client.chunking import split
-from tinsmith.client.combining import combine, combine_metrics
+from tinsmith.client.calls.chunking import split
+from tinsmith.client.calls.combining import combine, combine_metrics
 from tinsmith.types import Datum, ForwardBackwardOutput, ModelInput, TensorData
 
 

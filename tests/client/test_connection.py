@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from scripted_server import Answer
 
-from tinsmith.client import session
-from tinsmith.client.connection import Connection
-from tinsmith.client.loop import io_loop, submit
+from tinsmith.client.connection import session
+from tinsmith.client.connection.connection import Connection
+from tinsmith.client.connection.loop import io_loop, submit
 from tinsmith.client.rest import RestClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import (

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tinsmith.client import custom_loss  # noqa: E402
+from tinsmith.client.calls import custom_loss  # noqa: E402
 from tinsmith.client.service import ServiceClient  # noqa: E402
 from tinsmith.client.training import TrainingClient  # noqa: E402
 from tinsmith.errors import ValidationError  # noqa: E402

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from scripted_server import Answer, Recorded
 
-from tinsmith.client.archive import confined
-from tinsmith.client.download import Progress, stated_sha256, unfinished
+from tinsmith.client.downloads.archive import confined
+from tinsmith.client.downloads.download import Progress, stated_sha256, unfinished
 from tinsmith.client.rest import RestClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import APIStatusError, TinkerError, ValidationError
@@ -213,7 +213,7 @@ def test_an_archive_is_kept_only_if_it_may_still_be_of_use(
     def fail(tar: Path, folder: Path) -> None:
         raise error
 
-    monkeypatch.setattr("tinsmith.client.download.extract", fail)
+    monkeypatch.setattr("tinsmith.client.downloads.download.extract", fail)
     stub.on(ARCHIVE, Answer(200, {"url": f"{stub.url}/tar", "expires": "2030-01-01T00:00:00Z"}))
     stub.on("/tar", Answer(200, b"archive"))
     with pytest.raises(type(error)):

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from scripted_server import Answer, Recorded
 
-from tinsmith.client import queue_state, results
-from tinsmith.client.queue_state import QueueState, QueueStateLogger
+from tinsmith.client.results import queue_state
+from tinsmith.client.results import retrieval as results
+from tinsmith.client.results.queue_state import QueueState, QueueStateLogger
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
 from tinsmith.errors import (

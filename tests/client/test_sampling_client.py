@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from scripted_server import Answer, Recorded
 
-from tinsmith.client.api import Api
-from tinsmith.client.queue_state import QueueState
-from tinsmith.client.retries import RetryConfig
+from tinsmith.client.connection.api import Api
+from tinsmith.client.results.queue_state import QueueState
+from tinsmith.client.results.retries import RetryConfig
 from tinsmith.client.sampling import CLONE_BLOCK, SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import (
@@ -276,7 +276,7 @@ def test_progress_is_logged_now_and_then(
     stub: Any, sampler: SamplingClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     """S68: at most every couple of seconds, whatever the load."""
-    with caplog.at_level("DEBUG", logger="tinsmith.client.retries"):
+    with caplog.at_level("DEBUG", logger="tinsmith.client.results.retries"):
         for future in [sample(sampler) for _ in range(100)]:
             future.result(10)
     lines = [r for r in caplog.records if "in flight" in r.message]

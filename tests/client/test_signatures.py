@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tinsmith.client import admin, futures, rest, sampling, service, training
-from tinsmith.client.retries import RetryConfig
+from tinsmith.client.results.retries import RetryConfig
 
 tinker = pytest.importorskip("tinker")
 

@@ -113,7 +113,7 @@ def test_without_tracing_there_is_no_span_and_no_header(
 
 USE = """
 import sys
-from tinsmith.client.connection import Connection
+from tinsmith.client.connection.connection import Connection
 from tinsmith.transport.config import ClientConfig
 {before}
 config = ClientConfig(base_url="http://127.0.0.1:1", api_key="tml-x", tracing={tracing})

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from scripted_server import Answer, Recorded
 
+from tinsmith.client.calls.passes import PassFuture
 from tinsmith.client.futures import as_completed
-from tinsmith.client.passes import PassFuture
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
 from tinsmith.errors import (

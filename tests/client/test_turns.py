@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tinsmith.client.turns import Turns
+from tinsmith.client.calls.turns import Turns
 
 
 def test_ids_are_dense_when_a_hundred_threads_reserve_at_once() -> None:

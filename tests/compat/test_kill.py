@@ -89,7 +89,7 @@ def _engine_process(server: ServerProcess) -> int:
     engines = [
         int(child)
         for child in children
-        if b"tinsmith.engine.local.process" in Path(f"/proc/{child}/cmdline").read_bytes()
+        if b"tinsmith.engine.local.boundary.process" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
     return engines[-1]
 

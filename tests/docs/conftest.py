@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.engine.local import sources
+from tinsmith.engine.local.model import sources
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tinsmith.engine.local.config import EMBEDDED_SOURCE, LocalEngineConfig
-from tinsmith.engine.local.decoder import Decoder
-from tinsmith.engine.local.lora import Adapter, AdapterPool
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.lora import Adapter, AdapterPool
 from tinsmith.types import LoraConfig
 
 TINY = {
@@ -180,7 +180,7 @@ def new_adapter() -> Callable[..., Adapter]:
 @pytest.fixture(scope="session")
 def real_model_folder() -> Path:
     """The embedded SmolLM2-135M-Instruct, converted; fetched on first use."""
-    from tinsmith.engine.local.sources import model_folder as find
+    from tinsmith.engine.local.model.sources import model_folder as find
 
     cache = os.environ.get("TINSMITH_TEST_CACHE")
     folder = {"cache_folder": Path(cache)} if cache else {}

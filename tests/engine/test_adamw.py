@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.base import Pass
-from tinsmith.engine.local import adamw, checkpoints
-from tinsmith.engine.local.adamw import adamw_step
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.decoder import Decoder
-from tinsmith.engine.local.lora import Adapter
-from tinsmith.engine.local.training import run_passes
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.snapshots import checkpoints
+from tinsmith.engine.local.train import adamw
+from tinsmith.engine.local.train.adamw import adamw_step
+from tinsmith.engine.local.train.passes import run_passes
 from tinsmith.errors import ValidationError
 from tinsmith.types import AdamParams, Datum, ForwardBackwardOutput, ModelInput
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.engine.local.batch import (
+from tinsmith.engine.local.model.batch import (
     Bounds,
     Item,
     PackedAttention,
@@ -17,7 +17,7 @@ from tinsmith.engine.local.batch import (
     packed_attention,
     plan,
 )
-from tinsmith.engine.local.families import AttentionSpec, DecoderConfig
+from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
 
 items_of = st.lists(
     st.tuples(st.integers(1, 60), st.sampled_from("abc"), st.booleans()), max_size=30

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from tinsmith import disk
 from tinsmith.engine.base import SnapshotKind
-from tinsmith.engine.local import checkpoints
-from tinsmith.engine.local.batch import PackedAttention
-from tinsmith.engine.local.decoder import Decoder
-from tinsmith.engine.local.lora import Adapter, AdapterPool, AdapterSegments
+from tinsmith.engine.local.model.batch import PackedAttention
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.lora import Adapter, AdapterPool, AdapterSegments
+from tinsmith.engine.local.snapshots import checkpoints
 from tinsmith.errors import EngineError, TinkerError, ValidationError
 from tinsmith.types import LoraConfig
 

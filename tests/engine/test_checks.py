@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tinsmith.engine.base import CustomLoss, Pass, SampleJob
-from tinsmith.engine.local.checks import (
+from tinsmith.engine.checks import (
     MAX_SAMPLES,
     MAX_TARGETS,
     check_lora,

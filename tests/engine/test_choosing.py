@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.engine.local.choosing import Cut, Distributions, draw_rows, fresh_seed, uniforms
+from tinsmith.engine.local.sample.choosing import (
+    Cut,
+    Distributions,
+    draw_rows,
+    fresh_seed,
+    uniforms,
+)
 
 VOCAB = 300  # not a multiple of the block over which the inverse is taken
 

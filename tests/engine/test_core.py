@@ -18,7 +18,7 @@ from tinsmith.engine.base import Failure, Pass, SampleEvent, SampleJob, Step
 from tinsmith.engine.local import core as core_module
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
-from tinsmith.engine.local.models import BaseModels
+from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.errors import EngineError
 from tinsmith.types import (
     AdamParams,

@@ -11,9 +11,9 @@ import torch
 
 from tinsmith.engine.base import Pass
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.decoder import Decoder
-from tinsmith.engine.local.lora import Adapter, AdapterPool
-from tinsmith.engine.local.training import run_passes
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.lora import Adapter, AdapterPool
+from tinsmith.engine.local.train.passes import run_passes
 from tinsmith.types import Datum, ForwardBackwardOutput, ModelInput
 
 pytestmark = pytest.mark.gpu

@@ -16,8 +16,8 @@ from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 from torch import Tensor
 
 from tinsmith.engine.base import CustomLoss
-from tinsmith.engine.local.custom_loss import compile_loss
-from tinsmith.engine.local.losses import combine_metrics, datum_loss
+from tinsmith.engine.local.train.custom_loss import compile_loss
+from tinsmith.engine.local.train.losses import combine_metrics, datum_loss
 from tinsmith.errors import ValidationError
 from tinsmith.types import CustomLossGraph, CustomLossInput
 

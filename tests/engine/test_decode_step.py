@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.base import SampleJob
-from tinsmith.engine.local.cached_attention import CachedAttention, SharedPrompt, SlabRows
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.decoder import Decoder
-from tinsmith.engine.local.families import AttentionSpec, DecoderConfig
-from tinsmith.engine.local.generation import Generator
-from tinsmith.engine.local.kvcache import CacheShape, Slab, Span
-from tinsmith.engine.local.lora import Adapter, AdapterPool
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
+from tinsmith.engine.local.model.lora import Adapter, AdapterPool
+from tinsmith.engine.local.sample.cached_attention import CachedAttention, SharedPrompt, SlabRows
+from tinsmith.engine.local.sample.generation import Generator
+from tinsmith.engine.local.sample.kvcache import CacheShape, Slab, Span
 from tinsmith.types import ModelInput, SampleResponse, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -156,8 +156,8 @@ def test_attention_finds_what_plain_attention_finds(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_and_gate_equal_the_plain_ones(cuda: torch.device, dtype: torch.dtype) -> None:
-    from tinsmith.engine.local import pointwise
     from tinsmith.engine.local.kernels.decode_pointwise import add_norm, gate
+    from tinsmith.engine.local.model import pointwise
 
     torch.manual_seed(0)
     x, y = (torch.randn(5, 600, device=cuda, dtype=dtype) for _ in range(2))
@@ -178,8 +178,8 @@ def test_norm_and_gate_equal_the_plain_ones(cuda: torch.device, dtype: torch.dty
 @pytest.mark.parametrize("rank", [3, 32])
 def test_each_tile_gets_its_own_adapters_part(cuda: torch.device, rank: int) -> None:
     """Three tiles of two adapters, one of which leaves the projection alone; and padding."""
-    from tinsmith.engine.local.families import Projection
     from tinsmith.engine.local.kernels.decode_lora import TiledAdapters
+    from tinsmith.engine.local.model.families import Projection
 
     torch.manual_seed(0)
     outputs = (130, 64, 64)

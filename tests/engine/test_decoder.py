@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tinsmith.engine.local.batch import PackedAttention
-from tinsmith.engine.local.decoder import Decoder
-from tinsmith.engine.local.families import UnsupportedModelError, decoder_config
-from tinsmith.engine.local.lora import AdapterSegments
+from tinsmith.engine.local.model.batch import PackedAttention
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.families import UnsupportedModelError, decoder_config
+from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.errors import EngineError
 
 TOLERANCE = 1e-5

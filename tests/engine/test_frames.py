@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.engine.local import frames
+from tinsmith.engine.local.boundary import frames
 from tinsmith.errors import EngineError, TooLargeError
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.base import Failure, SampleEvent, SampleJob, TokensSampled
-from tinsmith.engine.local.batch import PackedAttention
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.decoder import Decoder
-from tinsmith.engine.local.detokenizer import detokenizer
-from tinsmith.engine.local.generation import Generator
-from tinsmith.engine.local.lora import Adapter, AdapterSegments
+from tinsmith.engine.local.model.batch import PackedAttention
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.lora import Adapter, AdapterSegments
+from tinsmith.engine.local.sample.detokenizer import detokenizer
+from tinsmith.engine.local.sample.generation import Generator
 from tinsmith.types import EncodedTextChunk, ModelInput, SampleResponse, SamplingParams, TensorData
 
 CPU = LocalEngineConfig(device="cpu")
@@ -716,7 +716,7 @@ def test_memory_that_the_machine_does_not_have_fails_one_request(
 ) -> None:
     generator = Generator(tiny_decoder, CPU)
     with monkeypatch.context() as patch:
-        patch.setattr("tinsmith.engine.local.kvcache.Span", _run_out_of_memory)
+        patch.setattr("tinsmith.engine.local.sample.kvcache.Span", _run_out_of_memory)
         generator.submit(job_of("a", tokens_of(9)), None)
         ((_, failure),) = generator.step()
     assert isinstance(failure, Failure)

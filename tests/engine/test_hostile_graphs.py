@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.base import CustomLoss
-from tinsmith.engine.local.custom_graph import MAX_ARGUMENTS, MAX_NODES, MAX_TEXT
-from tinsmith.engine.local.custom_loss import CompiledLoss, compile_loss
-from tinsmith.engine.local.custom_operations import FUNCTIONS, METHODS
+from tinsmith.engine.local.train.custom_graph import MAX_ARGUMENTS, MAX_NODES, MAX_TEXT
+from tinsmith.engine.local.train.custom_loss import CompiledLoss, compile_loss
+from tinsmith.engine.local.train.custom_operations import FUNCTIONS, METHODS
 from tinsmith.errors import ValidationError
 from tinsmith.types import CustomLossGraph, CustomLossInput, CustomLossNode
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinsmith.engine.local import kernels, pointwise
-from tinsmith.engine.local.adapted_linear import finish_gradients, lora_linear
-from tinsmith.engine.local.decoder import Decoder
-from tinsmith.engine.local.linear import Linear
-from tinsmith.engine.local.lora import AdapterPool, AdapterSegments, GradientBuffer
+from tinsmith.engine.local import kernels
+from tinsmith.engine.local.model import pointwise
+from tinsmith.engine.local.model.adapted_linear import finish_gradients, lora_linear
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.linear import Linear
+from tinsmith.engine.local.model.lora import AdapterPool, AdapterSegments, GradientBuffer
 from tinsmith.types import LoraConfig
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

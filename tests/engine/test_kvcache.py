@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.engine.local.kvcache import CacheShape, KVCache, Slot, Span
-from tinsmith.engine.local.prefixes import Prefixes, shared_prefix
+from tinsmith.engine.local.sample.kvcache import CacheShape, KVCache, Slot, Span
+from tinsmith.engine.local.sample.prefixes import Prefixes, shared_prefix
 
 SHAPE = CacheShape(2, 2, 4, 512, torch.device("cpu"), torch.float32)
 TOKEN = SHAPE.bytes_per_token

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tinsmith.cli.persona import LESSONS, OPENING
+from tinsmith.cli.training.persona import LESSONS, OPENING
 from tinsmith.engine.base import Failure, Pass, SampleJob, Step
 from tinsmith.engine.local.config import EMBEDDED_MODEL, LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore

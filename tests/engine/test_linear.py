@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tinsmith.engine.local.linear import Linear
+from tinsmith.engine.local.model.linear import Linear
 
 
 def new_linear(

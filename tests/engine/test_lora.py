@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tinsmith.engine.local.adapted_linear import finish_gradients, lora_linear
-from tinsmith.engine.local.decoder import Decoder
-from tinsmith.engine.local.linear import Linear
-from tinsmith.engine.local.lora import (
+from tinsmith.engine.local.model.adapted_linear import finish_gradients, lora_linear
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.linear import Linear
+from tinsmith.engine.local.model.lora import (
     Adapter,
     AdapterPool,
     AdapterSegments,

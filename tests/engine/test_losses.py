@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinsmith.engine.local.loss_table import LOSSES
-from tinsmith.engine.local.losses import combine_metrics, datum_loss
+from tinsmith.engine.local.train.losses import combine_metrics, datum_loss
+from tinsmith.engine.loss_table import LOSSES
 from tinsmith.errors import ValidationError
 
 Inputs = Mapping[str, list[float]]

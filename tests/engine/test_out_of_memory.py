@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tinsmith.engine.base import Failure, Pass
-from tinsmith.engine.local import training
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.decoder import Decoder
-from tinsmith.engine.local.lora import Adapter
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.train import passes as training
 from tinsmith.types import Datum, ForwardBackwardOutput, ModelInput
 
 CONFIG = LocalEngineConfig(device="cpu", max_batch_tokens=200)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinsmith.engine.local import pointwise
-from tinsmith.engine.local.pointwise import Activation
+from tinsmith.engine.local.model import pointwise
+from tinsmith.engine.local.model.pointwise import Activation
 
 EPS = 1e-5
 

@@ -22,10 +22,18 @@ import numpy as np
 import pytest
 
 from tinsmith.engine.base import Failure, Pass, SampleJob, Step, TokensSampled
+from tinsmith.engine.local.boundary.messages import (
+    Abandon,
+    Done,
+    Item,
+    Reply,
+    Request,
+    Result,
+    Trouble,
+)
+from tinsmith.engine.local.boundary.process import Incoming, Worker
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.engine import LocalEngine
-from tinsmith.engine.local.messages import Abandon, Done, Item, Reply, Request, Result, Trouble
-from tinsmith.engine.local.process import Incoming, Worker
 from tinsmith.errors import EngineDiedError, EngineError, TinkerError
 from tinsmith.types import (
     AdamParams,

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinsmith.engine.local import sources
 from tinsmith.engine.local.config import EMBEDDED_SOURCE, LocalEngineConfig
-from tinsmith.engine.local.decoder import Decoder
-from tinsmith.engine.local.sources import model_folder, weights_nbytes
+from tinsmith.engine.local.model import sources
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.sources import model_folder, weights_nbytes
 from tinsmith.errors import EngineError
 
 

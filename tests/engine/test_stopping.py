@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tinsmith.engine.local.stopping import StopRule, StopWatch
+from tinsmith.engine.stopping import StopRule, StopWatch
 from tinsmith.types import SamplingParams
 
 EOS = (2,)

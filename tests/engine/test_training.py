@@ -18,11 +18,11 @@ from torch import Tensor
 
 from tinsmith.engine.base import CustomLoss, Failure, Pass
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.decoder import Decoder
-from tinsmith.engine.local.lora import Adapter, AdapterPool
-from tinsmith.engine.local.losses import datum_loss
-from tinsmith.engine.local.models import BaseModels
-from tinsmith.engine.local.training import run_passes
+from tinsmith.engine.local.model.base_models import BaseModels
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.lora import Adapter, AdapterPool
+from tinsmith.engine.local.train.losses import datum_loss
+from tinsmith.engine.local.train.passes import run_passes
 from tinsmith.types import (
     CustomLossGraph,
     CustomLossInput,

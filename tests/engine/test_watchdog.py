@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tinsmith.engine.base import Pass
+from tinsmith.engine.local.boundary.messages import Patience, Reply, Request
+from tinsmith.engine.local.boundary.process import Incoming, Worker
 from tinsmith.engine.local.engine import LocalEngine
-from tinsmith.engine.local.messages import Patience, Reply, Request
-from tinsmith.engine.local.process import Incoming, Worker
 from tinsmith.errors import EngineDiedError
 from tinsmith.types import Datum, LoraConfig, ModelInput
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import zstandard
 
-import tinsmith.server.app  # noqa: F401  # what a server has in memory anyway
+import tinsmith.server.edge.app  # noqa: F401  # what a server has in memory anyway
 from tinsmith.errors import TinkerError
-from tinsmith.server.submission import ids_in
+from tinsmith.server.operations.intake import ids_in
 from tinsmith.types import CreateCustomLossRequest, SampleRequest
 from tinsmith.wire import dialects, zstd
 from tinsmith.wire.limits import DEFAULT_LIMITS

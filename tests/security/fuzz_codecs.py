@@ -18,10 +18,10 @@ import atheris
 
 with atheris.instrument_imports(include=["tinsmith"]):
     from tinsmith import types
-    from tinsmith.client.download import confined
+    from tinsmith.client.downloads.download import confined
     from tinsmith.errors import TinkerError, ValidationError
     from tinsmith.server.checkpoints import checkpoint_name
-    from tinsmith.server.submission import ids_in
+    from tinsmith.server.operations.intake import ids_in
     from tinsmith.types.model import Request
     from tinsmith.wire import dialects, json, proto, zstd
 
@@ -134,7 +134,7 @@ def paths(data: bytes) -> None:
 
 def custom_losses(data: bytes) -> None:
     from tinsmith.engine.base import CustomLoss
-    from tinsmith.engine.local import custom_graph
+    from tinsmith.engine.local.train import custom_graph
 
     source = atheris.FuzzedDataProvider(data)
     targets = [*custom_graph.FUNCTIONS, *custom_graph.METHODS, "os.system", "__class__", "eval"]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from tinsmith.errors import ValidationError
-from tinsmith.server.oai import Asked, read_chat, read_completion
-from tinsmith.server.text import TextModel
+from tinsmith.server.chat.openai import Asked, read_chat, read_completion
+from tinsmith.server.chat.text import TextModel
 
 if TYPE_CHECKING:
     from .conftest import Api

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tinsmith.engine.base import CustomLoss
-from tinsmith.engine.local import custom_loss
-from tinsmith.engine.local.custom_loss import CompiledLoss, compile_loss
+from tinsmith.engine.local.train import custom_loss
+from tinsmith.engine.local.train.custom_loss import CompiledLoss, compile_loss
 from tinsmith.errors import ValidationError
 from tinsmith.types import CustomLossGraph, CustomLossInput, CustomLossNode
 

@@ -22,11 +22,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
-from tinsmith.server.app import ROUTES, build_app
-from tinsmith.server.auth import create_key
 from tinsmith.server.config import build_config
+from tinsmith.server.edge.app import ROUTES, build_app
+from tinsmith.server.edge.auth import create_key
+from tinsmith.server.edge.openapi import description
 from tinsmith.server.metrics import Metrics
-from tinsmith.server.openapi import description
 from tinsmith.server.service import Service
 from tinsmith.server.serving import open_store
 

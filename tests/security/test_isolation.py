@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tinsmith.server.app import ROUTES
+from tinsmith.server.edge.app import ROUTES
 from tinsmith.types import ForwardBackwardInput, ForwardBackwardRequest
 from tinsmith.types.model import Model
 from tinsmith.wire import proto

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tinsmith.cli import keyring
-from tinsmith.server import auth
-from tinsmith.server.auth import Auth, create_key
+from tinsmith.server.edge import auth
+from tinsmith.server.edge.auth import Auth, create_key
 
 if TYPE_CHECKING:
     from .conftest import Api, StartServer, TestServer

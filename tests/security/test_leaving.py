@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from tinsmith.server import connections, http
+from tinsmith.server.edge import connections, http
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, MutableMapping

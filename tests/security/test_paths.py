@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.client.download import confined
+from tinsmith.client.downloads.download import confined
 from tinsmith.errors import ValidationError
 from tinsmith.server.checkpoints import checkpoint_name
 from tinsmith.types import ParsedCheckpointTinkerPath

@@ -24,19 +24,22 @@ RULES = {
 
 FINDINGS = {
     ("B104", "server/serving.py"): (1, "compares an address with that one; it binds to nothing"),
-    ("B105", "engine/local/families.py"): (1, "the number of a token"),
-    ("B105", "engine/local/sources.py"): (4, "special tokens of a tokenizer"),
-    ("B105", "server/auth.py"): (1, "how every JSON web token begins"),
+    ("B105", "engine/local/model/families.py"): (1, "the number of a token"),
+    ("B105", "engine/local/model/sources.py"): (4, "special tokens of a tokenizer"),
+    ("B105", "server/edge/auth.py"): (1, "how every JSON web token begins"),
     ("B105", "transport/tokens.py"): (1, "no token yet"),
-    ("B301", "engine/local/frames.py"): (1, "between the server and its own child, over a pipe"),
-    ("B310", "cli/auth.py"): (1, "the user's own server, from the user's settings"),
+    ("B301", "engine/local/boundary/frames.py"): (
+        1,
+        "between the server and its own child",
+    ),
+    ("B310", "cli/commands/auth.py"): (1, "the user's own server, from the user's settings"),
     ("B310", "cli/background.py"): (1, "the server that the command has just started"),
-    ("B310", "cli/doctor.py"): (1, "the user's own server, from the user's settings"),
+    ("B310", "cli/commands/doctor.py"): (1, "the user's own server, from the user's settings"),
     ("B310", "cli/fetching.py"): (1, "checked to be http or https in the line before"),
     ("B310", "cli/server_metrics.py"): (1, "the user's own server, from the user's settings"),
     ("B615", "client/tokenizers.py"): (2, "the model a user names; remote code only if pinned"),
-    ("B615", "engine/local/foreign.py"): (2, "a folder on this machine, without remote code"),
-    ("B615", "engine/local/sources.py"): (2, "a file on this machine"),
+    ("B615", "engine/local/model/foreign.py"): (2, "a folder on this machine, without remote code"),
+    ("B615", "engine/local/model/sources.py"): (2, "a file on this machine"),
 }
 """How many findings of a rule a file may have, and why."""
 

@@ -12,9 +12,9 @@ import orjson
 import pytest
 
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
-from tinsmith.server.app import build_app
-from tinsmith.server.auth import create_key
 from tinsmith.server.config import build_config
+from tinsmith.server.edge.app import build_app
+from tinsmith.server.edge.auth import create_key
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
 from tinsmith.server.serving import open_store

@@ -16,9 +16,10 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.dialects import sqlite
 
-from tinsmith.server import garbage, scheduler
-from tinsmith.server.models import LiveModel
-from tinsmith.server.queues import SequenceQueue
+from tinsmith.server import garbage
+from tinsmith.server.operations import scheduler
+from tinsmith.server.operations.live_models import LiveModel
+from tinsmith.server.operations.queue import SequenceQueue
 from tinsmith.server.store import schema
 from tinsmith.server.store.base import StoreConflictError
 from tinsmith.server.store.sql import SqlStore, sqlite_url

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from tinsmith.server.operations import Operation
-from tinsmith.server.queues import SequenceQueue
+from tinsmith.server.operations.intake import ids_at_front
+from tinsmith.server.operations.kinds import Operation
+from tinsmith.server.operations.queue import SequenceQueue
 from tinsmith.server.store.base import OperationRecord
-from tinsmith.server.submission import ids_at_front
 from tinsmith.types import Datum, ForwardBackwardInput, ForwardBackwardRequest, ModelInput
 from tinsmith.wire import proto
 

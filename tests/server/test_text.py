@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from tinsmith.errors import ValidationError
-from tinsmith.server.oai import read_chat, read_completion
-from tinsmith.server.text import TextModel, TextStream
+from tinsmith.server.chat.openai import read_chat, read_completion
+from tinsmith.server.chat.text import TextModel, TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ from tinsmith.cli.lazy import LazyGroup
 from tinsmith.cli.output import Output
 
 COMMANDS = {
-    name: f"tinsmith.cli.{module}"
+    name: f"tinsmith.cli.commands.{module}"
     for name, module in {
         "auth": "auth",
         "billing": "billing",

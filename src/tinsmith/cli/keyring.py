@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from tinsmith.server import auth
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.edge import auth
 from tinsmith.server.store.base import KeyRecord
 from tinsmith.server.store.sql import SqlStore, sqlite_url
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tinsmith.cli import conversation
+from tinsmith.cli.training import conversation
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.errors import APIStatusError
 from tinsmith.types import ModelInput, SamplingParams

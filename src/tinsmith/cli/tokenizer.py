@@ -31,6 +31,6 @@ def load_tokenizer(base_model: str, given: str | None = None) -> Any:
 
 def _embedded_folder() -> str:
     from tinsmith.engine.local.config import EMBEDDED_SOURCE, LocalEngineConfig
-    from tinsmith.engine.local.sources import model_folder
+    from tinsmith.engine.local.model.sources import model_folder
 
     return str(model_folder(EMBEDDED_SOURCE, LocalEngineConfig()))

@@ -7,11 +7,11 @@ from concurrent.futures import Future
 from datetime import date, datetime
 from typing import TypeVar
 
-from tinsmith.client.api import sdk_headers
-from tinsmith.client.connection import Connection
+from tinsmith.client.connection.api import sdk_headers
+from tinsmith.client.connection.connection import Connection
+from tinsmith.client.connection.telemetry import Telemetry
 from tinsmith.client.futures import AwaitableConcurrentFuture
 from tinsmith.client.rest import AuditEventType, rest_connection
-from tinsmith.client.telemetry import Telemetry
 from tinsmith.transport.base import ConnectionClass
 from tinsmith.types import (
     AuditLogResponse,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tinsmith.client.custom_loss import CustomLossFn, import_torch
+from tinsmith.client.calls.custom_loss import CustomLossFn, import_torch
 from tinsmith.errors import ValidationError
 from tinsmith.types import Datum
 

@@ -11,13 +11,13 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tinsmith.client.api import sdk_headers
-from tinsmith.client.connection import Connection
-from tinsmith.client.download import ProgressCallback, download, download_archive
+from tinsmith.client.connection.api import sdk_headers
+from tinsmith.client.connection.connection import Connection
+from tinsmith.client.connection.sharing import CONNECTIONS
+from tinsmith.client.connection.telemetry import Telemetry
+from tinsmith.client.downloads.download import ProgressCallback, download, download_archive
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture
 from tinsmith.client.paging import Pages
-from tinsmith.client.sharing import CONNECTIONS
-from tinsmith.client.telemetry import Telemetry
 from tinsmith.client.warn import ExperimentalWarning, warns
 from tinsmith.errors import TinkerError
 from tinsmith.transport.base import ConnectionClass

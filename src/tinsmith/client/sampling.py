@@ -18,15 +18,15 @@ import numpy as np
 import orjson
 
 from tinsmith.client import tokenizers
-from tinsmith.client.connection import Connection
+from tinsmith.client.connection.connection import Connection
+from tinsmith.client.connection.sharing import CONNECTIONS, SharedConnection, share
+from tinsmith.client.connection.telemetry import Telemetry
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture
-from tinsmith.client.poller import CompletionPoller
-from tinsmith.client.queue_state import QueueState, QueueStateLogger, QueueStateObserver
-from tinsmith.client.results import retrieve, sample_kind
-from tinsmith.client.retries import RetryConfig, SampleRetries
-from tinsmith.client.sharing import CONNECTIONS, SharedConnection, share
-from tinsmith.client.streaming import SampleStream
-from tinsmith.client.telemetry import Telemetry
+from tinsmith.client.results.poller import CompletionPoller
+from tinsmith.client.results.queue_state import QueueState, QueueStateLogger, QueueStateObserver
+from tinsmith.client.results.retries import RetryConfig, SampleRetries
+from tinsmith.client.results.retrieval import retrieve, sample_kind
+from tinsmith.client.results.streaming import SampleStream
 from tinsmith.errors import APIStatusError, TinkerError, ValidationError
 from tinsmith.transport.base import ConnectionClass
 from tinsmith.transport.retry import server_delay_seconds

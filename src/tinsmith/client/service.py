@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from tinsmith.client import creation, custom_loss
-from tinsmith.client.connection import Connection, NewSession
-from tinsmith.client.custom_loss import LossHandle, PerDatumLossFn
+from tinsmith.client.calls import creation, custom_loss
+from tinsmith.client.calls.custom_loss import LossHandle, PerDatumLossFn
+from tinsmith.client.calls.operation import operate
+from tinsmith.client.connection.connection import Connection, NewSession
+from tinsmith.client.connection.loop import submit
+from tinsmith.client.connection.stats import ClassStats
+from tinsmith.client.connection.telemetry import Telemetry
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture, resolved
-from tinsmith.client.loop import submit
-from tinsmith.client.operations import operate
 from tinsmith.client.rest import RestClient
-from tinsmith.client.retries import RetryConfig
+from tinsmith.client.results.retries import RetryConfig
 from tinsmith.client.sampling import SamplingClient
-from tinsmith.client.stats import ClassStats
-from tinsmith.client.telemetry import Telemetry
 from tinsmith.client.training import TrainingClient
 from tinsmith.client.warn import warns
 from tinsmith.errors import ClosedError

@@ -6,17 +6,18 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from tinsmith.client import custom_loss, tokenizers
-from tinsmith.client.connection import Connection
-from tinsmith.client.custom_loss import CustomLossFn, LossHandle
+from tinsmith.client import tokenizers
+from tinsmith.client.calls import custom_loss
+from tinsmith.client.calls.custom_loss import CustomLossFn, LossHandle
+from tinsmith.client.calls.operation import operate
+from tinsmith.client.calls.passes import Passes
+from tinsmith.client.calls.turns import Turns
+from tinsmith.client.connection.connection import Connection
+from tinsmith.client.connection.telemetry import Telemetry
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture, explain_blocking
-from tinsmith.client.operations import operate
-from tinsmith.client.passes import Passes
-from tinsmith.client.queue_state import QueueStateLogger
-from tinsmith.client.retries import RetryConfig
+from tinsmith.client.results.queue_state import QueueStateLogger
+from tinsmith.client.results.retries import RetryConfig
 from tinsmith.client.sampling import SamplingClient
-from tinsmith.client.telemetry import Telemetry
-from tinsmith.client.turns import Turns
 from tinsmith.client.warn import warns
 from tinsmith.errors import TinkerError
 from tinsmith.transport.base import ConnectionClass

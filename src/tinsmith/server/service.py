@@ -16,25 +16,25 @@ from pathlib import Path
 
 from tinsmith.engine.base import BaseModelInfo, Capabilities
 from tinsmith.errors import EngineError
-from tinsmith.server.admission import Admission
-from tinsmith.server.auth import KEY_CHANGES, Auth
+from tinsmith.server.chat.text import TextModels
 from tinsmith.server.checkpoints import Checkpoints
 from tinsmith.server.config import ServerConfig
-from tinsmith.server.endings import Endings
+from tinsmith.server.edge.admission import Admission
+from tinsmith.server.edge.auth import KEY_CHANGES, Auth
 from tinsmith.server.engines import EngineFactory, EngineSupervisor
-from tinsmith.server.execution import Executor
 from tinsmith.server.futures import Promises
 from tinsmith.server.metrics import Metrics
-from tinsmith.server.models import LiveModels
-from tinsmith.server.recording import Recorder
-from tinsmith.server.recovery import Recovery
-from tinsmith.server.samplers import Samplers
-from tinsmith.server.sampling import Sampling
-from tinsmith.server.scheduler import Scheduler
+from tinsmith.server.operations.endings import Endings
+from tinsmith.server.operations.execution import Executor
+from tinsmith.server.operations.live_models import LiveModels
+from tinsmith.server.operations.recorder import Recorder
+from tinsmith.server.operations.recovery import Recovery
+from tinsmith.server.operations.scheduler import Scheduler
+from tinsmith.server.operations.snapshots import Snapshots
+from tinsmith.server.sampling.requests import Sampling
+from tinsmith.server.sampling.samplers import Samplers
 from tinsmith.server.sessions import Sessions
-from tinsmith.server.snapshots import Snapshots
 from tinsmith.server.store.base import Store
-from tinsmith.server.text import TextModels
 from tinsmith.server.usage import Usage
 from tinsmith.server.weights import WeightsFolders
 from tinsmith.wire.limits import Limits

@@ -20,10 +20,10 @@ from pathlib import Path
 import uvicorn
 
 from tinsmith.errors import TinkerError
-from tinsmith.server.app import build_app
-from tinsmith.server.auth import create_key
 from tinsmith.server.config import ServerConfig
-from tinsmith.server.connections import Connection
+from tinsmith.server.edge.app import build_app
+from tinsmith.server.edge.auth import create_key
+from tinsmith.server.edge.connections import Connection
 from tinsmith.server.engines import EngineFactory
 from tinsmith.server.garbage import collected_rarely
 from tinsmith.server.metrics import Metrics

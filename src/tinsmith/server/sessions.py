@@ -12,7 +12,7 @@ import uuid
 from typing import Any
 
 from tinsmith.server.config import ServerConfig
-from tinsmith.server.models import LiveModels
+from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.store.base import SessionRecord, Store
 from tinsmith.types import CreateSessionRequest
 

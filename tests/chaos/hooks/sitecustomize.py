@@ -59,7 +59,7 @@ def die() -> None:
 def install() -> None:
     from tinsmith import disk
 
-    who = "engine" if "tinsmith.engine.local.process" in sys.orig_argv else "server"
+    who = "engine" if "tinsmith.engine.local.boundary.process" in sys.orig_argv else "server"
     for name in disk.WRITES:
         setattr(disk, name, guarded(f"{who}.{name}", getattr(disk, name)))
     if "serve" in sys.orig_argv:
@@ -68,5 +68,5 @@ def install() -> None:
         writer.commit = guarded("server.commit", writer.commit)
 
 
-if "tinsmith.cli" in sys.orig_argv or "tinsmith.engine.local.process" in sys.orig_argv:
+if "tinsmith.cli" in sys.orig_argv or "tinsmith.engine.local.boundary.process" in sys.orig_argv:
     install()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinsmith.engine.local.checks import check_adam_params
+from tinsmith.engine.checks import check_adam_params
 from tinsmith.types import AdamParams, LoraConfig
 
 Array = npt.NDArray[Any]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tinsmith.engine import checks
 from tinsmith.engine.base import (
     BaseModelInfo,
     Capabilities,
@@ -34,9 +35,8 @@ from tinsmith.engine.fake import snapshots
 from tinsmith.engine.fake.bigram import Array, Bigram, BigramAdapter
 from tinsmith.engine.fake.losses import LOSSES
 from tinsmith.engine.fake.sampling import Continuation, PromptScores, TokenSource
-from tinsmith.engine.local import checks
-from tinsmith.engine.local.loss_table import loss_named
-from tinsmith.engine.local.stopping import StopRule, StopWatch
+from tinsmith.engine.loss_table import loss_named
+from tinsmith.engine.stopping import StopRule, StopWatch
 from tinsmith.errors import EngineDiedError, ValidationError
 from tinsmith.types import (
     ForwardBackwardOutput,

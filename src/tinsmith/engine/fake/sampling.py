@@ -6,7 +6,7 @@ import numpy as np
 
 from tinsmith.engine.base import SampleJob
 from tinsmith.engine.fake.bigram import Array, Bigram
-from tinsmith.engine.local.stopping import StopWatch
+from tinsmith.engine.stopping import StopWatch
 from tinsmith.types import (
     PromptAltTokens,
     SampledSequence,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from tinsmith.engine import checks
 from tinsmith.engine.base import (
     Capabilities,
     Failure,
@@ -29,16 +30,16 @@ from tinsmith.engine.base import (
     Step,
     TokensSampled,
 )
-from tinsmith.engine.local import checkpoints, checks
-from tinsmith.engine.local.adamw import adamw_step
+from tinsmith.engine.local.boundary.process import PassResults
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.decoder import Decoder
-from tinsmith.engine.local.detokenizer import detokenizer
-from tinsmith.engine.local.generation import Generator
-from tinsmith.engine.local.lora import Adapter, AdapterPool
-from tinsmith.engine.local.models import BaseModels, device_of, dtype_of
-from tinsmith.engine.local.process import PassResults
-from tinsmith.engine.local.training import run_passes
+from tinsmith.engine.local.model.base_models import BaseModels, device_of, dtype_of
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.lora import Adapter, AdapterPool
+from tinsmith.engine.local.sample.detokenizer import detokenizer
+from tinsmith.engine.local.sample.generation import Generator
+from tinsmith.engine.local.snapshots import checkpoints
+from tinsmith.engine.local.train.adamw import adamw_step
+from tinsmith.engine.local.train.passes import run_passes
 from tinsmith.errors import EngineError, ValidationError
 from tinsmith.memory import process_bytes
 from tinsmith.types import LoraConfig

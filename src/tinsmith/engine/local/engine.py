@@ -33,8 +33,8 @@ from tinsmith.engine.base import (
     SnapshotKind,
     Step,
 )
-from tinsmith.engine.local.frames import Channel
-from tinsmith.engine.local.messages import (
+from tinsmith.engine.local.boundary.frames import Channel
+from tinsmith.engine.local.boundary.messages import (
     Abandon,
     Beat,
     Done,
@@ -111,7 +111,7 @@ class LocalEngine:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-P", "-m", "tinsmith.engine.local.process", str(theirs.fileno())),
+                *("-P", "-m", "tinsmith.engine.local.boundary.process", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,

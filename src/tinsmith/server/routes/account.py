@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.errors import ValidationError
-from tinsmith.server.auth import Caller
-from tinsmith.server.http import Refusal, answer, nothing, route
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.http import Refusal, answer, nothing, route
 from tinsmith.server.service import Service
 from tinsmith.server.store.base import AuditRecord, UsageRecord
 from tinsmith.types import (

@@ -15,8 +15,8 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 
-from tinsmith.server.auth import Caller
-from tinsmith.server.http import (
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.http import (
     answer,
     check_signature,
     not_found,

@@ -13,9 +13,8 @@ from typing import Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.server.auth import Caller
-from tinsmith.server.futures import Outcome, Promise, Promises
-from tinsmith.server.http import (
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.http import (
     Refusal,
     answer,
     check_still_known,
@@ -26,7 +25,8 @@ from tinsmith.server.http import (
     route,
     while_connected,
 )
-from tinsmith.server.sampling import REQUEST_PREFIX
+from tinsmith.server.futures import Outcome, Promise, Promises
+from tinsmith.server.sampling.requests import REQUEST_PREFIX
 from tinsmith.server.service import Service
 from tinsmith.server.store.base import OperationRecord
 from tinsmith.types import (

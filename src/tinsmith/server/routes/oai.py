@@ -17,17 +17,7 @@ from starlette.responses import Response, StreamingResponse
 
 from tinsmith.engine.base import Failure, SampleJob, TokensSampled
 from tinsmith.errors import EngineError, ValidationError
-from tinsmith.server.auth import Caller
-from tinsmith.server.http import (
-    Refusal,
-    answer,
-    check_still_known,
-    read_body,
-    route,
-    while_connected,
-    while_known,
-)
-from tinsmith.server.oai import (
+from tinsmith.server.chat.openai import (
     Ask,
     Asked,
     choice,
@@ -36,9 +26,19 @@ from tinsmith.server.oai import (
     read_chat,
     read_completion,
 )
+from tinsmith.server.chat.text import TextModel, TextStream
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.http import (
+    Refusal,
+    answer,
+    check_still_known,
+    read_body,
+    route,
+    while_connected,
+    while_known,
+)
 from tinsmith.server.service import Service
 from tinsmith.server.store.base import SamplerRecord
-from tinsmith.server.text import TextModel, TextStream
 from tinsmith.types import ModelInput, SampledSequence, SampleResponse
 from tinsmith.wire import json
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from tinsmith.server.http import API, answer, open_route
+from tinsmith.server.edge.http import API, answer, open_route
 from tinsmith.server.service import Service
 from tinsmith.types import HealthResponse
 

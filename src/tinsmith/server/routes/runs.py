@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.errors import ValidationError
-from tinsmith.server.auth import Caller
-from tinsmith.server.http import answer, not_found, query_int, route
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.http import answer, not_found, query_int, route
 from tinsmith.server.routes.checkpoints import checkpoint_message
 from tinsmith.server.service import Service
 from tinsmith.server.store.base import CheckpointRecord, ModelRecord

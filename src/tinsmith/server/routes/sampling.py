@@ -13,11 +13,11 @@ from starlette.responses import Response, StreamingResponse
 
 from tinsmith.engine.base import SampleJob, TokensSampled
 from tinsmith.errors import EngineError, ValidationError
-from tinsmith.server.auth import Caller
-from tinsmith.server.http import Refusal, answer, not_found, read_body, route, while_known
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.http import Refusal, answer, not_found, read_body, route, while_known
 from tinsmith.server.routes.sessions import active_session
 from tinsmith.server.routes.training import check_base_model, tokenizer_location
-from tinsmith.server.sampling import sample_job
+from tinsmith.server.sampling.requests import sample_job
 from tinsmith.server.service import Service
 from tinsmith.server.store.base import SamplerRecord
 from tinsmith.types import (

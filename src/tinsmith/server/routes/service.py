@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.server.auth import Caller
-from tinsmith.server.http import answer, read_body, route
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.http import answer, read_body, route
 from tinsmith.server.service import Service
 from tinsmith.types import (
     AuthTokenResponse,

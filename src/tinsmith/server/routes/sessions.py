@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.errors import ValidationError
-from tinsmith.server.auth import Caller
-from tinsmith.server.http import (
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.http import (
     Refusal,
     answer,
     check_signature,

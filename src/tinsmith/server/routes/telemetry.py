@@ -6,8 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.errors import ValidationError
-from tinsmith.server.auth import Caller
-from tinsmith.server.http import answer, read_body, route
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.http import answer, read_body, route
 from tinsmith.server.service import Service
 from tinsmith.types import TelemetryResponse, TelemetrySendRequest
 from tinsmith.wire import json

@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 from tinsmith.engine.base import BaseModelInfo
 from tinsmith.errors import TooLargeError, ValidationError
-from tinsmith.server.auth import Caller
-from tinsmith.server.http import Refusal, answer, body_start, read_body, route
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.http import Refusal, answer, body_start, read_body, route
+from tinsmith.server.operations.intake import owned_model, refuse_unread, submit
 from tinsmith.server.routes.sessions import active_session
 from tinsmith.server.service import Service
 from tinsmith.server.store.base import (
@@ -21,7 +22,6 @@ from tinsmith.server.store.base import (
     OperationRecord,
     SessionRecord,
 )
-from tinsmith.server.submission import owned_model, refuse_unread, submit
 from tinsmith.types import (
     AdamOptimizerConfig,
     AdamParams,

@@ -6,10 +6,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.errors import ValidationError
-from tinsmith.server.auth import Caller
 from tinsmith.server.checkpoints import check_ttl, checkpoint_name
-from tinsmith.server.http import Refusal, answer, not_found, read_body, route
-from tinsmith.server.operations import LoadRequest, encode_load
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.http import Refusal, answer, not_found, read_body, route
+from tinsmith.server.operations.intake import submit
+from tinsmith.server.operations.kinds import LoadRequest, encode_load
 from tinsmith.server.routes.sessions import active_session
 from tinsmith.server.routes.training import (
     check_base_model,
@@ -19,7 +20,6 @@ from tinsmith.server.routes.training import (
 )
 from tinsmith.server.service import Service
 from tinsmith.server.store.base import CheckpointRecord
-from tinsmith.server.submission import submit
 from tinsmith.types import (
     CopyWeightsRequest,
     CopyWeightsResponse,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinsmith.engine.local.families import AttentionSpec
+from tinsmith.engine.local.model.families import AttentionSpec
 
 NUM_PLACE_FIELDS = 10
 _KEYS = tl.constexpr(0)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinsmith.engine.local.families import Projection
+from tinsmith.engine.local.model.families import Projection
 
 TILE_ROWS = 16
 MAX_MODULES = 3

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinsmith.engine.local.pointwise import Activation
+from tinsmith.engine.local.model.pointwise import Activation
 
 _GATE_BLOCK = 512
 

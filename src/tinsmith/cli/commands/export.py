@@ -1,0 +1,142 @@
+"""`tinsmith export`: a checkpoint as files for other tools."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tinsmith.cli.failures import CommandError
+from tinsmith.cli.output import Output, Table, size_text, with_output
+
+if TYPE_CHECKING:
+    from tinsmith.cli.weights.stored_tensors import Tell
+    from tinsmith.client.rest import RestClient
+
+_FORMATS = {"peft": "PEFT adapter", "merged": "merged model", "gguf": "GGUF file"}
+
+
+@click.command("export")
+@click.argument("checkpoint_path")
+@click.option(
+    "--output",
+    "-o",
+    "target",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The folder to write, or the file for GGUF; it must not exist yet.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(list(_FORMATS)),
+    default="peft",
+    show_default=True,
+    help="The adapter by itself, or merged into its base model: as safetensors, or one GGUF file.",
+)
+@click.option(
+    "--base",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="To merge: the base model's folder, where this machine does not have it in a cache.",
+)
+@with_output
+def command(
+    output: Output, checkpoint_path: str, target: Path, form: str, base: Path | None
+) -> None:
+    """Write a training or external checkpoint as files for other tools.
+
+    `peft` and vLLM load the adapter, every library loads the merged model, and llama.cpp and
+    its relatives load GGUF.
+    """
+    from tinsmith.cli.weights import checkpoint_files
+    from tinsmith.client.rest import RestClient
+
+    checkpoint_files.parse_downloadable(checkpoint_path)
+    if target.exists():
+        raise CommandError(f"{target} exists already", "Choose another name with --output.")
+    if base is not None and form == "peft":
+        raise CommandError("--base is for merging: an adapter needs no base model")
+    client = RestClient()
+    if form != "peft":
+        base = base or _base_folder(client, checkpoint_path)
+    if form == "gguf" and base is not None:
+        from tinsmith.cli.weights import gguf_file
+
+        gguf_file.check_family(base)  # before anything is fetched
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as name:
+        made = {each: Path(name) / each for each in _FORMATS}
+        made["peft"].mkdir()
+        checkpoint_files.fetch(client, checkpoint_path, made["peft"], output)
+        if base is not None:
+            _merge(base, made["peft"], made["merged"], output)
+        if form == "gguf":
+            _write_gguf(made["merged"], made["gguf"], target.stem, output)
+        # It appears whole or not at all.
+        shutil.move(made[form], target)
+    files = [target] if target.is_file() else [each for each in target.rglob("*") if each.is_file()]
+    size = sum(each.stat().st_size for each in files)
+    output.show(
+        {
+            "checkpoint_path": checkpoint_path,
+            "destination": str(target),
+            "kind": form,
+            "file_size_bytes": size,
+        },
+        Table(
+            ["Property", "Value"],
+            [
+                ["Checkpoint Path", checkpoint_path],
+                ["Kind", _FORMATS[form]],
+                ["Total Size", size_text(size)],
+                ["Written to", str(target)],
+            ],
+        ),
+    )
+
+
+def _base_folder(client: RestClient, path: str) -> Path:
+    from tinsmith.engine.local.config import EMBEDDED_MODEL, EMBEDDED_SOURCE, LocalEngineConfig
+    from tinsmith.engine.local.model.sources import model_folder
+    from tinsmith.errors import EngineError
+
+    name = client.get_weights_info_by_tinker_path(path).result().base_model
+    source = EMBEDDED_SOURCE if name == EMBEDDED_MODEL else name
+    try:
+        return model_folder(source, LocalEngineConfig())
+    except EngineError as error:
+        raise CommandError(str(error), "Give the base model's folder with --base.") from error
+
+
+def _merge(base: Path, adapter: Path, target: Path, output: Output) -> None:
+    from tinsmith.cli.weights import merging
+
+    with _told("merging", f"into {base.name}", output) as tell:
+        merging.merge(base, adapter, target, tell)
+
+
+def _write_gguf(folder: Path, target: Path, name: str, output: Output) -> None:
+    from tinsmith.cli.weights import gguf_file
+
+    with _told("writing GGUF", "", output) as tell:
+        gguf_file.write(folder, target, name, tell)
+
+
+@contextmanager
+def _told(stage_name: str, facts: str, output: Output) -> Iterator[Tell]:
+    """A stage that is shown in steps of fifty tensors."""
+    from tinsmith.cli.progress import Progress
+
+    with Progress(is_quiet=output.is_json).stage(stage_name, total=1.0) as stage:
+        stage.update(0.0, facts)
+
+        def tell(done: int, total: int, name: str) -> None:
+            if done == total or done % 50 == 0:
+                stage.update(done / total, name)
+
+        yield tell

@@ -1,0 +1,1 @@
+"""A checkpoint's files turned into what other programs read."""

@@ -1,0 +1,1 @@
+"""One call of a training client, from its arguments to its requests."""

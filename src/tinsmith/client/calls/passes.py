@@ -1,0 +1,199 @@
+"""A pass over data: cut into runs, each run posted in its turn, the outputs fetched and joined."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from tinsmith.client.calls import chunking
+from tinsmith.client.calls.combining import combine
+from tinsmith.client.connection.api import PROTOBUF
+from tinsmith.client.futures import AwaitableConcurrentFuture
+from tinsmith.client.results.retrieval import pass_kind, retrieve
+from tinsmith.errors import APIStatusError
+from tinsmith.transport.base import ConnectionClass
+from tinsmith.types import (
+    Datum,
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    ForwardRequest,
+    LossFnType,
+    ModelID,
+    UntypedAPIFuture,
+)
+from tinsmith.wire import proto, zstd
+
+if TYPE_CHECKING:
+    from tinsmith.client.calls.turns import Turns
+    from tinsmith.client.connection.connection import Connection
+    from tinsmith.client.results.queue_state import QueueStateObserver
+
+T = TypeVar("T")
+
+
+class PassFuture(AwaitableConcurrentFuture[ForwardBackwardOutput]):
+    """The result of `forward` or `forward_backward`, also part by part.
+
+    A large call is sent as several requests. `chunks` has a future for the output of each, in the
+    order of the data; `as_completed(future.chunks)` gives them as they arrive.
+    """
+
+    def __init__(
+        self,
+        future: Future[ForwardBackwardOutput],
+        chunks: tuple[AwaitableConcurrentFuture[ForwardBackwardOutput], ...],
+    ) -> None:
+        super().__init__(future)
+        self.chunks = chunks
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The part of a pass that is one request."""
+
+    seq_id: int
+    inputs: ForwardBackwardInput
+    part: AwaitableConcurrentFuture[ForwardBackwardOutput]
+
+
+class Passes:
+    """The passes of one model, among its other operations in `turns`."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        model_id: ModelID,
+        turns: Turns,
+        observer: QueueStateObserver,
+    ) -> None:
+        self._connection = connection
+        self._model_id = model_id
+        self._turns = turns
+        self._observer = observer
+
+    def submit(
+        self,
+        data: list[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None,
+        *,
+        forward_only: bool,
+    ) -> PassFuture:
+        flags = self._connection.get_client_config()
+        cut = list(
+            chunking.split(
+                data,
+                max_items=flags.fwdbwd_max_chunk_len,
+                max_bytes=flags.fwdbwd_max_chunk_bytes_count,
+            )
+        )
+        if not cut:
+            raise ValueError("a pass needs at least one datum, got none")
+        # Checked before an id is taken: a mistake here must not leave a gap.
+        inputs = [ForwardBackwardInput(each, loss_fn, loss_fn_config) for each in cut]
+        ids = self._turns.reserve(len(cut))
+        runs = [
+            _Run(seq_id, each, AwaitableConcurrentFuture(Future()))
+            for seq_id, each in zip(ids, inputs, strict=True)
+        ]
+        future = self._connection.submit(self._run, runs, forward_only).future()
+        self._turns.release_after(future, ids, self._connection.get_loop())
+        parts = tuple(run.part for run in runs)
+        future.add_done_callback(lambda done: _settle_parts(done, parts))
+        return PassFuture(future, parts)
+
+    async def _run(self, runs: list[_Run], forward_only: bool) -> ForwardBackwardOutput:
+        with self._connection.spans.span(
+            "forward" if forward_only else "forward_backward",
+            model_id=self._model_id,
+            seq_id=runs[0].seq_id,
+            datums=sum(len(run.inputs.data) for run in runs),
+            chunks=len(runs),
+        ):
+            started = time.monotonic()
+            promises = await self._post_all(runs, forward_only)
+            kind = pass_kind(forward_only=forward_only)
+
+            async def fetch(promise: UntypedAPIFuture, run: _Run) -> ForwardBackwardOutput:
+                output = await retrieve(
+                    self._connection,
+                    promise,
+                    kind,
+                    roundtrip_seconds=time.monotonic() - started,
+                    observer=self._observer,
+                )
+                _settle(run.part.future(), output)
+                return output
+
+            outputs = await asyncio.gather(*map(fetch, promises, runs))
+            return combine(outputs)
+
+    async def _post_all(self, runs: list[_Run], forward_only: bool) -> list[UntypedAPIFuture]:
+        first, *rest = runs
+        if not self._connection.get_client_config().parallel_fwdbwd_chunks:
+            posted = (self._post(run, forward_only) for run in runs)
+            return list(await asyncio.gather(*posted))
+        # The service begins with the first id: by the time that arrives, the rest is there and
+        # all can be run together.
+        later = await asyncio.gather(
+            *(self._post(run, forward_only, after=first.seq_id) for run in rest),
+            return_exceptions=True,
+        )
+        refusal = next((each for each in later if isinstance(each, BaseException)), None)
+        if refusal is not None and not isinstance(refusal, APIStatusError):
+            raise refusal
+        # Also after a refusal: an id that never comes would hold up all that follow.
+        promises = [await self._post(first, forward_only)]
+        if refusal is not None:
+            raise refusal
+        return promises + [each for each in later if isinstance(each, UntypedAPIFuture)]
+
+    async def _post(
+        self, run: _Run, forward_only: bool, *, after: int | None = None
+    ) -> UntypedAPIFuture:
+        cls = ForwardRequest if forward_only else ForwardBackwardRequest
+        num_bytes = sum(datum.nbytes for datum in run.inputs.data)
+        async with (
+            self._turns.take(run.seq_id, after=after),
+            self._connection.pass_budget.hold(num_bytes),
+        ):
+            body = proto.encode_pass(cls(run.inputs, self._model_id, run.seq_id))
+            headers = {}
+            if self._connection.get_client_config().proto_compress_fwdbwd:
+                body = await asyncio.to_thread(zstd.compress, body)
+                headers["Content-Encoding"] = "zstd"
+            return await self._connection.api.call(
+                UntypedAPIFuture,
+                "POST",
+                "/forward_backward",
+                connection=ConnectionClass.TRAIN,
+                content=body,
+                content_type=PROTOBUF,
+                headers=headers,
+            )
+
+
+def _settle(future: Future[T], value: T) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_result(value)
+
+
+def _settle_parts(
+    whole: Future[ForwardBackwardOutput],
+    parts: tuple[AwaitableConcurrentFuture[ForwardBackwardOutput], ...],
+) -> None:
+    """Parts that have no result when the whole has ended share its end."""
+    for part in parts:
+        if part.done():
+            continue
+        if whole.cancelled():
+            part.cancel()
+        elif (error := whole.exception()) is not None and (
+            part.future().set_running_or_notify_cancel()
+        ):
+            part.future().set_exception(error)

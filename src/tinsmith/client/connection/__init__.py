@@ -1,0 +1,1 @@
+"""What the clients of one credential at one service share."""

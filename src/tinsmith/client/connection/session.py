@@ -1,0 +1,140 @@
+"""What a session does in the background: it says that it is alive, refreshes its switches, and
+tells the service about samples that nobody waits for any more.
+
+None of it refers to the clients, so that a client which is dropped can be collected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+
+from tinsmith.client.connection.api import Api
+from tinsmith.errors import APIStatusError, TinkerError
+from tinsmith.transport.base import ConnectionClass
+from tinsmith.transport.config import PROTOCOL_VERSION
+from tinsmith.transport.retry import NO_RETRY, RetryPolicy
+from tinsmith.types import (
+    CancelFutureRequest,
+    ClientConfigRequest,
+    ClientDynamicConfigResponse,
+    SessionHeartbeatRequest,
+)
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_TIMEOUT_SECONDS = 10.0
+WARN_AFTER_SECONDS = 120.0
+MIN_REFRESH_SECONDS = 10.0
+CONFIG_TIMEOUT_SECONDS = 10.0
+CANCEL_TIMEOUT_SECONDS = 30.0
+
+
+async def heartbeat(
+    api: Api, session_id: str, period_seconds: float, ended: threading.Event
+) -> None:
+    """Until the service says that the session has ended (410), which `ended` then tells."""
+    last_success = time.monotonic()
+    while True:
+        await asyncio.sleep(period_seconds)
+        try:
+            if not await is_alive(api, session_id):
+                logger.info("Session %s has ended; its heartbeat stops.", session_id)
+                ended.set()
+                return
+            last_success = time.monotonic()
+        except Exception as error:
+            silence = time.monotonic() - last_success
+            if silence > WARN_AFTER_SECONDS:
+                logger.warning(
+                    "No heartbeat of session %s got through for %.0f s (%s: %s). If this goes on, "
+                    "the service will end the session.",
+                    session_id,
+                    silence,
+                    type(error).__name__,
+                    error,
+                )
+
+
+async def is_alive(api: Api, session_id: str) -> bool:
+    """One heartbeat: False if the service says that the session has ended."""
+    try:
+        await api.send(
+            "POST",
+            "/session_heartbeat",
+            connection=ConnectionClass.SESSION,
+            message=SessionHeartbeatRequest(session_id=session_id),
+            timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
+            retry=NO_RETRY,
+        )
+    except APIStatusError as error:
+        if error.status_code == 410:
+            return False
+        raise
+    return True
+
+
+class Switches:
+    """The service's changing settings, as last heard."""
+
+    def __init__(self, current: ClientDynamicConfigResponse) -> None:
+        self.current = current
+
+    async def keep_fresh(self, api: Api) -> None:
+        """A failed refresh keeps what was known."""
+        while True:
+            await asyncio.sleep(max(self.current.refresh_interval_sec, MIN_REFRESH_SECONDS))
+            try:
+                self.current = await fetch_switches(api, NO_RETRY)
+            except TinkerError as error:
+                logger.debug("The dynamic config could not be refreshed: %s", error)
+
+
+async def fetch_switches(api: Api, retry: RetryPolicy | None = None) -> ClientDynamicConfigResponse:
+    return await api.call(
+        ClientDynamicConfigResponse,
+        "POST",
+        "/client/dynamic_config",
+        connection=ConnectionClass.SESSION,
+        message=ClientConfigRequest(sdk_version=PROTOCOL_VERSION),
+        timeout_seconds=CONFIG_TIMEOUT_SECONDS,
+        retry=retry,
+    )
+
+
+class Cancellations:
+    """Samples that were given up, told to the service in the background."""
+
+    def __init__(self, api: Api, switches: Switches) -> None:
+        self._api = api
+        self._switches = switches
+        self._queue: asyncio.Queue[str] = asyncio.Queue()
+
+    def add(self, request_id: str) -> None:
+        if self._switches.current.sample_cancel_enabled:
+            self._queue.put_nowait(request_id)
+
+    async def run(self) -> None:
+        while True:
+            batch = [await self._queue.get()]
+            while (
+                len(batch) < self._switches.current.sample_cancel_max_batch_size
+                and not self._queue.empty()
+            ):
+                batch.append(self._queue.get_nowait())
+            await asyncio.gather(*(self._cancel(request_id) for request_id in batch))
+
+    async def _cancel(self, request_id: str) -> None:
+        try:
+            await self._api.send(
+                "POST",
+                "/cancel_future",
+                connection=ConnectionClass.RETRIEVE,
+                message=CancelFutureRequest(request_id=request_id),
+                timeout_seconds=CANCEL_TIMEOUT_SECONDS,
+            )
+        except Exception as error:
+            # The service stops the work by itself when the session ends.
+            logger.error("Sample %s could not be cancelled: %s", request_id, error)

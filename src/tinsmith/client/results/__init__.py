@@ -1,0 +1,1 @@
+"""Waiting for what was promised: polls, retries, streams."""

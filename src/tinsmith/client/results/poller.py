@@ -1,0 +1,164 @@
+"""One long poll for all of a sampler's requests, instead of one for each.
+
+Where the service offers it, waiting for thousands of samples costs one open request. The poller
+learns which have finished; whoever waits then fetches its own result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tinsmith.errors import APIConnectionError, APIStatusError, TinkerError
+from tinsmith.transport.base import ConnectionClass
+from tinsmith.transport.retry import NO_RETRY, RetryPolicy, decide
+from tinsmith.types import (
+    FutureFailed,
+    FutureFinished,
+    FuturesRetrieveRequest,
+    FuturesRetrieveResponse,
+    SamplingSessionFuturesTarget,
+)
+
+if TYPE_CHECKING:
+    from tinsmith.client.connection.api import Api
+
+logger = logging.getLogger(__name__)
+
+POLL_TIMEOUT_SECONDS = 45.0
+POLICY = RetryPolicy(
+    initial_delay_seconds=1.0,
+    max_delay_seconds=1.0,
+    give_up_after_seconds=None,
+    bad_request_retries=3,
+)
+
+Completion = FutureFinished | FutureFailed
+
+
+class CompletionPoller:
+    """Of one sampler. Lives on the I/O loop; idle while nobody waits."""
+
+    def __init__(
+        self,
+        api: Api,
+        sampling_session_id: str,
+        clone_id: int,
+        keep: Callable[[asyncio.Task[None]], None],
+    ) -> None:
+        """`keep` is given the background task, to be cancelled when the connection ends."""
+        self._api = api
+        self._target = SamplingSessionFuturesTarget(
+            sampling_session_id=sampling_session_id, cloned_sampler_id=clone_id
+        )
+        self._cursor = 0
+        self._waiting: dict[str, asyncio.Future[Completion]] = {}
+        self._early: dict[str, Completion] = {}
+        self._abandoned: set[str] = set()
+        self._retrieved: set[str] = set()
+        self._failure: str | None = None
+        self._has_work = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name="tinsmith-poller")
+        keep(self._task)
+
+    async def wait_for(self, request_id: str) -> Completion:
+        """How the request ended, as soon as the poller knows."""
+        early = self._early.pop(request_id, None)
+        if early is not None:
+            return early
+        if self._failure is not None:
+            raise TinkerError(self._failure)
+        waiter: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting[request_id] = waiter
+        self._has_work.set()
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            self._abandoned.add(request_id)
+            raise
+        finally:
+            self._waiting.pop(request_id, None)
+
+    def mark_retrieved(self, request_id: str) -> None:
+        """The service may forget this result; it is told with the next poll."""
+        self._retrieved.add(request_id)
+        self._has_work.set()
+
+    def close(self) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            await self._poll()
+        except asyncio.CancelledError:
+            self._fail("the client was closed while a sample was pending")
+            raise
+        except Exception as error:
+            # Whatever it was: those who wait must hear of it.
+            logger.error("waiting for samples failed: %s", error)
+            self._fail(
+                f"waiting for samples of {self._target.sampling_session_id} failed: "
+                f"{type(error).__name__}: {error}"
+            )
+
+    async def _poll(self) -> None:
+        failures = 0
+        while True:
+            if not self._waiting and not self._retrieved:
+                self._has_work.clear()
+                await self._has_work.wait()
+            retrieved = sorted(self._retrieved)
+            try:
+                answer = await self._api.call(
+                    FuturesRetrieveResponse,
+                    "POST",
+                    "/retrieve_futures",
+                    connection=ConnectionClass.RETRIEVE_FUTURES,
+                    message=FuturesRetrieveRequest(
+                        target=self._target,
+                        prev_cursor=self._cursor,
+                        retrieved_request_ids=retrieved,
+                    ),
+                    timeout_seconds=POLL_TIMEOUT_SECONDS,
+                    retry=NO_RETRY,
+                )
+            except (APIStatusError, APIConnectionError) as error:
+                wait = decide(
+                    POLICY,
+                    error,
+                    attempt=failures,
+                    elapsed_seconds=0.0,
+                    billing_pause_left_seconds=self._api.billing.left_seconds(error),
+                    chance=random.random(),
+                )
+                if wait is None:
+                    raise
+                failures += 1
+                await asyncio.sleep(wait)
+                continue
+            failures = 0
+            self._retrieved.difference_update(retrieved)
+            self._cursor = answer.cursor
+            for completion in answer.completions:
+                self._hand_over(completion)
+
+    def _hand_over(self, completion: Completion) -> None:
+        waiter = self._waiting.pop(completion.request_id, None)
+        if completion.request_id in self._abandoned:
+            # Nobody will fetch it: the service may forget it at once, and so may we.
+            self._abandoned.discard(completion.request_id)
+            self.mark_retrieved(completion.request_id)
+        elif waiter is None:
+            # The promise may still be on its way to us.
+            self._early[completion.request_id] = completion
+        elif not waiter.done():
+            waiter.set_result(completion)
+
+    def _fail(self, message: str) -> None:
+        self._failure = message
+        for waiter in self._waiting.values():
+            if not waiter.done():
+                waiter.set_exception(TinkerError(message))

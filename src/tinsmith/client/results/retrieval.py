@@ -1,0 +1,266 @@
+"""Fetching the result that was promised: ask, be held, ask again, until it is there.
+
+A request that was accepted ends in one of three ways: a result, a failure that the service reports
+(`RequestFailedError`), or a promise that the service no longer knows (`RetryableException`).
+Everything in between (not yet, connections that break, a service that restarts) is waited out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from tinsmith.client.connection.api import PROTOBUF, decode, invalid_answer
+from tinsmith.client.results import queue_state
+from tinsmith.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APIStatusError,
+    RequestFailedError,
+    RetryableException,
+    ValidationError,
+)
+from tinsmith.transport.base import ConnectionClass, Response
+from tinsmith.transport.retry import NO_RETRY, POLLING, decide
+from tinsmith.types import (
+    ForwardBackwardOutput,
+    FutureFinished,
+    FutureRetrieveRequest,
+    MetadataOnlyResponse,
+    RequestFailedResponse,
+    SampleResponse,
+    UntypedAPIFuture,
+)
+from tinsmith.types.model import Model
+from tinsmith.wire import proto
+
+if TYPE_CHECKING:
+    from tinsmith.client.connection.connection import Connection
+    from tinsmith.client.results.poller import CompletionPoller
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Model)
+
+POLL_TIMEOUT_SECONDS = 45.0
+"""Services hold a request for about 30 s."""
+
+_ROUNDTRIP = "X-Tinker-Create-Promise-Roundtrip-Time"
+_UNHELD_SECONDS = 0.05
+"""A "not yet" that comes quicker than this was not held, and is not asked for again at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultKind(Generic[T]):
+    """How a result travels and is read."""
+
+    request_type: str
+    read: Callable[[Response], T]
+    is_protobuf: bool = False
+
+
+def json_kind(request_type: str, kind: type[M]) -> ResultKind[M]:
+    return ResultKind(request_type, lambda response: decode(kind, response))
+
+
+def pass_kind(*, forward_only: bool) -> ResultKind[ForwardBackwardOutput]:
+    return ResultKind(
+        "Forward" if forward_only else "ForwardBackward",
+        lambda response: _read_either(
+            response, "ForwardBackwardOutput", proto.decode_output, ForwardBackwardOutput
+        ),
+        is_protobuf=True,
+    )
+
+
+def sample_kind(promise: UntypedAPIFuture) -> ResultKind[SampleResponse]:
+    """The ids of the sequences come with the promise, not with the result."""
+
+    def read(response: Response) -> SampleResponse:
+        ids = promise.sample_sequence_ids
+        if ids is None:
+            raise APIResponseValidationError(
+                response, None, "the service promised a sample without sample_sequence_ids"
+            )
+        return _read_either(
+            response, "SampleResponse", lambda body: proto.decode_sample(body, ids), SampleResponse
+        )
+
+    return ResultKind("Sample", read, is_protobuf=True)
+
+
+async def retrieve(
+    connection: Connection,
+    promise: UntypedAPIFuture,
+    kind: ResultKind[T],
+    *,
+    roundtrip_seconds: float,
+    observer: queue_state.QueueStateObserver | None = None,
+    poller: CompletionPoller | None = None,
+) -> T:
+    """The result of an accepted request.
+
+    `roundtrip_seconds` is how long accepting took, which the service likes to know. With a
+    `poller`, nothing is asked before that has seen the request finish.
+    """
+    asking = _Asking(connection, promise, kind.request_type, roundtrip_seconds)
+    if kind.is_protobuf:
+        asking.headers["Accept"] = PROTOBUF
+    async with contextlib.AsyncExitStack() as held:
+        if poller is not None:
+            completion = await poller.wait_for(promise.request_id)
+            if isinstance(completion, FutureFinished) and (
+                size := completion.response_payload_uncompressed_size
+            ):
+                await asking.make_room(size, held)
+        while True:
+            asked = time.monotonic()
+            response, answer = await asking.ask()
+            if answer is None or "error" in answer:
+                if poller is not None:
+                    poller.mark_retrieved(promise.request_id)
+                if answer is not None:
+                    raise _failure(answer, promise.request_id, kind.request_type)
+                return kind.read(response)
+            if answer.get("status") == "complete_metadata":
+                announced = decode(MetadataOnlyResponse, response)
+                await asking.make_room(announced.response_payload_size, held)
+                continue
+            queue_state.tell(observer, answer)
+            await asking.pause_unless_held(time.monotonic() - asked)
+
+
+class _Asking:
+    """Asking for one result, again and again."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        promise: UntypedAPIFuture,
+        request_type: str,
+        roundtrip_seconds: float,
+    ) -> None:
+        self._connection = connection
+        self._request_id = promise.request_id
+        self.headers = {
+            "X-Tinker-Request-Type": request_type,
+            "X-Stainless-Raw-Response": "raw",
+            _ROUNDTRIP: f"{roundtrip_seconds:.6f}",
+        }
+        self._allow_metadata_only = True
+        self._iteration = 0
+        self._unheld = 0
+
+    async def ask(self) -> tuple[Response, dict[str, Any] | None]:
+        """A response, and what it says if it is not the result itself. Failures that do not mean
+        anything about the request are waited out here."""
+        failures = 0
+        while True:
+            try:
+                response = await self._send()
+                return response, _not_a_result(response)
+            except (APIStatusError, APIConnectionError) as error:
+                if isinstance(error, APIStatusError) and error.status_code == 408:
+                    return error.response, _not_yet(error)
+                await asyncio.sleep(self._wait_after(error, failures))
+                failures += 1
+
+    async def _send(self) -> Response:
+        headers = {**self.headers, "X-Tinker-Request-Iteration": str(self._iteration)}
+        self.headers.pop(_ROUNDTRIP, None)  # told once
+        self._iteration += 1
+        return await self._connection.api.send(
+            "POST",
+            "/retrieve_future",
+            connection=ConnectionClass.RETRIEVE,
+            message=FutureRetrieveRequest(
+                request_id=self._request_id, allow_metadata_only=self._allow_metadata_only
+            ),
+            headers=headers,
+            timeout_seconds=POLL_TIMEOUT_SECONDS,
+            retry=NO_RETRY,
+        )
+
+    def _wait_after(self, error: APIStatusError | APIConnectionError, failures: int) -> float:
+        if isinstance(error, APIStatusError) and error.status_code == 410:
+            raise RetryableException(
+                f"the service no longer knows request {self._request_id}; it has to be made again"
+            ) from error
+        wait = decide(
+            POLLING,
+            error,
+            attempt=failures,
+            elapsed_seconds=0.0,
+            billing_pause_left_seconds=self._connection.api.billing.left_seconds(error),
+            chance=random.random(),
+        )
+        if wait is None:
+            raise error
+        return wait
+
+    async def make_room(self, num_bytes: int, held: contextlib.AsyncExitStack) -> None:
+        """Reserve room for a result of that size; then it is asked for itself."""
+        await held.enter_async_context(self._connection.response_budget.hold(num_bytes))
+        self._allow_metadata_only = False
+
+    async def pause_unless_held(self, seconds: float) -> None:
+        """A service holds a request until there is news. One that does not is asked ever slower."""
+        self._unheld = self._unheld + 1 if seconds < _UNHELD_SECONDS else 0
+        if self._unheld:
+            await asyncio.sleep(min(0.01 * 2.0 ** min(self._unheld, 10), 1.0))
+
+
+def _not_yet(error: APIStatusError) -> dict[str, Any]:
+    """What a 408 says about the queue; one from a proxy says nothing, whatever its body."""
+    body = error.body if isinstance(error.body, dict) else {}
+    told = {name: body[name] for name in ("queue_state", "queue_state_reason") if name in body}
+    return {"type": "try_again", **told}
+
+
+def _not_a_result(response: Response) -> dict[str, Any] | None:
+    """The answer, if it is one of those that stand in place of a result."""
+    if PROTOBUF in response.headers.get("content-type", ""):
+        return None
+    # Only a small object can be one of them; a large result is not parsed twice.
+    if len(response.content) > 65_536:
+        return None
+    try:
+        answer = response.json()
+    except ValueError:
+        return None
+    if not isinstance(answer, dict):
+        return None
+    is_other = (
+        answer.get("type") == "try_again"
+        or answer.get("status") == "complete_metadata"
+        or "error" in answer
+    )
+    return answer if is_other else None
+
+
+def _failure(answer: dict[str, Any], request_id: str, request_type: str) -> RequestFailedError:
+    failed = RequestFailedResponse(
+        error=str(answer["error"]), category=answer.get("category", "unknown")
+    )
+    return RequestFailedError(
+        f"{request_type} failed: {failed.error} (request {request_id})",
+        request_id=request_id,
+        category=failed.category,
+    )
+
+
+def _read_either(response: Response, name: str, from_protobuf: Callable[[bytes], T], cls: Any) -> T:
+    try:
+        if PROTOBUF in response.headers.get("content-type", ""):
+            return from_protobuf(response.content)
+        value: T = cls.model_validate(response.json())
+        return value
+    except ValidationError as error:
+        raise invalid_answer(response, name, error) from error
+    except ValueError as error:
+        problem = ValidationError(f"neither protobuf nor JSON ({error})")
+        raise invalid_answer(response, name, problem) from error

@@ -1,0 +1,174 @@
+"""The base models an engine serves: loaded on first use, dropped when memory is short.
+
+Models are shared by all adapters and never written to, so loading one again gives what it
+gave before. A model that is pinned, because something is computing with it or holds a
+cache of its activations, is never dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import tinsmith.engine.local.model.foreign as foreign
+from tinsmith.engine.base import BaseModelInfo
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.families import DecoderConfig, UnsupportedModelError, read_config
+from tinsmith.engine.local.model.sources import Progress, model_folder, no_progress, weights_nbytes
+from tinsmith.errors import EngineError
+from tinsmith.memory import machine_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def device_of(config: LocalEngineConfig) -> torch.device:
+    """The device the configuration asks for; one that is not there is an error."""
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise EngineError("device 'cuda' was asked for, but torch finds no CUDA device")
+    return torch.device(config.device)
+
+
+def dtype_of(config: LocalEngineConfig) -> torch.dtype:
+    """The type of base weights the configuration asks for."""
+    if config.dtype == "auto":
+        is_cuda = device_of(config).type == "cuda"
+        return torch.bfloat16 if is_cuda else torch.float32
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+
+
+class BaseModels:
+    """The table of names, and the models in memory, least recently used first."""
+
+    def __init__(self, config: LocalEngineConfig, progress: Progress = no_progress) -> None:
+        if config.pack_weights and config.deterministic:
+            raise EngineError(
+                "pack_weights cannot be had in deterministic mode: leave one of them out"
+            )
+        self._config = config
+        self._progress = progress
+        self._device = device_of(config)
+        self._dtype = dtype_of(config)
+        self._folders: dict[str, Path] = {}
+        self._configs: dict[str, DecoderConfig] = {}
+        self._loaded: OrderedDict[str, Decoder] = OrderedDict()
+        self._pins: Counter[str] = Counter()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._config.models)
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """What is in memory now, least recently used first."""
+        return tuple(self._loaded)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(decoder.nbytes for decoder in self._loaded.values())
+
+    def folder(self, name: str) -> Path:
+        """Where the model's files are; a GGUF file is converted when first asked for."""
+        if name not in self._config.models:
+            known = ", ".join(self._config.models) or "none"
+            raise EngineError(f"no base model called {name!r}; served: {known}")
+        if name not in self._folders:
+            source = self._config.models[name]
+            self._folders[name] = model_folder(source, self._config, self._progress)
+        return self._folders[name]
+
+    def config(self, name: str) -> DecoderConfig:
+        """The model's shape, without loading it."""
+        if name not in self._configs:
+            folder = self.folder(name)
+            try:
+                self._configs[name] = read_config(folder)
+            except UnsupportedModelError as error:
+                self._configs[name] = foreign.read_config(folder, error)
+        return self._configs[name]
+
+    def info(self, name: str) -> BaseModelInfo:
+        config = self.config(name)
+        return BaseModelInfo(
+            name=name,
+            max_context_length=config.max_context_length,
+            vocab_size=config.vocab_size,
+            architecture=config.architecture,
+            tokenizer_folder=self.folder(name),
+        )
+
+    def get(self, name: str) -> Decoder:
+        """The model, in memory. It may be dropped again by a later call unless it is pinned."""
+        if name not in self._loaded:
+            config, folder = self.config(name), self.folder(name)
+            self._make_room(name, folder)
+            logger.info("loading %s from %s", name, folder)
+            if foreign.is_foreign(config):
+                self._loaded[name] = foreign.load(folder, config, self._device, self._dtype)
+            else:
+                self._loaded[name] = Decoder.load(folder, self._device, self._dtype)
+            if self._may_pack(name):
+                self._loaded[name].allow_packing()
+        self._loaded.move_to_end(name)
+        return self._loaded[name]
+
+    def pin(self, name: str) -> Decoder:
+        """The model, kept in memory until as many calls of `unpin`."""
+        decoder = self.get(name)
+        self._pins[name] += 1
+        return decoder
+
+    def unpin(self, name: str) -> None:
+        assert self._pins[name] > 0, f"{name} is not pinned"
+        self._pins[name] -= 1
+
+    @contextlib.contextmanager
+    def use(self, name: str) -> Iterator[Decoder]:
+        """The model, pinned for the length of a `with` block."""
+        decoder = self.pin(name)
+        try:
+            yield decoder
+        finally:
+            self.unpin(name)
+
+    def _may_pack(self, name: str) -> bool:
+        """Whether a model just loaded is to be packed. One that must be and cannot is dropped."""
+        wanted, budget = self._config.pack_weights, self._config.memory_budget_bytes
+        packed_bytes = self._loaded[name].packed_bytes
+        if self._config.deterministic or wanted is False:
+            return False
+        room = machine_bytes() if budget is None else budget
+        does_fit = budget is None or self.nbytes + packed_bytes <= budget
+        if wanted and not does_fit:
+            del self._loaded[name]
+            raise EngineError(
+                f"the packed weights of {name!r} take {packed_bytes:,} bytes more, which is beyond "
+                f"the budget of {budget:,} bytes; raise memory_budget_bytes or leave out "
+                "pack_weights"
+            )
+        return wanted or (does_fit and packed_bytes <= min(room, machine_bytes()) // 4)
+
+    def _make_room(self, name: str, folder: Path) -> None:
+        budget = self._config.memory_budget_bytes
+        if budget is None:
+            return
+        needed = weights_nbytes(folder, self._dtype.itemsize)
+        idle = [other for other in self._loaded if not self._pins[other]]
+        while self.nbytes + needed > budget and idle:
+            dropped = idle.pop(0)
+            logger.info("dropping %s to make room for %s", dropped, name)
+            del self._loaded[dropped]
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+        if self.nbytes + needed > budget:
+            raise EngineError(
+                f"base model {name!r} needs {needed:,} bytes, of the budget of {budget:,} bytes "
+                f"{self.nbytes:,} are in use by other models; raise memory_budget_bytes"
+            )

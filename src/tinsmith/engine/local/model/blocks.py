@@ -1,0 +1,244 @@
+"""One block of the decoder, forward and backward, by hand.
+
+The backward pass is written out rather than left to autograd: it keeps only what it cannot
+cheaply compute again (the block's input, the inputs of heads and gate, and what attention
+keeps), and consists of few and large operations. Autograd sees a block as one operation on
+the residual stream.
+
+Shapes: N tokens, d hidden size; `decoder` has the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tinsmith.engine.local.model import adapted_linear
+from tinsmith.engine.local.model.adapted_linear import Inner
+from tinsmith.engine.local.model.families import DecoderConfig
+from tinsmith.engine.local.model.linear import Linear
+from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.model.pointwise import (
+    Norms,
+    Rotation,
+    gate,
+    gate_backward,
+    norm,
+    norm_backward,
+    turn_heads,
+    turn_heads_backward,
+)
+
+
+class Attention(Protocol):
+    """What the tokens of a batch see. Scale, softcap and window are in `config.layers[layer]`."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (N, H, D) and k, v (N, K, D), normed and rotated already; the answer is (N, H, D)."""
+        ...
+
+
+class Layer(NamedTuple):
+    """The frozen weights of one block."""
+
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
+    post_attention_norm: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    post_mlp_norm: Tensor | None
+
+    @property
+    def head_norms(self) -> Norms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm, self.k_norm
+
+
+@dataclass(slots=True)
+class _Attended:
+    """Attention by autograd, the one part whose backward pass is not written out."""
+
+    inputs: tuple[Tensor, Tensor, Tensor]
+    output: Tensor
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What the backward pass of a block needs of its forward pass."""
+
+    x: Tensor
+    qkv: Tensor
+    qkv_inner: Inner
+    attended: _Attended
+    o_inner: Inner
+    attention_part: Tensor | None
+    """What was normed before it joined the residual stream, where the model does that."""
+
+    middle: Tensor
+    """The residual stream between attention and MLP."""
+
+    gate_up: Tensor
+    gate_up_inner: Inner
+    down_inner: Inner
+    mlp_part: Tensor | None
+
+
+class Block:
+    """A block under the adapters, positions and attention of one batch."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        index: int,
+        layer: Layer,
+        rotation: Rotation,
+        attention: Attention,
+        adapters: AdapterSegments,
+    ) -> None:
+        self._config = config
+        self._index = index
+        self._layer = layer
+        self._rotation = rotation
+        self._attention = attention
+        self._adapters = adapters
+
+    def run(self, x: Tensor, *, recompute: bool = False) -> Tensor:
+        """The residual stream (N, d) after the block.
+
+        With `recompute` the backward pass runs the block again instead of keeping anything.
+        """
+        if not torch.is_grad_enabled():
+            return self._forward(x, keep=False)[0]
+        # Empty, and only there to make autograd call `backward` when x needs no gradient itself.
+        has_gradients = any(buffer is not None for buffer in self._adapters.gradients)
+        anchor = x.new_empty(0).requires_grad_(has_gradients)
+        return _BlockFunction.apply(x, anchor, self, recompute)
+
+    def _forward(self, x: Tensor, *, keep: bool) -> tuple[Tensor, _Kept | None]:
+        layer, eps = self._layer, self._config.norm_eps
+        qkv, qkv_inner = self._linear(norm(x, layer.input_norm, eps), "qkv")
+        attended = self._attend(qkv, keep)
+        flat = attended.output.detach().reshape(len(x), -1)
+        middle, o_inner, attention_part = self._join(x, flat, "o", layer.post_attention_norm)
+        gate_up, gate_up_inner = self._linear(norm(middle, layer.mlp_norm, eps), "gate_up")
+        active = gate(gate_up, self._config.activation)
+        y, down_inner, mlp_part = self._join(middle, active, "down", layer.post_mlp_norm)
+        if not keep:
+            return y, None
+        return y, _Kept(
+            x,
+            qkv,
+            qkv_inner,
+            attended,
+            o_inner,
+            attention_part,
+            middle,
+            gate_up,
+            gate_up_inner,
+            down_inner,
+            mlp_part,
+        )
+
+    def _backward(self, grad: Tensor, kept: _Kept, *, needs_input: bool) -> Tensor | None:
+        """The gradient for the block's input; those of adapters go to their buffers."""
+        layer, eps = self._layer, self._config.norm_eps
+
+        part = self._leave(grad, kept.mlp_part, layer.post_mlp_norm)
+        grad_active, down_grad = self._linear_backward(part, "down")
+        assert grad_active is not None, "it was asked for"
+        grad_gate_up, active = gate_backward(grad_active, kept.gate_up, self._config.activation)
+        self._add_gradients("down", part, active, kept.down_inner, down_grad)
+        grad_normed, gate_up_grad = self._linear_backward(grad_gate_up, "gate_up")
+        assert grad_normed is not None, "it was asked for"
+        grad, normed = norm_backward(grad_normed, kept.middle, layer.mlp_norm, eps, grad)
+        self._add_gradients("gate_up", grad_gate_up, normed, kept.gate_up_inner, gate_up_grad)
+
+        part = self._leave(grad, kept.attention_part, layer.post_attention_norm)
+        grad_flat, o_grad = self._linear_backward(part, "o")
+        assert grad_flat is not None, "it was asked for"
+        flat = kept.attended.output.detach().reshape(len(grad), -1)
+        self._add_gradients("o", part, flat, kept.o_inner, o_grad)
+        grad_qkv = self._attend_backward(grad_flat, kept)
+        grad_normed, qkv_grad = self._linear_backward(grad_qkv, "qkv", needs_input)
+        if grad_normed is None:
+            normed = norm(kept.x, layer.input_norm, eps)
+        else:
+            grad, normed = norm_backward(grad_normed, kept.x, layer.input_norm, eps, grad)
+        self._add_gradients("qkv", grad_qkv, normed, kept.qkv_inner, qkv_grad)
+        return grad if needs_input else None
+
+    def _attend(self, qkv: Tensor, keep: bool) -> _Attended:
+        config = self._config
+        q, k, v = turn_heads(
+            qkv, self._layer.head_norms, self._rotation, config.num_kv_heads, config.norm_eps
+        )
+        with torch.set_grad_enabled(keep):
+            inputs = tuple(x.detach().requires_grad_(keep) for x in (q, k, v))
+            return _Attended(inputs, self._attention(self._index, *inputs))
+
+    def _attend_backward(self, grad: Tensor, kept: _Kept) -> Tensor:
+        attended = kept.attended
+        grads = torch.autograd.grad(
+            attended.output, attended.inputs, grad.view(attended.output.shape)
+        )
+        return turn_heads_backward(
+            grads, kept.qkv, self._layer.head_norms, self._rotation, self._config.norm_eps
+        )
+
+    def _join(
+        self, stream: Tensor, x: Tensor, name: str, post_norm: Tensor | None
+    ) -> tuple[Tensor, Inner, Tensor | None]:
+        """The residual stream with a product added to it, through a norm where there is one."""
+        if post_norm is None:
+            return *self._linear(x, name, stream), None
+        part, inner = self._linear(x, name)
+        return stream + norm(part, post_norm, self._config.norm_eps), inner, part
+
+    def _leave(self, grad: Tensor, part: Tensor | None, post_norm: Tensor | None) -> Tensor:
+        """The gradient for the product that was added, from that of the residual stream."""
+        if part is None or post_norm is None:
+            return grad
+        return norm_backward(grad, part, post_norm, self._config.norm_eps)[0]
+
+    def _linear(self, x: Tensor, name: str, residual: Tensor | None = None) -> tuple[Tensor, Inner]:
+        linear: Linear = getattr(self._layer, name)
+        return adapted_linear.forward(x, linear, self._adapters, (self._index, name), residual)
+
+    def _linear_backward(
+        self, grad: Tensor, name: str, needs_input: bool = True
+    ) -> tuple[Tensor | None, Inner]:
+        linear: Linear = getattr(self._layer, name)
+        key = (self._index, name)
+        return adapted_linear.backward_input(grad, linear, self._adapters, key, needs_input)
+
+    def _add_gradients(
+        self, name: str, grad: Tensor, x: Tensor, inner: Inner, inner_grad: Inner
+    ) -> None:
+        key = (self._index, name)
+        adapted_linear.backward_adapters(grad, x, inner, inner_grad, self._adapters, key)
+
+
+class _BlockFunction(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated here
+    @staticmethod
+    def forward(ctx, x, anchor, block, recompute):  # type: ignore[no-untyped-def]
+        y, kept = block._forward(x, keep=not recompute)
+        ctx.block, ctx.kept, ctx.x = block, kept, x.detach()
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        block, kept, x = ctx.block, ctx.kept, ctx.x
+        # Let go of at once: the graph itself lives until the whole backward pass is over.
+        ctx.kept = ctx.x = None
+        if kept is None:
+            _, kept = block._forward(x, keep=True)
+        needs_input = ctx.needs_input_grad[0]
+        return block._backward(grad.contiguous(), kept, needs_input=needs_input), None, None, None

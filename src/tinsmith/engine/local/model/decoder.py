@@ -1,0 +1,275 @@
+"""The compact decoder: packed tokens in, hidden states and logits out, adapters per run of rows.
+
+All families of `families` run through this one forward pass. There is no batch dimension: a
+batch is N tokens in a row, with a position each, and what a token may see is the business of
+the `Attention` the caller brings (training packs whole sequences, sampling reads a cache).
+Base weights are frozen; gradients flow through activations and into adapters only.
+
+Shapes: N tokens, H query heads, K key/value heads, D head size, d hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from tinsmith.engine.local.model.adapted_linear import lora_linear, lora_linear_backward
+from tinsmith.engine.local.model.blocks import Attention, Block, Layer
+from tinsmith.engine.local.model.families import DecoderConfig, Rope, read_config
+from tinsmith.engine.local.model.linear import Linear
+from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.model.pointwise import rms_norm
+from tinsmith.errors import EngineError
+
+__all__ = ["Attention", "Decoder", "Layer", "Linear", "Weights", "build"]
+
+
+class Decoder:
+    """One base model in memory."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        embedding: Tensor,
+        layers: tuple[Layer, ...],
+        final_norm: Tensor,
+        head: Linear,
+    ) -> None:
+        self.config = config
+        self.device = embedding.device
+        self.dtype = embedding.dtype
+        self.embedding = embedding
+        self.layers = layers
+        self.final_norm = final_norm
+        self.head = head
+        """The unembedding."""
+        # Rounded as the weights are, which is what the models were trained with.
+        scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
+        self._embedding_scale = float(scale)
+        self._frequencies = {
+            rope: rope.inverse_frequencies().to(self.device)
+            for rope in {spec.rope for spec in config.layers}
+            if rope is not None
+        }
+
+    @classmethod
+    def load(
+        cls, folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> Decoder:
+        """The model in a folder with `config.json` and safetensors files."""
+        config = read_config(folder)
+        with _WeightFiles(folder, torch.device(device), dtype) as weights:
+            return build(config, weights)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes, packed copies included once they are allowed."""
+        parts = [self.final_norm, self.head, *(part for layer in self.layers for part in layer)]
+        total = sum(part.nbytes for part in parts if part is not None)
+        return total if self.head.weight is self.embedding else total + self.embedding.nbytes
+
+    @property
+    def packed_bytes(self) -> int:
+        """What `allow_packing` adds to that."""
+        return sum(linear.packed_bytes for linear in self._linears())
+
+    def allow_packing(self) -> None:
+        """Take more memory for faster products; see `linear`."""
+        for linear in self._linears():
+            linear.allow_packing()
+
+    def _linears(self) -> list[Linear]:
+        parts = [self.head, *(part for layer in self.layers for part in layer)]
+        return [part for part in parts if isinstance(part, Linear)]
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        adapters: AdapterSegments,
+        *,
+        checkpoint_layers: bool = False,
+    ) -> Tensor:
+        """Hidden states (N, d) after the final norm, for tokens (N,) at positions (N,).
+
+        With `checkpoint_layers` the backward pass computes each block's activations again
+        instead of keeping them.
+        """
+        rotations: dict[Rope | None, tuple[Tensor, Tensor]] = {
+            rope: self._rotation(rope, positions) for rope in self._frequencies
+        }
+        x = F.embedding(tokens, self.embedding)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        for index, layer in enumerate(self.layers):
+            rotation = rotations[self.config.layers[index].rope]
+            block = Block(self.config, index, layer, rotation, attention, adapters)
+            x = block.run(x, recompute=checkpoint_layers)
+        return rms_norm(x, self.final_norm, self.config.norm_eps)
+
+    def raw_logits(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
+        """Logits (M, V) as the product leaves them: in the model's dtype, not softcapped."""
+        return lora_linear(hidden, self.head, adapters, None, "lm_head")
+
+    def unembed(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
+        """Logits (M, V) in float32, softcapped. The caller takes few enough rows at a time."""
+        logits = self.raw_logits(hidden, adapters).float()
+        cap = self.config.final_softcap
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def unembed_backward(
+        self, hidden: Tensor, logits: Tensor, grad: Tensor, adapters: AdapterSegments
+    ) -> Tensor:
+        """The gradient for `hidden` (M, d), given `unembed`'s logits and their gradient (M, V).
+
+        Done by hand so that nothing of size (M, V) outlives the call. Overwrites `grad`.
+        """
+        cap = self.config.final_softcap
+        if cap is not None:
+            grad *= 1 - (logits / cap) ** 2
+        grad = grad.to(self.dtype)
+        return lora_linear_backward(grad, hidden, self.head, adapters, None, "lm_head")
+
+    def _rotation(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (N, 1, D / 2)."""
+        angles = (positions[:, None].float() * self._frequencies[rope])[:, None]
+        cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+
+class _WeightFiles:
+    """The tensors of a model folder by name, whichever files and prefix they are under."""
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+            paths = [folder / name for name in sorted(names)]
+        else:
+            paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise EngineError(f"no safetensors files in {folder}; convert the model to safetensors")
+        self._folder = folder
+        self._files = [safe_open(path, framework="pt", device=str(device)) for path in paths]
+        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+        self._prefix = self._find_prefix()
+
+    def __enter__(self) -> _WeightFiles:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        # Mapped files are released with their last reference; nothing else may hold one.
+        self._where.clear()
+        self._files.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return self._full_name(name) in self._where
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor, of which `shape` is demanded."""
+        full = self._full_name(name)
+        if full not in self._where:
+            raise EngineError(f"the model in {self._folder} has no tensor {full!r}")
+        tensor = self._where[full].get_tensor(full)
+        if tuple(tensor.shape) != shape:
+            found = tuple(tensor.shape)
+            raise EngineError(f"{full!r} in {self._folder} has shape {found}, expected {shape}")
+        return tensor.to(device=self._device, dtype=dtype or self._dtype)
+
+    def _find_prefix(self) -> str:
+        """What stands before `embed_tokens.weight`: "model.", "language_model.model.", …"""
+        ending = "embed_tokens.weight"
+        for name in self._where:
+            if name.endswith(ending):
+                return name.removesuffix(ending)
+        raise EngineError(f"no token embedding among the tensors in {self._folder}")
+
+    def _full_name(self, name: str) -> str:
+        if name != "lm_head.weight":
+            return self._prefix + name
+        beside = self._prefix.removesuffix("model.") + name
+        return beside if beside in self._where else name
+
+
+class Weights(Protocol):
+    """Where a model's tensors come from, by their names without the model's own prefix."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def get(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Tensor: ...
+
+
+def build(config: DecoderConfig, weights: Weights) -> Decoder:
+    """The model of this shape with these weights; projections that share an input are fused."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    embedding = weights.get("embed_tokens.weight", (vocab, hidden))
+    head = ("lm_head.weight", (vocab, hidden))
+    is_tied = config.is_tied or head[0] not in weights
+    if is_tied and not config.is_tied:
+        raise EngineError("the model says its unembedding is its own, but has no lm_head.weight")
+    return Decoder(
+        config,
+        embedding,
+        tuple(_load_layer(config, weights, layer) for layer in range(config.num_layers)),
+        _load_norm(config, weights, "norm", hidden),
+        Linear(embedding if is_tied else weights.get(*head), is_exact=True),
+    )
+
+
+def _load_layer(config: DecoderConfig, weights: Weights, layer: int) -> Layer:
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_heads * head, config.num_kv_heads * head
+    prefix = f"layers.{layer}."
+
+    def linear(inputs: int, has_bias: bool, modules: dict[str, int]) -> Linear:
+        weight = [
+            weights.get(f"{prefix}{module}.weight", (outputs, inputs))
+            for module, outputs in modules.items()
+        ]
+        if not has_bias:
+            return Linear(torch.cat(weight))
+        bias = [
+            weights.get(f"{prefix}{module}.bias", (outputs,)) for module, outputs in modules.items()
+        ]
+        return Linear(torch.cat(weight), torch.cat(bias))
+
+    def norm(name: str, size: int = hidden) -> Tensor:
+        return _load_norm(config, weights, prefix + name, size)
+
+    post = config.has_post_norms
+    return Layer(
+        input_norm=norm("input_layernorm"),
+        qkv=linear(
+            hidden,
+            config.has_qkv_bias,
+            {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys},
+        ),
+        q_norm=norm("self_attn.q_norm", head) if config.has_qk_norm else None,
+        k_norm=norm("self_attn.k_norm", head) if config.has_qk_norm else None,
+        o=linear(queries, config.has_o_bias, {"self_attn.o_proj": hidden}),
+        post_attention_norm=norm("post_attention_layernorm") if post else None,
+        mlp_norm=norm("pre_feedforward_layernorm" if post else "post_attention_layernorm"),
+        gate_up=linear(hidden, config.has_mlp_bias, {"mlp.gate_proj": inner, "mlp.up_proj": inner}),
+        down=linear(inner, config.has_mlp_bias, {"mlp.down_proj": hidden}),
+        post_mlp_norm=norm("post_feedforward_layernorm") if post else None,
+    )
+
+
+def _load_norm(config: DecoderConfig, weights: Weights, name: str, size: int) -> Tensor:
+    if config.norm_weight_offset:
+        # One plus the weight, in float32: half precision would lose the weight beside the one.
+        stored = weights.get(name + ".weight", (size,), torch.float32)
+        return stored + config.norm_weight_offset
+    return weights.get(name + ".weight", (size,))

@@ -1,0 +1,431 @@
+"""From a model folder's `config.json` to the few numbers our decoder needs.
+
+Six families are one decoder with small differences: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and
+Gemma 3 (text). This module says what the differences are and reads every spelling of the
+settings that `transformers` has used; the arithmetic is in `decoder`. An architecture that is
+not listed, or a setting that the decoder does not know, is refused by name: a model that
+is almost right is worse than none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tinsmith.engine.local.model.pointwise import Activation
+from tinsmith.errors import EngineError
+
+Part = Literal["attn", "mlp", "unembed"]
+"""The parts of a model that a LoRA configuration switches on or off."""
+
+
+class UnsupportedModelError(EngineError):
+    """The model is of an architecture, or has a setting, that the decoder does not know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary position embedding of a layer: the frequencies by which positions turn."""
+
+    theta: float
+    head_dim: int
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+
+    def inverse_frequencies(self) -> Tensor:
+        """One frequency per pair of head dimensions, (head_dim / 2,) float32."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        frequencies = 1.0 / (self.theta**exponents)
+        if self.kind == "linear":
+            return frequencies / self.factor
+        if self.kind == "llama3":
+            return self._llama3(frequencies)
+        if self.kind == "yarn":
+            return self._yarn(frequencies)
+        return frequencies
+
+    def _llama3(self, frequencies: Tensor) -> Tensor:
+        """Long waves are stretched by `factor`, short ones kept, those between blended."""
+        turns = self.original_context * frequencies / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0.0, 1.0)
+        return kept * frequencies + (1 - kept) * frequencies / self.factor
+
+    def _yarn(self, frequencies: Tensor) -> Tensor:
+        """The same idea with a ramp that is linear in the index of the dimension."""
+
+        def dimension(turns: float) -> float:
+            waves = self.original_context / (turns * 2 * math.pi)
+            return self.head_dim * math.log(waves) / (2 * math.log(self.theta))
+
+        low = max(math.floor(dimension(self.beta_fast)), 0)
+        high = min(math.ceil(dimension(self.beta_slow)), self.head_dim - 1)
+        index = torch.arange(self.head_dim // 2, dtype=torch.float32)
+        stretched = ((index - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+        return (1 - stretched) * frequencies + stretched * frequencies / self.factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """How one layer attends."""
+
+    scale: float
+    """Factor on the scores."""
+
+    rope: Rope | None
+    """None where queries and keys come rotated already."""
+
+    softcap: float | None = None
+    """Scores are squeezed into ±softcap by tanh before the softmax."""
+
+    window: int | None = None
+    """A position sees itself and the `window - 1` positions before it; None sees them all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """A matrix product that adapters may extend: one or more linear modules over one input."""
+
+    layer: int | None
+    """None for the unembedding."""
+
+    name: str
+    """Which one within the layer: "qkv", "o", "gate_up", "down", or "lm_head"."""
+
+    part: Part
+    inputs: int
+    modules: tuple[str, ...]
+    """Full names in the `transformers` model, as in `model.layers.0.self_attn.q_proj`."""
+
+    outputs: tuple[int, ...]
+    """Rows of each module's weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """The shape of one model."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context_length: int
+    norm_eps: float
+    layers: tuple[AttentionSpec, ...]
+    eos_token_ids: tuple[int, ...] = ()
+    activation: Activation = "silu"
+    norm_weight_offset: float = 0.0
+    """Gemma stores the norm's weight minus one."""
+
+    has_post_norms: bool = False
+    """Whether a block's output is normed again before it joins the residual stream."""
+
+    has_qk_norm: bool = False
+    has_qkv_bias: bool = False
+    has_o_bias: bool = False
+    has_mlp_bias: bool = False
+    is_tied: bool = False
+    """Whether the unembedding is the embedding matrix."""
+
+    embedding_scale: float = 1.0
+    final_softcap: float | None = None
+    projections: tuple[Projection, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """The decoder's configuration for the model in `folder`."""
+    path = folder / "config.json"
+    try:
+        settings = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise EngineError(f"no model in {folder}: it has no config.json") from error
+    except ValueError as error:
+        raise EngineError(f"{path} is not valid JSON: {error}") from error
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        eos = json.loads(generation.read_text("utf-8")).get("eos_token_id")
+        if eos is not None:
+            settings = {**settings, "eos_token_id": eos}
+    return decoder_config(settings)
+
+
+def decoder_config(settings: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder's configuration from the content of a `config.json`.
+
+    A model that also sees images keeps its language part under `text_config`.
+    """
+    nested = settings.get("text_config")
+    if isinstance(nested, Mapping):
+        inherited = {name: settings[name] for name in _INHERITED if name in settings}
+        settings = {**inherited, **nested}
+    family = str(settings.get("model_type"))
+    if family not in _DEFAULTS:
+        raise UnsupportedModelError(
+            f"model type {family!r} is not one the decoder knows; known: {', '.join(FAMILIES)}"
+        )
+    given = {k: v for k, v in settings.items() if v is not None or k in _NONE_HAS_MEANING}
+    values = {**_DEFAULTS[family], **given}
+    return _Reader(family, values).config()
+
+
+_INHERITED = ("eos_token_id", "tie_word_embeddings", "architectures")
+_NONE_HAS_MEANING = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
+
+_GEMMA: dict[str, Any] = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+
+# What `transformers` assumes where a file leaves a setting out, as far as released models do.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 10_000.0, "max_position_embeddings": 2048},
+    "mistral": {
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+        "num_key_value_heads": 8,
+    },
+    "qwen2": {"rope_theta": 10_000.0, "max_position_embeddings": 32_768},
+    "qwen3": {"rope_theta": 10_000.0, "max_position_embeddings": 32_768, "head_dim": 128},
+    "gemma2": {
+        **_GEMMA,
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        **_GEMMA,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262_208,
+        "sliding_window_pattern": 6,
+    },
+}
+
+FAMILIES = tuple(_DEFAULTS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """One file's settings, and what they mean in its family."""
+
+    family: str
+    values: Mapping[str, Any]
+
+    def config(self) -> DecoderConfig:
+        values = self.values
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+            if name not in values:
+                raise EngineError(f"config.json of a {self.family} model has no {name!r}")
+        hidden = int(values["hidden_size"])
+        heads = int(values["num_attention_heads"])
+        is_gemma = self.family.startswith("gemma")
+        attention_bias = bool(values.get("attention_bias", False))
+        if values.get("use_bidirectional_attention"):
+            raise UnsupportedModelError("bidirectional attention is not supported")
+        eos = values.get("eos_token_id")
+        config = DecoderConfig(
+            architecture=self._architecture(),
+            vocab_size=int(values["vocab_size"]),
+            hidden_size=hidden,
+            intermediate_size=int(values["intermediate_size"]),
+            num_heads=heads,
+            num_kv_heads=int(values.get("num_key_value_heads", heads)),
+            head_dim=self._head_dim(),
+            max_context_length=int(values["max_position_embeddings"]),
+            norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+            layers=tuple(self._layers()),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            activation=self._activation(),
+            norm_weight_offset=1.0 if is_gemma else 0.0,
+            has_post_norms=is_gemma,
+            has_qk_norm=self.family in ("qwen3", "gemma3_text"),
+            has_qkv_bias=self.family == "qwen2" or attention_bias,
+            has_o_bias=self.family != "qwen2" and attention_bias,
+            has_mlp_bias=bool(values.get("mlp_bias", False)),
+            is_tied=bool(values.get("tie_word_embeddings", False)),
+            embedding_scale=math.sqrt(hidden) if is_gemma else 1.0,
+            final_softcap=values.get("final_logit_softcapping") if is_gemma else None,
+        )
+        return _with_projections(config)
+
+    def _architecture(self) -> str:
+        named = self.values.get("architectures")
+        return str(named[0]) if named else self.family
+
+    def _head_dim(self) -> int:
+        shared = int(self.values["hidden_size"]) // int(self.values["num_attention_heads"])
+        return int(self.values.get("head_dim", shared))
+
+    def _activation(self) -> Activation:
+        name = self.values.get("hidden_activation") or self.values.get("hidden_act", "silu")
+        if name == "silu":
+            return "silu"
+        if name == "gelu_pytorch_tanh":
+            return "gelu_tanh"
+        raise UnsupportedModelError(
+            f"activation {name!r} is not supported; known: silu, gelu_pytorch_tanh"
+        )
+
+    def _layers(self) -> Iterator[AttentionSpec]:
+        scale_of = float(self.values.get("query_pre_attn_scalar", self._head_dim()))
+        softcap = self.values.get("attn_logit_softcapping")
+        for kind in self._layer_kinds():
+            is_sliding = kind == "sliding_attention"
+            yield AttentionSpec(
+                scale=scale_of**-0.5,
+                rope=self._rope(kind),
+                softcap=float(softcap) if softcap is not None else None,
+                window=int(self.values["sliding_window"]) if is_sliding else None,
+            )
+
+    def _layer_kinds(self) -> list[str]:
+        """`full_attention` or `sliding_attention` for each layer."""
+        values = self.values
+        count = int(values["num_hidden_layers"])
+        kinds = values.get("layer_types")
+        if kinds is None:
+            kinds = [
+                "sliding_attention" if self._slides(layer) else "full_attention"
+                for layer in range(count)
+            ]
+        if len(kinds) != count or not set(kinds) <= {"full_attention", "sliding_attention"}:
+            raise UnsupportedModelError(f"layer_types {kinds} do not describe {count} known layers")
+        return list(kinds)
+
+    def _slides(self, layer: int) -> bool:
+        values = self.values
+        if self.family == "mistral":
+            return values.get("sliding_window") is not None
+        if self.family in ("qwen2", "qwen3"):
+            return bool(values.get("use_sliding_window")) and layer >= int(
+                values.get("max_window_layers", 28)
+            )
+        if self.family == "gemma2":
+            return layer % 2 == 0
+        if self.family == "gemma3_text":
+            return (layer + 1) % int(values["sliding_window_pattern"]) != 0
+        return False
+
+    def _rope(self, kind: str) -> Rope:
+        """Newer files say `rope_parameters`, by kind for Gemma 3; older ones `rope_scaling`."""
+        values = self.values
+        theta = float(values["rope_theta"])
+        scaling: Mapping[str, Any]
+        if "rope_parameters" in values:
+            scaling = values["rope_parameters"]
+            scaling = scaling.get(kind, scaling)
+        elif self.family == "gemma3_text" and kind == "sliding_attention":
+            scaling = {"rope_theta": float(values["rope_local_base_freq"])}
+        else:
+            scaling = values.get("rope_scaling", {})
+        name = scaling.get("rope_type", scaling.get("type", "default"))
+        theta = float(scaling.get("rope_theta", theta))
+        factor = float(scaling.get("factor", 1.0))
+        context = int(values["max_position_embeddings"])
+        original = int(scaling.get("original_max_position_embeddings", context))
+        if float(scaling.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise UnsupportedModelError("partial rotary embeddings are not supported")
+        plain = Rope(theta=theta, head_dim=self._head_dim())
+        match name:
+            case "default":
+                return plain
+            case "linear":
+                return replace(plain, kind="linear", factor=factor)
+            case "llama3":
+                return replace(
+                    plain,
+                    kind="llama3",
+                    factor=factor,
+                    low_freq_factor=float(scaling["low_freq_factor"]),
+                    high_freq_factor=float(scaling["high_freq_factor"]),
+                    original_context=original,
+                )
+            case "yarn":
+                if not {"mscale", "mscale_all_dim", "truncate"}.isdisjoint(scaling):
+                    raise UnsupportedModelError(
+                        "this variant of yarn rope scaling is not supported"
+                    )
+                attention = scaling.get("attention_factor", 0.1 * math.log(factor) + 1.0)
+                return replace(
+                    plain,
+                    kind="yarn",
+                    factor=factor,
+                    original_context=original,
+                    beta_fast=float(scaling.get("beta_fast", 32.0)),
+                    beta_slow=float(scaling.get("beta_slow", 1.0)),
+                    attention_factor=float(attention),
+                )
+        raise UnsupportedModelError(
+            f"rope scaling {name!r} is not supported; known: default, linear, llama3, yarn"
+        )
+
+
+def _with_projections(config: DecoderConfig) -> DecoderConfig:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries = config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    projections: list[Projection] = []
+    for layer in range(config.num_layers):
+        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        shapes: tuple[tuple[str, Part, int, tuple[tuple[str, int], ...]], ...] = (
+            (
+                "qkv",
+                "attn",
+                hidden,
+                (
+                    (attention + "q_proj", queries),
+                    (attention + "k_proj", keys),
+                    (attention + "v_proj", keys),
+                ),
+            ),
+            ("o", "attn", queries, ((attention + "o_proj", hidden),)),
+            ("gate_up", "mlp", hidden, ((mlp + "gate_proj", inner), (mlp + "up_proj", inner))),
+            ("down", "mlp", inner, ((mlp + "down_proj", hidden),)),
+        )
+        for name, part, inputs, modules in shapes:
+            names, outputs = zip(*modules, strict=True)
+            projections.append(
+                Projection(
+                    layer=layer, name=name, part=part, inputs=inputs, modules=names, outputs=outputs
+                )
+            )
+    projections.append(
+        Projection(
+            layer=None,
+            name="lm_head",
+            part="unembed",
+            inputs=hidden,
+            modules=("lm_head",),
+            outputs=(config.vocab_size,),
+        )
+    )
+    return replace(config, projections=tuple(projections))

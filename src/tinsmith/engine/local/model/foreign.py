@@ -1,0 +1,311 @@
+"""Causal models outside our families, through `transformers`' own modules.
+
+`transformers` lets a model's attention be a function of ours, and positions be given; that is
+all our packed batches need, so such a model trains and samples through the same interface as
+`decoder.Decoder`, only slower. Linear layers inside its blocks become `lora_linear`.
+
+What the model asks of attention is found out by watching one forward pass without weights.
+Whatever does not fit (recurrent layers, experts, projections that are not linear layers,
+another way of attending) is refused, and when a model is loaded its logits are compared with
+those of an untouched copy of its code: a model that would be slightly wrong is not served.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tinsmith.engine.local.model.adapted_linear import lora_linear
+from tinsmith.engine.local.model.batch import PackedAttention
+from tinsmith.engine.local.model.blocks import Attention
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.families import (
+    FAMILIES,
+    AttentionSpec,
+    DecoderConfig,
+    Part,
+    Projection,
+    UnsupportedModelError,
+)
+from tinsmith.engine.local.model.linear import Linear
+from tinsmith.engine.local.model.lora import AdapterSegments
+
+ATTENTION_NAME = "tinsmith"
+"""What our attention is called among `transformers`' attention functions."""
+
+_PROBE_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignConfig(DecoderConfig):
+    """The shape of a model that runs through `transformers`' modules."""
+
+
+def is_foreign(config: DecoderConfig) -> bool:
+    return isinstance(config, ForeignConfig)
+
+
+def read_config(folder: Path, reason: UnsupportedModelError) -> ForeignConfig:
+    """The model's shape, or a refusal that begins with why our own decoder cannot run it."""
+    settings = json.loads((folder / "config.json").read_text("utf-8"))
+    architecture = (settings.get("architectures") or [settings.get("model_type")])[0]
+    try:
+        with torch.device("meta"):
+            model = _build_empty(folder)
+        return _describe(model, str(architecture))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{reason}; and {architecture} cannot run: {error}") from None
+    except Exception as error:  # foreign code: whatever it raises means that it does not fit
+        raise UnsupportedModelError(
+            f"{reason}; and transformers could not run {architecture}: {error}"
+        ) from error
+
+
+def load(
+    folder: Path, config: DecoderConfig, device: torch.device, dtype: torch.dtype
+) -> ForeignDecoder:
+    """The model in memory, after its logits were found equal to those of its own code."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+    )
+    model = model.to(device).eval().requires_grad_(False)
+    lengths = [_PROBE_TOKENS - 3, 3]
+    tokens = torch.arange(_PROBE_TOKENS, device=device) % config.vocab_size
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    with torch.no_grad():
+        expected = torch.cat(
+            [model(part[None], use_cache=False).logits[0].float() for part in tokens.split(lengths)]
+        )
+        decoder = ForeignDecoder(config, model)
+        segments = AdapterSegments.whole(len(tokens))
+        hidden = decoder.hidden(tokens, positions, PackedAttention(config, lengths), segments)
+        logits = decoder.unembed(hidden, segments)
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    if (logits - expected).abs().max() > tolerance * expected.abs().max():
+        raise UnsupportedModelError(
+            f"{config.architecture} does more between hidden states and logits, or in its "
+            f"attention, than we know of; supported model types: {', '.join(FAMILIES)}"
+        )
+    return decoder
+
+
+class ForeignDecoder(Decoder):
+    """A `transformers` model behind the interface of our decoder."""
+
+    def __init__(self, config: DecoderConfig, model: Any) -> None:
+        self.config = config
+        self.device = model.device
+        self.dtype = model.dtype
+        self._model = model
+        head = model.get_output_embeddings()
+        self.head = Linear(head.weight, head.bias)
+        model.set_attn_implementation(ATTENTION_NAME)
+        for projection in config.projections:
+            if projection.part != "unembed":
+                module = model.get_submodule(projection.name)
+                module.forward = functools.partial(_adapted_forward, module, projection.name)
+
+    @property
+    def packed_bytes(self) -> int:
+        return 0
+
+    def allow_packing(self) -> None:
+        """Nothing: the products are those of `transformers`."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._model.parameters())
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        adapters: AdapterSegments,
+        *,
+        checkpoint_layers: bool = False,
+    ) -> Tensor:
+        """As in `Decoder`; activations are kept whether or not layers are to be checkpointed."""
+        with _calling(_ForwardCall(attention, adapters)):
+            output = self._model.base_model(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False
+            )
+        return output.last_hidden_state[0]
+
+
+class _Call(Protocol):
+    adapters: AdapterSegments
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+    ) -> Tensor: ...
+
+
+class _ForwardCall:
+    """What the modules need to know during one forward pass."""
+
+    def __init__(self, attention: Attention, adapters: AdapterSegments) -> None:
+        self.attention = attention
+        self.adapters = adapters
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        layer: Any = module.layer_idx
+        return self.attention(layer, *(x[0].transpose(0, 1) for x in (q, k, v)))[None]
+
+
+class _ProbeCall:
+    """Watches what each layer asks of attention."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.adapters = AdapterSegments.whole(num_tokens)
+        self.specs: dict[int, AttentionSpec] = {}
+        self.shapes: set[tuple[int, int, int]] = set()
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer in self.specs:
+            raise UnsupportedModelError("its attention layers are not numbered")
+        if k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+            raise UnsupportedModelError("its keys and values differ in shape")
+        if not getattr(module, "is_causal", True):
+            raise UnsupportedModelError("its attention is not causal")
+        scale = options.get("scaling")
+        self.specs[layer] = AttentionSpec(
+            scale=float(scale) if scale is not None else q.shape[-1] ** -0.5,
+            rope=None,
+            softcap=options.get("softcap"),
+            window=options.get("sliding_window"),
+        )
+        self.shapes.add((q.shape[1], k.shape[1], q.shape[3]))
+        return torch.empty_like(q).transpose(1, 2)
+
+
+_CURRENT: ContextVar[_Call] = ContextVar("foreign_call")
+
+
+@contextmanager
+def _calling(call: _Call) -> Iterator[None]:
+    token = _CURRENT.set(call)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def _attention_function(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, **options: Any
+) -> tuple[Tensor, None]:
+    """`transformers`' form: (1, heads, N, D) in, (1, N, heads, D) out."""
+    return _CURRENT.get().attend(module, query, key, value, options), None
+
+
+def _adapted_forward(module: nn.Linear, name: str, x: Tensor) -> Tensor:
+    adapters = _CURRENT.get().adapters
+    flat = x.reshape(-1, module.in_features)
+    y = lora_linear(flat, Linear(module.weight, module.bias), adapters, None, name)
+    return y.view(*x.shape[:-1], module.out_features)
+
+
+def _build_empty(folder: Path) -> Any:
+    """The model without memory for its weights, calling our attention."""
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    AttentionInterface.register(ATTENTION_NAME, _attention_function)
+    settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if getattr(settings, name, None):
+            raise UnsupportedModelError("models of several experts are not supported")
+    return AutoModelForCausalLM.from_config(settings, attn_implementation=ATTENTION_NAME).eval()
+
+
+def _describe(model: Any, architecture: str) -> ForeignConfig:
+    settings = model.config.get_text_config()
+    projections = tuple(_projections(model))
+    _refuse_changing_rope(settings)
+    probe = _ProbeCall(_PROBE_TOKENS)
+    tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
+    positions = torch.zeros_like(tokens)
+    with _calling(probe), torch.no_grad():
+        model.base_model(input_ids=tokens, position_ids=positions, use_cache=False)
+    if sorted(probe.specs) != list(range(settings.num_hidden_layers)):
+        raise UnsupportedModelError(
+            f"{len(probe.specs)} of its {settings.num_hidden_layers} layers attend in the usual way"
+        )
+    if len(probe.shapes) != 1:
+        raise UnsupportedModelError("its layers differ in the number or size of heads")
+    ((heads, kv_heads, head_dim),) = probe.shapes
+    eos = model.generation_config.eos_token_id
+    return ForeignConfig(
+        architecture=architecture,
+        vocab_size=settings.vocab_size,
+        hidden_size=settings.hidden_size,
+        intermediate_size=getattr(settings, "intermediate_size", None) or 0,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_context_length=settings.max_position_embeddings,
+        norm_eps=0.0,
+        layers=tuple(probe.specs[layer] for layer in range(settings.num_hidden_layers)),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        is_tied=bool(settings.tie_word_embeddings),
+        final_softcap=getattr(settings, "final_logit_softcapping", None),
+        projections=projections,
+    )
+
+
+def _refuse_changing_rope(settings: Any) -> None:
+    """Frequencies that follow the longest sequence at hand would let neighbours change results."""
+    rope = getattr(settings, "rope_parameters", None) or {}
+    kinds = {
+        str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)
+    }
+    if changing := kinds & {"dynamic", "longrope"}:
+        raise UnsupportedModelError(f"rope scaling {min(changing)!r} is not supported")
+
+
+def _projections(model: Any) -> Iterator[Projection]:
+    """Every linear layer inside the blocks, and the unembedding under the name `lm_head`."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise UnsupportedModelError("its unembedding is not an ordinary linear layer")
+    found: set[Part] = set()
+    head_name = ""
+    for name, module in model.named_modules():
+        if module is head:
+            head_name = name
+        elif isinstance(module, nn.Linear):
+            part: Part = "attn" if "att" in name.rpartition(".")[0].lower() else "mlp"
+            found.add(part)
+            yield Projection(
+                layer=None,
+                name=name,
+                part=part,
+                inputs=module.in_features,
+                modules=(name,),
+                outputs=(module.out_features,),
+            )
+    if found != {"attn", "mlp"}:
+        raise UnsupportedModelError("its projections are not ordinary linear layers")
+    yield Projection(
+        layer=None,
+        name="lm_head",
+        part="unembed",
+        inputs=head.in_features,
+        modules=(head_name,),
+        outputs=(head.out_features,),
+    )

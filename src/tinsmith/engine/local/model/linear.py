@@ -1,0 +1,122 @@
+"""Products with a frozen weight, in both directions.
+
+On the CPU in float32 a weight may be *packed*: copied into the layout in which oneDNN multiplies,
+when first needed. That saves rearranging it in every product, which at the sizes of decoding takes
+longer than the product. Two cores of an AMD EPYC, queries, keys, values, output, gate and up of a
+block of SmolLM2-135M, milliseconds:
+
+    rows           2     8    16    64   256   512  2048
+    not packed  0.69  0.96  1.18  2.58   8.0  14.4  57.2
+    packed      0.65  0.64  0.73  1.86   6.5  12.3  49.0
+
+Packed products add up in longer chains, so that their last bits are others, and less exact: the
+error is one and a half to two times as large. Where that would show, a product is left as it is:
+forward where there are more inputs than outputs, and in the head, whose rounding goes straight into
+log-probabilities. For few rows the head is packed in pieces as short as the chains of the plain
+product. A single row is quicker in the plain layout, which is kept in any case.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+from torch import Tensor
+
+from tinsmith.engine.local.model import few_rows
+
+_MIN_NUMBERS = 1 << 16
+"""Numbers in a weight below which nothing is gained."""
+
+_ROWS_PACKED_FOR = 16
+"""The layout is the best one for so many rows, and close to it for others."""
+
+_EXACT_CHAIN = 192
+"""Inputs that the plain product adds up before it begins a new sum."""
+
+_MAX_EXACT_ROWS = 64
+"""Beyond these, packing in short pieces is no quicker than the plain product."""
+
+
+class Linear:
+    """A frozen weight (outputs, inputs) and its bias; several modules may be fused into one."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, is_exact: bool = False
+    ) -> None:
+        """With `is_exact` the product is as exact packed as it is without."""
+        self.weight = weight
+        self.bias = bias
+        self._is_exact = is_exact
+        self._is_packable = False
+        self._forward: list[Tensor] | None = None
+        self._backward: Tensor | None = None
+
+    def allow_packing(self) -> None:
+        """Spend memory on packed copies, where that is of use; see `packed_bytes`."""
+        self._is_packable = self.packed_bytes > 0
+
+    @property
+    def packed_bytes(self) -> int:
+        """What packed copies take, whether they are allowed or not."""
+        weight = self.weight
+        is_float = weight.device.type == "cpu" and weight.dtype == torch.float32
+        if not is_float or weight.numel() < _MIN_NUMBERS or not _can_pack():
+            return 0
+        return weight.nbytes * (2 if self._packs_forward else 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes, or will take once it is used."""
+        bias = 0 if self.bias is None else self.bias.nbytes
+        return self.weight.nbytes + bias + (self.packed_bytes if self._is_packable else 0)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x Wᵀ + bias of x (N, inputs), without gradients."""
+        max_rows = _MAX_EXACT_ROWS if self._is_exact else len(x)
+        is_packed = self._is_packable and self._packs_forward and 1 < len(x) <= max_rows
+        if not is_packed:
+            return few_rows.linear(x, self.weight, self.bias)
+        if self._forward is None:
+            inputs = self.weight.shape[1]
+            pieces = self.weight.split(_EXACT_CHAIN if self._is_exact else inputs, dim=1)
+            self._forward = [_pack(piece) for piece in pieces]
+        first, *others = self._forward
+        if not others:
+            return _product(x, first, self.bias)
+        parts = x.split(_EXACT_CHAIN, dim=1)
+        y = _product(parts[0], first, self.bias)
+        for part, packed in zip(parts[1:], others, strict=True):
+            y = torch.ops.mkldnn._linear_pointwise.binary(part, y, packed, None, "add")
+        return y
+
+    def product_back(self, grad: Tensor) -> Tensor:
+        """grad W of grad (N, outputs)."""
+        if not self._is_packable or len(grad) < 2:
+            return grad @ self.weight
+        if self._backward is None:
+            self._backward = _pack(self.weight.t())
+        return _product(grad, self._backward, None)
+
+    @property
+    def _packs_forward(self) -> bool:
+        outputs, inputs = self.weight.shape
+        return inputs <= outputs
+
+
+def _can_pack() -> bool:
+    """Whether this machine's torch has the operations; they were tried on x86 only."""
+    has_them = torch.backends.mkldnn.is_available() and hasattr(
+        torch.ops.mkldnn, "_reorder_linear_weight"
+    )
+    return has_them and platform.machine().lower() in ("x86_64", "amd64")
+
+
+def _pack(weight: Tensor) -> Tensor:
+    # A tensor made in inference mode could not be used in a training pass.
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_PACKED_FOR)
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

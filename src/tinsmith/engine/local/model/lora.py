@@ -1,0 +1,353 @@
+"""Low-rank adapters: their weights, and which rows of a batch they apply to.
+
+An adapter is one flat float32 vector, so that an optimizer step, a copy or a checksum is one
+operation. Adapters of one shape (rank and trained parts) are rows of one tensor, the pool's
+block, so that a target's A over all slots is one strided batch. The order within a vector is
+that of the model's projections, layer by layer, and for each projection first the A of all its
+modules and then the B of all its modules: products that share an input share one matmul.
+
+What is computed with them is in `adapted_linear`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.engine.local.model.families import DecoderConfig, Projection
+from tinsmith.errors import EngineError
+from tinsmith.types import LoraConfig
+
+ALPHA = 32
+"""LoRA's alpha, whatever the rank: an update is scaled by ALPHA / rank."""
+
+TARGETS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "lm_head",
+)
+"""PEFT's names of the modules that may be trained in the families of our own decoder."""
+
+
+class LowRank(NamedTuple):
+    """The matrices of one projection with n modules, as views into a flat vector."""
+
+    a: Tensor
+    """(n · rank, inputs): the modules' A, one above the other."""
+
+    b: tuple[Tensor, ...]
+    """One (outputs, rank) for each module."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    projection: Projection
+    offset: int
+
+
+class Layout:
+    """Where each trained matrix lies in an adapter's flat vector."""
+
+    def __init__(self, config: DecoderConfig, lora: LoraConfig) -> None:
+        wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+        self.rank = lora.rank
+        self.places: dict[tuple[int | None, str], _Place] = {}
+        offset = 0
+        for projection in config.projections:
+            if wanted[projection.part]:
+                self.places[projection.layer, projection.name] = _Place(projection, offset)
+                rows = len(projection.modules) * projection.inputs + sum(projection.outputs)
+                offset += self.rank * rows
+        if not offset:
+            raise EngineError("an adapter must train at least one of attn, mlp and unembed")
+        self.size = offset
+        self.tables: dict[tuple[int | None, str], Any] = {}
+        """What `grouped_linear` worked out about each projection."""
+
+    def views(self, flat: Tensor) -> dict[tuple[int | None, str], LowRank]:
+        """Every projection's matrices as views into `flat`, by layer and name."""
+        return {key: self._view(flat, place) for key, place in self.places.items()}
+
+    def _view(self, flat: Tensor, place: _Place) -> LowRank:
+        projection, start = place.projection, place.offset
+        rows = len(projection.modules) * self.rank
+        stop = start + rows * projection.inputs
+        a = flat[start:stop].view(rows, projection.inputs)
+        b = []
+        for outputs in projection.outputs:
+            start, stop = stop, stop + outputs * self.rank
+            b.append(flat[start:stop].view(outputs, self.rank))
+        return LowRank(a, tuple(b))
+
+
+class _Block:
+    """The adapters of one shape: a row of `rows` each. Grows by a quarter, reuses free rows."""
+
+    def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype) -> None:
+        self.layout = layout
+        self.rows = torch.empty(0, layout.size, dtype=torch.float32, device=device)
+        self.dtype = dtype
+        self.generation = 0
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        if not self._free:
+            used = len(self.rows)
+            grown = self.rows.new_empty(used + max(1, used // 4), self.layout.size)
+            grown[:used] = self.rows
+            self._free = list(range(len(grown) - 1, used - 1, -1))
+            self.rows = grown
+            self.generation += 1
+        return self._free.pop()
+
+    def give_back(self, row: int) -> None:
+        self._free.append(row)
+        if len(self._free) == len(self.rows):
+            self.rows = self.rows.new_empty(0, self.layout.size)
+            self._free = []
+            self.generation += 1
+
+
+class Adapter:
+    """One LoRA model's weights, and while it trains its gradient and optimizer state.
+
+    Made by `AdapterPool`. A sampler is an adapter that nobody steps.
+    """
+
+    def __init__(self, base_model: str, lora: LoraConfig, block: _Block) -> None:
+        self.base_model = base_model
+        self.lora = lora
+        self.rank = lora.rank
+        self.scale = ALPHA / lora.rank
+        self.layout = block.layout
+        self.grad: Tensor | None = None
+        """(P,) float32, the sum of what passes left since the last step; None: nothing pending."""
+        self.exp_avg: Tensor | None = None
+        self.exp_avg_sq: Tensor | None = None
+        self.step = 0
+        self._block = block
+        self._row: int | None = block.take()
+        self._views: dict[tuple[int | None, str], LowRank] = {}
+        self._seen: tuple[int, int] = (-1, -1)
+        self._rounded: Tensor | None = None
+
+    @property
+    def flat(self) -> Tensor:
+        """(P,) float32: every A and B. Write to it in place; do not keep it across creations."""
+        if self._row is None:
+            raise EngineError("the adapter has been released")
+        return self._block.rows[self._row]
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.flat, self.grad, self.exp_avg, self.exp_avg_sq)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def ab(self, layer: int | None, target: str) -> tuple[Tensor, Tensor] | None:
+        """A (rank, in) and B (out, rank) of one module as float32 views; None when not trained.
+
+        `target` is one of `TARGETS`, or the module's whole name.
+        """
+        for (at, _), place in self.layout.places.items():
+            if at != layer:
+                continue
+            for index, module in enumerate(place.projection.modules):
+                if module == target or module.endswith("." + target):
+                    low_rank = self.layout._view(self.flat, place)
+                    return self._split_a(low_rank, index), low_rank.b[index]
+        return None
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """PEFT's names and views into the weights, in the vector's order."""
+        for place in self.layout.places.values():
+            low_rank = self.layout._view(self.flat, place)
+            for index, module in enumerate(place.projection.modules):
+                yield f"base_model.model.{module}.lora_A.weight", self._split_a(low_rank, index)
+                yield f"base_model.model.{module}.lora_B.weight", low_rank.b[index]
+
+    def _split_a(self, low_rank: LowRank, index: int) -> Tensor:
+        return low_rank.a[index * self.rank : (index + 1) * self.rank]
+
+    def weights(self) -> dict[tuple[int | None, str], LowRank]:
+        """The matrices as the forward pass reads them, in the base model's dtype.
+
+        In float32 these are views of `flat`. Otherwise they are a rounded copy, made again
+        when the weights have changed since.
+        """
+        rounded = self.rounded()
+        if not self._views:
+            self._views = self.layout.views(rounded)
+        return self._views
+
+    def rounded(self) -> Tensor:
+        """`flat` in the base model's dtype: itself, or a copy of its present state."""
+        flat = self.flat
+        is_copy = self._block.dtype != torch.float32
+        seen = (self._block.generation, flat._version if is_copy else 0)
+        if seen != self._seen or self._rounded is None:
+            self._rounded = flat.to(self._block.dtype)
+            self._views = {}
+            self._seen = seen
+        return self._rounded
+
+    def is_finite(self) -> bool:
+        """Whether every weight is a finite number as the forward pass reads it."""
+        return bool(self.rounded().isfinite().all())
+
+
+class AdapterPool:
+    """Room for the adapters of one base model. Memory follows the adapters in use."""
+
+    def __init__(self, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self._config = config
+        self._device = device
+        self._dtype = dtype
+        self._blocks: dict[tuple[int, bool, bool, bool], _Block] = {}
+
+    def create(self, base_model: str, lora: LoraConfig) -> Adapter:
+        """A fresh adapter: A uniform as PEFT draws it, from `lora.seed`; B zero.
+
+        Without a seed it is seed 0, so that whoever replays the creation finds the same weights.
+        The numbers do not depend on the device.
+        """
+        adapter = self.create_empty(base_model, lora)
+        generator = torch.Generator().manual_seed(lora.seed if lora.seed is not None else 0)
+        flat = torch.zeros(adapter.layout.size)
+        for low_rank in adapter.layout.views(flat).values():
+            bound = 1 / math.sqrt(low_rank.a.shape[1])
+            low_rank.a.uniform_(-bound, bound, generator=generator)
+        adapter.flat.copy_(flat)
+        return adapter
+
+    def create_empty(self, base_model: str, lora: LoraConfig) -> Adapter:
+        """An adapter whose weights the caller fills in at once."""
+        return Adapter(base_model, lora, self._block(lora))
+
+    def copy(self, adapter: Adapter) -> Adapter:
+        """A new adapter with the present weights of `adapter`, and nothing else of it."""
+        copy = self.create_empty(adapter.base_model, adapter.lora)
+        copy.flat.copy_(adapter.flat)
+        return copy
+
+    def release(self, adapter: Adapter) -> None:
+        """Free an adapter's memory. It cannot be used afterwards."""
+        if adapter._row is not None:
+            adapter._block.give_back(adapter._row)
+            adapter._row = None
+            adapter._views, adapter._rounded = {}, None
+            adapter.grad = adapter.exp_avg = adapter.exp_avg_sq = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.rows.nbytes for block in self._blocks.values())
+
+    def _block(self, lora: LoraConfig) -> _Block:
+        key = (lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed)
+        if key not in self._blocks:
+            self._blocks[key] = _Block(Layout(self._config, lora), self._device, self._dtype)
+        return self._blocks[key]
+
+
+Run = tuple[int, int, Adapter | None]
+"""Rows start to stop of a packed batch, and the adapter that applies; None is the bare model."""
+
+
+class GradientBuffer:
+    """A flat float32 gradient of one adapter, with a view for each projection."""
+
+    def __init__(self, layout: Layout, flat: Tensor) -> None:
+        self.flat = flat
+        self._layout = layout
+
+    @functools.cached_property
+    def views(self) -> dict[tuple[int | None, str], LowRank]:
+        return self._layout.views(self.flat)
+
+
+ActiveRun = tuple[int, int, Adapter, GradientBuffer | None]
+"""A run whose adapter changes the projection at hand, and where its gradient goes."""
+
+
+class AdapterSegments:
+    """Which rows of a packed batch belong to which adapter, as contiguous runs.
+
+    `gradients`, where given, holds a flat float32 buffer for each run that the backward pass
+    adds to; a None leaves the run's adapter without gradients.
+    """
+
+    def __init__(
+        self, runs: Iterable[Run], gradients: Sequence[GradientBuffer | None] | None = None
+    ) -> None:
+        self.runs: tuple[Run, ...] = tuple(runs)
+        self.gradients = tuple(gradients) if gradients is not None else (None,) * len(self.runs)
+        if len(self.gradients) != len(self.runs):
+            raise ValueError("one gradient buffer or None is needed for each run")
+        adapters = [adapter for _, _, adapter in self.runs if adapter is not None]
+        self.may_bundle = len(adapters) > 1 and adapters[0].flat.is_cuda
+        """Whether `adapted_linear` may compute neighbouring runs as one; pays on CUDA."""
+
+        self.bundles: dict[tuple[Any, ...], Any] = {}
+        """What it worked out about them."""
+
+        self.root = self
+        """The segments of the whole batch, where these are of some of its rows."""
+
+        self.owners: tuple[int, ...] = tuple(range(len(self.runs)))
+        """For each run the one of `root` that it comes from."""
+
+        self.groups: Any = None
+        """What `grouped_linear` worked out."""
+
+    def separate(self) -> None:
+        """From here on, let no product mix rows of different runs: some are not finite."""
+        self.may_bundle = False
+        self.bundles.clear()
+
+    @classmethod
+    def whole(cls, num_rows: int, adapter: Adapter | None = None) -> AdapterSegments:
+        """Every row under one adapter, or under the bare model."""
+        return cls([(0, num_rows, adapter)])
+
+    @property
+    def num_rows(self) -> int:
+        return self.runs[-1][1] if self.runs else 0
+
+    def active(self, layer: int | None, name: str) -> list[ActiveRun]:
+        """The runs whose adapter changes the projection."""
+        key = (layer, name)
+        return [
+            (start, stop, adapter, gradient)
+            for (start, stop, adapter), gradient in zip(self.runs, self.gradients, strict=True)
+            if adapter is not None and key in adapter.layout.places
+        ]
+
+    def gather(self, rows: Tensor | np.ndarray) -> AdapterSegments:
+        """The segments of a smaller batch made of `rows` of this one, in that order."""
+        index = rows.cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
+        stops = np.array([stop for _, stop, _ in self.runs])
+        owners = np.searchsorted(stops, index, side="right")
+        edges = np.flatnonzero(np.diff(owners)) + 1
+        bounds = [0, *edges.tolist(), len(index)]
+        runs: list[Run] = []
+        sources: list[int] = []
+        for start, stop in itertools.pairwise(bounds):
+            if stop > start:
+                sources.append(int(owners[start]))
+                runs.append((start, stop, self.runs[sources[-1]][2]))
+        gathered = AdapterSegments(runs, [self.gradients[source] for source in sources])
+        gathered.root = self.root
+        gathered.owners = tuple(self.owners[source] for source in sources)
+        return gathered

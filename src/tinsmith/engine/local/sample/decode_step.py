@@ -1,0 +1,253 @@
+"""One new token for every running sequence on a GPU: a forward pass captured as CUDA graphs.
+
+At the sizes of decoding a GPU finishes its kernels faster than a program can ask for them. Here
+the whole step, from token ids to chosen tokens, is a fixed list of kernels over buffers that never
+move (`decode_tables`), captured once for each number of rows, rounded up, and then replayed. It
+reads the same weights as `Decoder` and rounds where that does. Prompts, other devices,
+deterministic mode and foreign models take the plain path in `turn`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinsmith.engine.local.kernels.decode_attention import Heads, attend, prepare
+from tinsmith.engine.local.kernels.decode_lora import TILE_ROWS, TiledAdapters
+from tinsmith.engine.local.kernels.decode_pointwise import add_norm, gate
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.families import Rope
+from tinsmith.engine.local.model.linear import Linear
+from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.model.pointwise import rms_norm
+from tinsmith.engine.local.sample.choosing import draw_rows
+from tinsmith.engine.local.sample.decode_tables import AdapterTable, StepTable
+from tinsmith.engine.local.sample.next_tokens import NextToken, next_tokens
+from tinsmith.engine.local.sample.sequences import Request, Sequence
+from tinsmith.engine.local.sample.turn import Chunk, requests_of
+
+_MAX_ROWS = 256
+"""More sequences than this take several steps."""
+
+_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
+"""Numbers of rows for which a step is captured, besides the largest."""
+
+_SPARE_TILES = 8
+"""Tiles beyond those of full rows, for adapters whose rows do not fill one."""
+
+
+class StepShape(NamedTuple):
+    """What a captured graph depends on."""
+
+    num_rows: int
+    num_tiles: int
+    max_rank: int
+    is_aligned: bool
+
+
+class StepOutput(NamedTuple):
+    logits: Tensor
+    """(B, V) float32."""
+
+    drawn: Tensor
+    """(3, B) float64: token, log-probability, and one where the logits were finite."""
+
+
+class DecodeStep:
+    """Steps of one base model. The caller's sequences have room in their slots."""
+
+    def __init__(self, decoder: Decoder, max_rows: int, *, use_graphs: bool = True) -> None:
+        self._decoder = decoder
+        self._max_rows = min(max_rows, _MAX_ROWS)
+        self._use_graphs = use_graphs
+        config, device = decoder.config, decoder.device
+        self._heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        self._table = StepTable(self._max_rows, device)
+        self._adapters = AdapterTable(config, self._max_rows, device)
+        self._projections = {
+            (projection.layer, projection.name): (index, projection)
+            for index, projection in enumerate(config.projections)
+        }
+        self._frequencies = {
+            spec.rope: spec.rope.inverse_frequencies().to(device)
+            for spec in config.layers
+            if spec.rope is not None
+        }
+        scale = torch.tensor(config.embedding_scale, dtype=decoder.dtype)
+        self._embedding_scale = float(scale)
+        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if use_graphs else None
+        self._side = torch.cuda.Stream(device) if use_graphs else None
+        """For kernels beside others; in a graph such a branch costs nothing to start."""
+
+    def run(self, running: list[Sequence]) -> list[NextToken]:
+        """The next token of each sequence. Its slot then holds the one it had."""
+        found: list[NextToken] = []
+        for start in range(0, len(running), self._max_rows):
+            found += self._run(_by_adapter(running[start : start + self._max_rows]))
+        return found
+
+    def turn(self, running: list[Sequence]) -> DecodeTurn:
+        return DecodeTurn(self, running)
+
+    def forget(self, adapter: Adapter) -> None:
+        """Let go of an adapter's weights."""
+        self._adapters.forget(adapter)
+
+    def _run(self, rows: list[Sequence]) -> list[NextToken]:
+        tiles = self._adapters.tiles(rows)
+        self._table.fill(rows, tiles.tiles)
+        shape = self._shape(len(rows), len(tiles.tiles), tiles.max_rank, tiles.is_aligned)
+        output = self._replay(shape) if self._use_graphs else self._forward(shape)
+        drawn = output.drawn.cpu().numpy()
+        for sequence in rows:
+            assert sequence.slot is not None
+            sequence.slot.num_tokens += 1
+        tokens, logprobs = drawn[0].astype(int).tolist(), drawn[1].tolist()
+        is_finite = (drawn[2] != 0).tolist()
+        found = [
+            NextToken(sequence, tokens[row], logprobs[row], None, is_finite[row])
+            for row, sequence in enumerate(rows)
+        ]
+        others = [row for row, sequence in enumerate(rows) if not sequence.request.draws_whole]
+        if others:
+            logits = output.logits[torch.tensor(others, device=output.logits.device)]
+            chosen = next_tokens(logits, [[rows[row]] for row in others])
+            for row, choice in zip(others, chosen, strict=True):
+                found[row] = choice
+        return found
+
+    def _shape(self, num_rows: int, num_tiles: int, max_rank: int, is_aligned: bool) -> StepShape:
+        """The graph that serves: few sizes, so that few are captured."""
+        size = next(size for size in (*_SIZES, self._max_rows) if size >= num_rows)
+        size = min(size, self._max_rows)
+        if not num_tiles:
+            return StepShape(size, 0, 0, True)
+        capacity = min(size, -(-size // TILE_ROWS) + _SPARE_TILES)
+        return StepShape(size, capacity if num_tiles <= capacity else size, max_rank, is_aligned)
+
+    def _replay(self, shape: StepShape) -> StepOutput:
+        if shape not in self._graphs:
+            self._graphs[shape] = self._capture(shape)
+        graph, output = self._graphs[shape]
+        graph.replay()
+        return output
+
+    def _capture(self, shape: StepShape) -> tuple[torch.cuda.CUDAGraph, StepOutput]:
+        """Run the step once by itself, which compiles kernels, and once into a graph.
+
+        A step may run again: it writes the same keys and values to the same places.
+        """
+        stream = torch.cuda.Stream(self._decoder.device)
+        stream.wait_stream(torch.cuda.current_stream(self._decoder.device))
+        with torch.cuda.stream(stream):
+            self._forward(shape)
+        torch.cuda.current_stream(self._decoder.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = self._forward(shape)
+        return graph, output
+
+    def _forward(self, shape: StepShape) -> StepOutput:
+        decoder, config, count = self._decoder, self._decoder.config, shape.num_rows
+        places = self._table.places[:, :count]
+        positions = self._table.positions[:count]
+        rotations = {rope: self._rotation(rope, positions) for rope in self._frequencies}
+        x = F.embedding(self._table.tokens[:count], decoder.embedding)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        y: Tensor | None = None
+        for index, layer in enumerate(decoder.layers):
+            spec = config.layers[index]
+            assert spec.rope is not None, "our own decoder rotates"
+            z = add_norm(x, y, layer.input_norm, config.norm_eps)
+            z = self._product(z, layer.qkv, index, "qkv", shape)
+            rotation = rotations[spec.rope]
+            prepare(z, places, rotation, layer.head_norms, config.norm_eps, index, self._heads)
+            z = attend(z, places, spec, index, self._heads)
+            y = self._product(z, layer.o, index, "o", shape)
+            if layer.post_attention_norm is not None:
+                y = rms_norm(y, layer.post_attention_norm, config.norm_eps)
+            z = add_norm(x, y, layer.mlp_norm, config.norm_eps)
+            z = gate(self._product(z, layer.gate_up, index, "gate_up", shape), config.activation)
+            y = self._product(z, layer.down, index, "down", shape)
+            if layer.post_mlp_norm is not None:
+                y = rms_norm(y, layer.post_mlp_norm, config.norm_eps)
+        z = add_norm(x, y, decoder.final_norm, config.norm_eps)
+        logits = self._product(z, decoder.head, None, "lm_head", shape).float()
+        if config.final_softcap is not None:
+            logits = torch.tanh(logits / config.final_softcap) * config.final_softcap
+        temperatures, numbers = self._table.temperatures[:count], self._table.uniforms[:count]
+        return StepOutput(logits, torch.stack(draw_rows(logits, temperatures, numbers)))
+
+    def _product(
+        self, x: Tensor, linear: Linear, layer: int | None, name: str, shape: StepShape
+    ) -> Tensor:
+        if not shape.num_tiles:
+            return F.linear(x, linear.weight, linear.bias)
+        index, projection = self._projections[layer, name]
+        adapters = TiledAdapters(
+            self._table.tiles[:, : shape.num_tiles],
+            self._adapters.addresses,
+            self._adapters.facts,
+            shape.max_rank,
+            shape.is_aligned,
+        )
+        inner = adapters.new_inner(x, projection)
+        with self._beside():
+            adapters.shrink(inner, x, index, projection)
+        y = F.linear(x, linear.weight, linear.bias)
+        if self._side is not None:
+            torch.cuda.current_stream(x.device).wait_stream(self._side)
+        adapters.expand(y, inner, index, projection)
+        return y
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """What is asked for inside may run at the same time as what follows."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self._decoder.device))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _rotation(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B, D / 2)."""
+        angles = positions[:, None].float() * self._frequencies[rope]
+        cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+        return cos.to(self._decoder.dtype), sin.to(self._decoder.dtype)
+
+
+class DecodeTurn:
+    """A turn of the sampler without prompts: one step."""
+
+    def __init__(self, step: DecodeStep, running: list[Sequence]) -> None:
+        self.chunks: list[Chunk] = []
+        self.running = running
+        self._step = step
+        self._found: list[NextToken] = []
+
+    @property
+    def requests(self) -> list[Request]:
+        """Whose work this is, each once."""
+        return requests_of([], self.running)
+
+    def run(self) -> None:
+        self._found = self._step.run(self.running)
+
+    def next_tokens(self) -> Iterator[NextToken]:
+        return iter(self._found)
+
+
+def _by_adapter(running: list[Sequence]) -> list[Sequence]:
+    """The sequences of one adapter together, in the order in which adapters first appear."""
+    groups: dict[Adapter | None, list[Sequence]] = {}
+    for sequence in running:
+        groups.setdefault(sequence.request.adapter, []).append(sequence)
+    return [sequence for group in groups.values() for sequence in group]

@@ -1,0 +1,132 @@
+"""Prompts worth remembering: spans of finished prefills, found again by the tokens they begin with.
+
+Entries belong to an adapter (or the bare model), since its weights went into the keys and values.
+They are kept in the order of their tokens, where the one that shares most with a prompt is its
+neighbour. The least recently used entry that no sequence reads gives way first.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.sample.kvcache import Span
+
+_MAX_ENTRIES = 4096
+"""More would cost memory for tokens and order without being found again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    adapter: Adapter | None
+    tokens: np.ndarray
+    span: Span
+
+
+class Prefixes:
+    """Remembered prompts. Whoever removes one frees its memory: see `evict` and `forget`."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._order: dict[Adapter | None, list[tuple[bytes, int]]] = {}
+        """For each adapter the entries' tokens and ids, sorted."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, span: Span) -> bool:
+        return id(span) in self._entries
+
+    def find(self, adapter: Adapter | None, tokens: np.ndarray) -> tuple[Span | None, int]:
+        """An entry that shares the longest beginning with `tokens`, and how much of it."""
+        order = self._order.get(adapter, [])
+        place = bisect.bisect_left(order, (_sort_key(tokens), 0))
+        best: _Entry | None = None
+        longest = 0
+        for _, name in order[max(0, place - 1) : place + 1]:
+            entry = self._entries[name]
+            shared = shared_prefix(entry.tokens, tokens)
+            if shared > longest:
+                best, longest = entry, shared
+        if best is None:
+            return None, 0
+        self._entries.move_to_end(id(best.span))
+        return best.span, longest
+
+    def remember(self, adapter: Adapter | None, tokens: np.ndarray, span: Span) -> list[Span]:
+        """Keep a prompt; the answer lists unused spans that this makes superfluous."""
+        covered = [entry.span for entry in self._prefixes_of(adapter, tokens)]
+        covered = [old for old in covered if not old.num_users]
+        for old in covered:
+            self._remove(old)
+        self._entries[id(span)] = _Entry(adapter, tokens, span)
+        bisect.insort(self._order.setdefault(adapter, []), (_sort_key(tokens), id(span)))
+        if len(self._entries) > _MAX_ENTRIES:
+            oldest = self.evict()
+            covered += [oldest] if oldest is not None else []
+        return covered
+
+    def _prefixes_of(self, adapter: Adapter | None, tokens: np.ndarray) -> list[_Entry]:
+        """The entries whose tokens `tokens` begins with."""
+        order, key = self._order.get(adapter, []), _sort_key(tokens)
+        found = []
+        place = _last_up_to(order, key)
+        while place >= 0:
+            entry = self._entries[order[place][1]]
+            shared = shared_prefix(entry.tokens, tokens)
+            if not shared:
+                break
+            if shared == len(entry.tokens):
+                found.append(entry)
+                place -= 1
+            else:
+                # Whatever `tokens` begins with is no longer than this and stands before it.
+                place = _last_up_to(order, key[: shared * _KEY_BYTES])
+        return found
+
+    def _remove(self, span: Span) -> _Entry:
+        entry = self._entries.pop(id(span))
+        order = self._order[entry.adapter]
+        del order[bisect.bisect_left(order, (_sort_key(entry.tokens), id(span)))]
+        if not order:
+            del self._order[entry.adapter]
+        return entry
+
+    def evict(self) -> Span | None:
+        """Remove the least recently used entry that nobody reads."""
+        for entry in self._entries.values():
+            if not entry.span.num_users:
+                return self._remove(entry.span).span
+        return None
+
+    def forget(self, adapter: Adapter | None) -> list[Span]:
+        """Remove all entries of an adapter; the answer lists those that nobody reads."""
+        spans = [entry.span for entry in self._entries.values() if entry.adapter is adapter]
+        for span in spans:
+            self._remove(span)
+        return [span for span in spans if not span.num_users]
+
+
+_KEY_BYTES = 4
+
+
+def _sort_key(tokens: np.ndarray) -> bytes:
+    """Bytes that sort as the tokens do."""
+    return tokens.astype(">u4").tobytes()
+
+
+def _last_up_to(order: list[tuple[bytes, int]], key: bytes) -> int:
+    """The place of the last entry not beyond `key`, or -1."""
+    return bisect.bisect_right(order, key, key=lambda item: item[0]) - 1
+
+
+def shared_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    """How many tokens two sequences have in common at the start."""
+    length = min(len(left), len(right))
+    different = left[:length] != right[:length]
+    first = int(different.argmax()) if length else 0
+    return first if length and different[first] else length

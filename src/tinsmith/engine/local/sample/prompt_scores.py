@@ -1,0 +1,139 @@
+"""What a request asks about its prompt: how likely its tokens were, and what else was likely.
+
+Row i of the prefill predicts prompt token i + 1. Logits come in a few rows at a time and only what
+was asked for is kept. All log-probabilities here are untempered. Draws of alternatives use the
+request's temperature but neither top-k nor top-p: they describe the distribution itself.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.engine.base import SampleJob
+from tinsmith.engine.local.sample.choosing import NOT_FINITE, Distributions, uniforms
+from tinsmith.types import PromptAltTokens, TensorData, TopkLogprobs
+from tinsmith.types.sampling import MASK_LOGPROB
+
+
+class PromptScores:
+    """The answers about one prompt, filled in as its prefill goes on."""
+
+    def __init__(self, job: SampleJob, tokens: np.ndarray, seed: int) -> None:
+        self._tokens = tokens.astype(np.int64)
+        self._seed = seed
+        self._temperature = job.params.temperature
+        length = len(tokens)
+        last_row = length - 1
+        scored = length - 1 if job.prompt_logprobs_last_n is None else job.prompt_logprobs_last_n
+        self._first_scored = max(0, last_row - scored)
+        starts = [last_row]
+        self.logprobs: np.ndarray | None = None
+        if job.prompt_logprobs:
+            self.logprobs = np.full(length, np.nan, dtype=np.float32)
+            starts.append(self._first_scored)
+        self.topk: TopkLogprobs | None = None
+        if job.topk_prompt_logprobs > 0:
+            shape = (length, job.topk_prompt_logprobs)
+            blank = np.full(shape, MASK_LOGPROB, dtype=np.float32)
+            self.topk = TopkLogprobs(np.zeros(shape, dtype=np.int32), blank)
+            starts.append(self._first_scored)
+        self._targets = None
+        if job.target_prompt_logprobs is not None:
+            self._targets = _Targets(job.target_prompt_logprobs)
+            starts.append(self._targets.first_row)
+        self._alt_tokens = np.zeros((max(last_row, 0), job.prompt_alt_tokens_k), dtype=np.int64)
+        self._alt_logprobs = np.zeros(self._alt_tokens.shape, dtype=np.float32)
+        if job.prompt_alt_tokens_k > 0:
+            starts.append(0)
+        self.first_row = min(starts)
+        """The first row whose logits are needed; the last row, if nothing was asked."""
+
+    @property
+    def targets(self) -> TensorData | None:
+        return None if self._targets is None else self._targets.answer()
+
+    @property
+    def alternatives(self) -> PromptAltTokens | None:
+        if not self._alt_tokens.shape[1]:
+            return None
+        return PromptAltTokens(
+            TensorData.from_numpy(self._alt_tokens), TensorData.from_numpy(self._alt_logprobs)
+        )
+
+    def rows_within(self, start: int, stop: int) -> range:
+        """Which of the prompt's rows start to stop have to be scored."""
+        return range(max(start, self.first_row), min(stop, len(self._tokens) - 1))
+
+    def add(self, first: int, logits: Tensor) -> None:
+        """Take the logits (R, V) of rows `first` and following.
+
+        Raises `FloatingPointError` when one of them is no distribution.
+        """
+        plain = Distributions(logits)
+        if not plain.is_finite().all():
+            raise FloatingPointError(NOT_FINITE)
+        rows = np.arange(len(logits))
+        is_scored = rows + first >= self._first_scored
+        if self.logprobs is not None and is_scored.any():
+            chosen = rows[is_scored]
+            positions = chosen + first + 1
+            tokens = torch.from_numpy(self._tokens[positions]).to(logits.device)
+            self.logprobs[positions] = plain.logprobs(chosen, tokens).cpu().numpy()
+        if self.topk is not None and is_scored.any():
+            chosen = rows[is_scored]
+            ids, values = plain.top(chosen, self.topk.token_ids.shape[1])
+            cells = np.ix_(chosen + first + 1, np.arange(ids.shape[1]))
+            self.topk.token_ids[cells] = ids.cpu().numpy()
+            self.topk.logprobs[cells] = values.cpu().numpy()
+        if self._targets is not None:
+            self._targets.add(first, plain)
+        if self._alt_tokens.shape[1]:
+            self._draw_alternatives(first, logits, plain)
+
+    def _draw_alternatives(self, first: int, logits: Tensor, plain: Distributions) -> None:
+        count = self._alt_tokens.shape[1]
+        tempered = Distributions(logits, np.full(len(logits), self._temperature))
+        rows = np.repeat(np.arange(len(logits)), count)
+        # Samples use the streams from zero up.
+        streams = np.tile(-1 - np.arange(count), len(logits))
+        seed = np.array(self._seed, dtype=np.uint64)
+        tokens = tempered.choose(rows, uniforms(seed, streams, rows + first))
+        kept = slice(first, first + len(logits))
+        self._alt_tokens[kept] = tokens.cpu().numpy().reshape(-1, count)
+        self._alt_logprobs[kept] = plain.logprobs(rows, tokens).cpu().numpy().reshape(-1, count)
+
+
+class _Targets:
+    """Named tokens to score: cells of a dense matrix or a CSR list, -1 for none."""
+
+    def __init__(self, asked: TensorData) -> None:
+        self._asked = asked
+        self._values = asked.numpy.ravel()
+        if asked.sparse_crow_indices is not None:
+            rows_per_cell = np.diff(asked.sparse_crow_indices)
+        else:
+            num_rows, width = asked.numpy.shape
+            rows_per_cell = np.full(num_rows, width)
+        self._rows = np.repeat(np.arange(len(rows_per_cell)), rows_per_cell)
+        self._scores = np.zeros(len(self._values), dtype=np.float32)
+        wanted = self._rows[self._values >= 0]
+        self.first_row = int(wanted[0]) if len(wanted) else len(rows_per_cell)
+
+    def add(self, first: int, plain: Distributions) -> None:
+        rows = self._rows - first
+        cells = np.flatnonzero((rows >= 0) & (rows < len(plain.scaled)) & (self._values >= 0))
+        if len(cells):
+            tokens = torch.from_numpy(self._values[cells]).to(plain.scaled.device)
+            self._scores[cells] = plain.logprobs(rows[cells], tokens).cpu().numpy()
+
+    def answer(self) -> TensorData:
+        asked = self._asked
+        return TensorData(
+            data=self._scores if asked.is_sparse else self._scores.reshape(asked.numpy.shape),
+            dtype="float32",
+            shape=asked.shape,
+            sparse_crow_indices=asked.sparse_crow_indices,
+            sparse_col_indices=asked.sparse_col_indices,
+        )

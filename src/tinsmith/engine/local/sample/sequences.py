@@ -1,0 +1,160 @@
+"""Sampling work in progress: a request, the prefills it needs, and its sequences.
+
+These hold state and know how an answer is put together. Who runs when is decided in `generation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from tinsmith.engine.base import SampleJob
+from tinsmith.engine.local.model.families import DecoderConfig
+from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.sample.choosing import fresh_seed
+from tinsmith.engine.local.sample.kvcache import Slot, Span
+from tinsmith.engine.local.sample.prompt_scores import PromptScores
+from tinsmith.engine.stopping import Detokenize, StopRule, StopWatch
+from tinsmith.errors import ValidationError
+from tinsmith.types import SampledSequence, SampleResponse, StopReason, TopkLogprobs
+from tinsmith.types.sampling import MASK_LOGPROB
+
+
+class Request:
+    """One job while it is worked on."""
+
+    def __init__(
+        self,
+        job: SampleJob,
+        adapter: Adapter | None,
+        config: DecoderConfig,
+        detokenize: Detokenize | None,
+    ) -> None:
+        self.job = job
+        self.adapter = adapter
+        self.prompt = job.prompt.tokens_np()
+        room = config.max_context_length - len(self.prompt)
+        if room < 0:
+            raise ValidationError(
+                f"{len(self.prompt)} tokens do not fit the context of {config.max_context_length}",
+                "prompt",
+            )
+        if not len(self.prompt):
+            raise ValidationError("an empty prompt gives nothing to continue", "prompt")
+        self.rule = StopRule.of(job.params, config.eos_token_ids, room)
+        if self.rule.strings and detokenize is None:
+            raise ValidationError(
+                "stop strings need the model's tokenizer, which was not found; use token ids",
+                "sampling_params.stop",
+            )
+        self.seed = fresh_seed() if job.params.seed is None else job.params.seed % 2**64
+        self.scores = PromptScores(job, self.prompt, self.seed)
+        self.num_cache_hits = 0
+        params = job.params
+        is_cut = 0 < params.top_k < config.vocab_size or params.top_p < 1.0
+        self.draws_whole = job.topk_sample_logprobs <= 0 and not (is_cut and params.temperature > 0)
+        """Whether each token is drawn from the whole distribution and nothing more is asked."""
+        self.sequences = [
+            Sequence(self, index, StopWatch(self.rule, detokenize, self.prompt.tolist()))
+            for index in range(job.num_samples)
+        ]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.stop_reason is not None for sequence in self.sequences)
+
+    def response(self) -> SampleResponse:
+        return SampleResponse(
+            sequences=[sequence.result() for sequence in self.sequences],
+            prompt_logprobs_np=self.scores.logprobs,
+            topk_prompt_logprobs_np=self.scores.topk,
+            target_prompt_logprobs=self.scores.targets,
+            prompt_cache_hit_tokens=self.num_cache_hits,
+            prompt_alt_tokens=self.scores.alternatives,
+        )
+
+
+class Sequence:
+    """One sample of a request."""
+
+    def __init__(self, request: Request, index: int, watch: StopWatch) -> None:
+        self.request = request
+        self.index = index
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.stop_reason: StopReason | None = None
+        self.slot: Slot | None = None
+        self.prompt_span: Span | None = None
+        """A span this sequence uses: the shared prompt, or one still to be copied into a slot."""
+        self._watch = watch
+        self._top: list[tuple[SequenceOf[int], SequenceOf[float]]] = []
+
+    @property
+    def num_past(self) -> int:
+        """How many tokens the cache holds for it."""
+        assert self.slot is not None
+        shared = 0 if self.prompt_span is None else self.prompt_span.num_tokens
+        return shared + self.slot.num_tokens
+
+    def add(
+        self, token: int, logprob: float, top: tuple[SequenceOf[int], SequenceOf[float]] | None
+    ) -> None:
+        """Take the next token; `stop_reason` says afterwards whether it was the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if top is not None:
+            self._top.append(top)
+        self.stop_reason = self._watch.see(token)
+
+    def result(self) -> SampledSequence:
+        assert self.stop_reason is not None
+        job = self.request.job
+        return SampledSequence(
+            stop_reason=self.stop_reason,
+            sequence_id=f"{job.job_id}:{self.index}",
+            tokens_np=np.array(self.tokens, dtype=np.int32),
+            logprobs_np=np.array(self.logprobs, dtype=np.float32),
+            topk_logprobs_np=self._top_matrix(job.topk_sample_logprobs),
+        )
+
+    def _top_matrix(self, k: int) -> TopkLogprobs | None:
+        if k <= 0:
+            return None
+        token_ids = np.zeros((len(self._top), k), dtype=np.int32)
+        logprobs = np.full((len(self._top), k), MASK_LOGPROB, dtype=np.float32)
+        for row, (ids, values) in enumerate(self._top):
+            token_ids[row, : len(ids)] = ids
+            logprobs[row, : len(values)] = values
+        return TopkLogprobs(token_ids, logprobs)
+
+
+class Prefill:
+    """Tokens to be read before the next one can be chosen, for one or more sequences.
+
+    Fresh, these are a request's prompt and all of its samples; after a sequence had to give way,
+    its prompt and what it had sampled.
+    """
+
+    def __init__(self, request: Request, sequences: list[Sequence]) -> None:
+        self.request = request
+        self.sequences = sequences
+        self.is_fresh = not any(sequence.tokens for sequence in sequences)
+        self.tokens = request.prompt
+        if not self.is_fresh:
+            (sequence,) = sequences
+            sampled = np.array(sequence.tokens, dtype=request.prompt.dtype)
+            self.tokens = np.concatenate([request.prompt, sampled])
+        self.first_token = int(self.tokens[0])
+        self.span: Span | None = None
+        self.num_done = 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self.tokens) - self.num_done
+
+    @property
+    def reusable(self) -> int:
+        """How many tokens need not be computed if the cache has them."""
+        last = len(self.tokens) - 1
+        return min(last, self.request.scores.first_row) if self.is_fresh else last

@@ -1,0 +1,189 @@
+"""One turn of the sampler: a batch of prompt chunks and new tokens, and one forward pass over it.
+
+Rows are ordered so that those of one adapter lie together. What the results mean for the sequences
+is decided in `generation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.lora import Adapter, AdapterSegments
+from tinsmith.engine.local.sample.cached_attention import (
+    CachedAttention,
+    PromptChunk,
+    SharedPrompt,
+    SlabRows,
+)
+from tinsmith.engine.local.sample.kvcache import Slab, Span
+from tinsmith.engine.local.sample.next_tokens import NextToken, next_tokens
+from tinsmith.engine.local.sample.sequences import Prefill, Request, Sequence
+
+_LOGITS_NUMBERS = 1 << 25
+"""Most logits held at a time: 128 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next tokens of a prefill."""
+
+    prefill: Prefill
+    num_tokens: int
+
+
+class Turn:
+    """What goes through the model together."""
+
+    def __init__(self, decoder: Decoder, chunks: list[Chunk], running: list[Sequence]) -> None:
+        self.chunks = chunks
+        self.running = running
+        self._decoder = decoder
+        self._row_of: dict[Sequence, int] = {}
+        self._rows_of: dict[Prefill, range] = {}
+        tokens: list[np.ndarray] = []
+        positions: list[np.ndarray] = []
+        runs: list[tuple[int, int, Adapter | None]] = []
+        row = 0
+        for adapter, own_chunks, own_running in _by_adapter(chunks, running):
+            start = row
+            for chunk in own_chunks:
+                prefill = chunk.prefill
+                stop = prefill.num_done + chunk.num_tokens
+                self._rows_of[prefill] = range(row, row + chunk.num_tokens)
+                tokens.append(prefill.tokens[prefill.num_done : stop])
+                positions.append(np.arange(prefill.num_done, stop))
+                row += chunk.num_tokens
+            for sequence in own_running:
+                self._row_of[sequence] = row
+                row += 1
+            tokens.append(np.array([s.tokens[-1] for s in own_running], dtype=np.int64))
+            positions.append(np.array([s.num_past for s in own_running], dtype=np.int64))
+            runs.append((start, row, adapter))
+        self._tokens = np.concatenate(tokens).astype(np.int64)
+        self._positions = np.concatenate(positions)
+        self._segments = AdapterSegments(runs)
+        self._hidden: Tensor | None = None
+
+    @property
+    def requests(self) -> list[Request]:
+        """Whose work this is, each once."""
+        return requests_of(self.chunks, self.running)
+
+    def run(self) -> None:
+        """The forward pass. The cache then holds the turn's tokens."""
+        device = self._decoder.device
+        attention = CachedAttention(
+            self._decoder.config, device, self._prompt_chunks(), self._slab_rows()
+        )
+        self._hidden = self._decoder.hidden(
+            torch.from_numpy(self._tokens).to(device),
+            torch.from_numpy(self._positions).to(device),
+            attention,
+            self._segments,
+        )
+        for chunk in self.chunks:
+            chunk.prefill.num_done += chunk.num_tokens
+        for sequence in self.running:
+            assert sequence.slot is not None
+            sequence.slot.num_tokens += 1
+
+    def prompt_logits(self, chunk: Chunk) -> Iterator[tuple[int, Tensor]]:
+        """The logits (R, V) a fresh prompt has to score, each with the row where they start."""
+        prefill = chunk.prefill
+        if not prefill.is_fresh:
+            return
+        first = prefill.num_done - chunk.num_tokens
+        wanted = prefill.request.scores.rows_within(first, prefill.num_done)
+        shift = self._rows_of[prefill].start - first
+        for part in _parts(wanted, self._max_logit_rows):
+            yield part.start, self._logits(np.arange(part.start, part.stop) + shift)
+
+    def next_tokens(self) -> Iterator[NextToken]:
+        """The choices for all sequences whose next token this turn decides."""
+        deciding = [(row, [sequence]) for sequence, row in self._row_of.items()]
+        deciding += [
+            (rows.stop - 1, prefill.sequences)
+            for prefill, rows in self._rows_of.items()
+            if not prefill.num_left
+        ]
+        deciding.sort(key=lambda item: item[0])
+        for part in _parts(range(len(deciding)), self._max_logit_rows):
+            chosen = deciding[part.start : part.stop]
+            logits = self._logits(np.array([row for row, _ in chosen]))
+            yield from next_tokens(logits, [who for _, who in chosen])
+
+    @property
+    def _max_logit_rows(self) -> int:
+        return max(1, _LOGITS_NUMBERS // self._decoder.config.vocab_size)
+
+    def _logits(self, rows: np.ndarray) -> Tensor:
+        assert self._hidden is not None
+        index = torch.from_numpy(rows).to(self._hidden.device)
+        return self._decoder.unembed(self._hidden[index], self._segments.gather(rows))
+
+    def _prompt_chunks(self) -> list[PromptChunk]:
+        chunks = []
+        for chunk in self.chunks:
+            prefill, rows = chunk.prefill, self._rows_of[chunk.prefill]
+            assert prefill.span is not None
+            chunks.append(PromptChunk(rows.start, rows.stop, prefill.span, prefill.num_done))
+        return chunks
+
+    def _slab_rows(self) -> list[SlabRows]:
+        """The running sequences by slab, in the order of their slots."""
+        parts: dict[Slab, SlabRows] = {}
+        shared: dict[tuple[Slab, Span], SharedPrompt] = {}
+        for sequence in sorted(self.running, key=_slot_row):
+            slot, span = sequence.slot, sequence.prompt_span
+            assert slot is not None
+            part = parts.setdefault(slot.slab, SlabRows(slot.slab, slot.row))
+            if span is not None:
+                key = (slot.slab, span)
+                if key not in shared:
+                    shared[key] = SharedPrompt(span)
+                    part.prompts.append(shared[key])
+                shared[key].members.append(len(part.rows))
+            part.rows.append(self._row_of[sequence])
+            part.num_own.append(slot.num_tokens)
+            part.num_shared.append(0 if span is None else span.num_tokens)
+        return list(parts.values())
+
+
+def requests_of(chunks: list[Chunk], running: list[Sequence]) -> list[Request]:
+    """The requests behind some work, each once."""
+    owners = [chunk.prefill.request for chunk in chunks]
+    owners += [sequence.request for sequence in running]
+    return list(dict.fromkeys(owners))
+
+
+def _slot_row(sequence: Sequence) -> int:
+    assert sequence.slot is not None
+    return sequence.slot.row
+
+
+def _by_adapter(
+    chunks: list[Chunk], running: list[Sequence]
+) -> Iterator[tuple[Adapter | None, list[Chunk], list[Sequence]]]:
+    """Each adapter with its part of the work; its sequences in the order of their slots."""
+    adapters = [chunk.prefill.request.adapter for chunk in chunks]
+    adapters += [sequence.request.adapter for sequence in running]
+    for adapter in dict.fromkeys(adapters):
+        own = [sequence for sequence in running if sequence.request.adapter is adapter]
+        own.sort(key=lambda sequence: (_capacity(sequence), _slot_row(sequence)))
+        yield adapter, [c for c in chunks if c.prefill.request.adapter is adapter], own
+
+
+def _capacity(sequence: Sequence) -> int:
+    assert sequence.slot is not None
+    return sequence.slot.slab.capacity
+
+
+def _parts(whole: range, size: int) -> Iterator[range]:
+    for start in range(whole.start, whole.stop, size):
+        yield range(start, min(start + size, whole.stop))

@@ -1,0 +1,1 @@
+"""An adapter as files, and files as an adapter again."""

@@ -1,0 +1,1 @@
+"""Training: passes over packed datums, losses, and the optimizer step."""

@@ -1,0 +1,169 @@
+"""The optimizer step: AdamW on an adapter's flat vectors.
+
+Decoupled weight decay, bias correction and clipping of the gradient's global norm, with the
+parameters that came with this step; they may differ from one step to the next. An adapter has
+its own moments and its own norm, so no model feels another's step. Gradients are what
+`training` left in the adapter, and a step consumes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from tinsmith.engine.checks import check_adam_params
+from tinsmith.errors import ValidationError
+from tinsmith.types import AdamParams
+
+CHUNK = 2**18
+"""Elements that a CPU core updates at a time: what is read once more to measure the update is then
+still in its cache."""
+
+_DEVICE_CHUNK = 2**25
+"""The same elsewhere; it bounds the copy that measuring the update takes."""
+
+_MOST_CORES = 8
+"""As many as Python can keep busy with chunks of that size."""
+
+
+class Trainable(Protocol):
+    """What a step needs of an adapter. All vectors are float32 of one length."""
+
+    grad: Tensor | None
+    exp_avg: Tensor | None
+    exp_avg_sq: Tensor | None
+    step: int
+
+    @property
+    def flat(self) -> Tensor: ...
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]  # torch's own
+def adamw_step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
+    """Take one step and consume the pending gradient; returns the step's metrics.
+
+    Without a pending gradient the step is taken with a gradient of zero: moments fade, decay
+    applies, the step counts. A gradient that is not finite leaves weights, moments and step
+    count as they were; it is dropped, because it could never be used, and the error says so.
+
+    Metrics: `grad_norm` (before clipping), `update_norm` (of the change in the weights),
+    `learning_rate`, and `step`, the number of steps taken so far.
+    """
+    check_adam_params(params)
+    weights = adapter.flat
+    gradient = adapter.grad if adapter.grad is not None else torch.zeros_like(weights)
+    grad_norm = torch.linalg.vector_norm(gradient).item()
+    if not math.isfinite(grad_norm):
+        adapter.grad = None
+        raise ValidationError(
+            f"the gradient's norm is {grad_norm}, so no step was taken: weights, optimizer state "
+            f"and step count ({adapter.step}) are unchanged. The gradient has been dropped; look "
+            "for extreme advantages, weights or log-probabilities in the passes since the last step"
+        )
+    if adapter.exp_avg is None or adapter.exp_avg_sq is None:
+        adapter.exp_avg, adapter.exp_avg_sq = torch.zeros_like(weights), torch.zeros_like(weights)
+    adapter.grad = None
+    adapter.step += 1
+    scale = _clip_scale(grad_norm, params)
+    is_cpu = weights.device.type == "cpu"
+    chunk = CHUNK if is_cpu else _DEVICE_CHUNK
+    parts = [slice(start, start + chunk) for start in range(0, len(weights), chunk)]
+
+    def update(some: list[slice]) -> list[Tensor]:
+        # One for all of them: memory that is new costs more to touch than to compute with.
+        scratch = weights.new_empty(min(chunk, len(weights)))
+        return [
+            _update(w[part], g[part], m[part], v[part], scratch, adapter.step, scale, params)
+            for part in some
+        ]
+
+    w, g, m, v = weights, gradient, adapter.exp_avg, adapter.exp_avg_sq
+    moved = weights.new_zeros(())
+    for change in _on_all_cores(update, parts) if is_cpu else update(parts):
+        moved += change
+    # The fused kernels do not count as a change to the weights, and copies of them go by that.
+    torch.autograd.graph.increment_version(weights)
+    return {
+        "grad_norm": grad_norm,
+        "update_norm": math.sqrt(moved.item()),
+        "learning_rate": params.learning_rate,
+        "step": float(adapter.step),
+    }
+
+
+def _on_all_cores(
+    update: Callable[[list[slice]], list[Tensor]], parts: list[slice]
+) -> list[Tensor]:
+    """The results of `update` in order. Each core takes parts of its own: with all of them on one
+    part they would wait for each other several times in each."""
+    num_threads = torch.get_num_threads()
+    num_cores = min(num_threads, len(parts), _MOST_CORES)
+    if num_cores < 2:
+        return update(parts)
+
+    def share(index: int) -> list[Tensor]:
+        torch.set_num_threads(1)  # of this thread
+        with torch.no_grad():
+            return update(parts[index::num_cores])
+
+    try:
+        shares = list(_pool(num_cores).map(share, range(num_cores)))
+    finally:
+        torch.set_num_threads(num_threads)  # also what threads to come begin with
+    return [shares[i % num_cores][i // num_cores] for i in range(len(parts))]
+
+
+@functools.cache
+def _pool(num_cores: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_cores, thread_name_prefix="adamw")
+
+
+def _clip_scale(grad_norm: float, params: AdamParams) -> float:
+    """The factor that brings the gradient's norm down to the limit; 1 where there is none."""
+    if params.grad_clip_norm == 0:
+        return 1.0
+    # The small number is torch's own, in clip_grad_norm_.
+    return min(1.0, params.grad_clip_norm / (grad_norm + 1e-6))
+
+
+def _update(
+    weights: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    scratch: Tensor,
+    step: int,
+    scale: float,
+    params: AdamParams,
+) -> Tensor:
+    """Update one chunk in place; returns the squared length of the change."""
+    before = scratch[: len(weights)].copy_(weights)
+    if scale != 1.0:
+        gradient.mul_(scale)
+    adamw(
+        [weights],
+        [gradient],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        # The function counts the step itself.
+        [torch.full((), float(step - 1), device=weights.device)],
+        fused=weights.device.type in ("cpu", "cuda"),
+        foreach=False,
+        amsgrad=False,
+        maximize=False,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        lr=params.learning_rate,
+        weight_decay=params.weight_decay,
+        eps=params.eps,
+    )
+    change = before.sub_(weights)
+    return torch.dot(change, change)

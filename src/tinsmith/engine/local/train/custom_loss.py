@@ -1,0 +1,423 @@
+"""Uploaded losses, run: an interpreter for checked graphs on one datum's tensors.
+
+What a node receives and returns is a dense tensor, a number, or a tuple of those, so that a graph
+has nothing to reach for. Before a node runs, torch is asked on the meta device, where nothing
+is allocated, how large the result will be; sizes and total work are limited.
+
+Graphs run on the CPU whatever the model runs on: there an index out of range is an error of
+that graph, while on a GPU it would take down the device with every tenant on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinsmith.engine.base import CustomLoss
+from tinsmith.engine.local.train.custom_graph import (
+    Call,
+    Graph,
+    Ref,
+    Value,
+    bounded_int,
+    decode_graph,
+)
+from tinsmith.engine.local.train.custom_operations import ATTRIBUTES, DTYPES, METHODS, RESULT_FIELDS
+from tinsmith.errors import ValidationError
+
+MAX_PARTS = 1024
+"""Tensors that one `split`, `chunk` or `unbind` may return."""
+
+MAX_ELEMENTS = 2**26
+"""Elements of one intermediate tensor."""
+
+MAX_WORK = 2**28
+"""Elements of all intermediate tensors of one evaluation, products of matrices counted in full."""
+
+MAX_PASS_WORK = 2**30
+"""The same for all evaluations of one pass together: seconds, not hours, whoever sent it."""
+
+_MAX_REMEMBERED_SHAPES = 1024
+_CPU = torch.device("cpu")
+
+
+def compile_loss(custom: CustomLoss) -> CompiledLoss:
+    """Check an uploaded loss and make it callable; the error names the node at fault."""
+    return CompiledLoss(decode_graph(custom))
+
+
+class CompiledLoss:
+    """A checked graph. Calling it gives a datum's loss and metrics.
+
+    The loss is a scalar on the device of `logprobs`, differentiable in it; metrics are
+    detached scalars by name.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.input_names = graph.input_names
+        self.input_ranks = graph.input_ranks
+        self._graph = graph
+        # Sizes follow from the shapes of the inputs alone unless a mask selects elements, so
+        # shapes that were measured once need no second look.
+        self._measured: dict[tuple[Any, ...], int] = {}
+        self._work = 0
+
+    def __call__(
+        self, logprobs: Tensor, inputs: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        wants_gradient = torch.is_grad_enabled() and logprobs.requires_grad
+        leaf = logprobs.detach().to(_CPU).requires_grad_(wants_gradient)
+        values: list[Value] = [leaf]
+        values += [inputs[name].detach().to(_CPU) for name in self.input_names[1:]]
+        shapes = tuple((value.shape, value.dtype) for value in values)
+        known_work = self._measured.get(shapes)
+        meter = None if known_work is not None else _Meter()
+        self._count(known_work or 0)
+        for call in self._graph.calls:
+            values.append(_run(call, values, meter))
+        if meter is not None:
+            self._count(meter.work)
+            if not meter.selects_by_value:
+                if len(self._measured) >= _MAX_REMEMBERED_SHAPES:
+                    self._measured.clear()
+                self._measured[shapes] = meter.work
+
+        loss = values[self._graph.loss.index]
+        if not (isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point()):
+            raise ValidationError(
+                f"the loss must be a floating-point scalar, got {_describe(loss)}", "graph"
+            )
+        device = logprobs.device
+        metrics = {
+            key: _metric(key, values[ref.index]).to(device)
+            for key, ref in self._graph.metrics.items()
+        }
+        if not wants_gradient:
+            return loss.detach().float().to(device), metrics
+        gradient = _gradient(loss, leaf)
+        known = loss.detach().float().to(device), gradient.to(device)
+        return _KnownGradient.apply(logprobs, *known), metrics
+
+    def _count(self, work: int) -> None:
+        self._work += work
+        if self._work > MAX_PASS_WORK:
+            raise ValidationError(
+                f"the loss computes more than {MAX_PASS_WORK} elements in one pass; send fewer "
+                "datums at a time, or make it smaller",
+                "graph",
+            )
+
+
+def _gradient(loss: Tensor, leaf: Tensor) -> Tensor:
+    """The loss differentiated here, so that what goes wrong is the error of the graph alone."""
+    gradient = None
+    if loss.requires_grad:
+        try:
+            (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ValidationError(
+                f"the loss cannot be differentiated: {_first_line(error)}", "graph"
+            ) from error
+    if gradient is None:
+        raise ValidationError(
+            "the loss has no gradient in logprobs: every path from them is detached", "graph"
+        )
+    return gradient
+
+
+class _KnownGradient(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped
+    """A scalar whose gradient in `logprobs` has been computed already."""
+
+    @staticmethod
+    def forward(ctx, logprobs, loss, gradient):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(gradient)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (gradient,) = ctx.saved_tensors
+        return grad * gradient, None, None
+
+
+class _Meter:
+    """Adds up the work of one evaluation and stops it at the limits, before the work is done."""
+
+    def __init__(self) -> None:
+        self.work = 0
+        self.selects_by_value = False
+        """Whether sizes depended on the values of a mask."""
+
+    def measure(self, call: Call, args: Sequence[Value], kwargs: Mapping[str, Value]) -> None:
+        if _selects_by_mask(call, args):
+            self.selects_by_value = True
+            size = _most_selected(call, args, kwargs)
+            self._count(size, size)
+            return
+        _check_parts(call, args, kwargs)
+        if call.target == "operator.getitem":
+            args = (args[0], _with_plain_numbers(args[1]))
+        with torch.no_grad():
+            result = call.operation.function(
+                *_on_meta(args), **{key: _on_meta(value) for key, value in kwargs.items()}
+            )
+        sizes = [tensor.numel() for tensor in _tensors(result)]
+        largest = max(sizes, default=0)
+        read = max((t.numel() for t in _tensors([*args, *kwargs.values()])), default=0)
+        work = max(sum(sizes), read)
+        if call.operation.multiplies_matrices:
+            work = max(work, largest * max(_tensor_at(args, 0).shape[-1:], default=1))
+        self._count(largest, work)
+
+    def _count(self, largest: int, work: int) -> None:
+        self.work += work
+        if largest > MAX_ELEMENTS:
+            raise ValidationError(
+                f"the result would have {largest} elements; at most {MAX_ELEMENTS} are allowed"
+            )
+        if self.work > MAX_WORK:
+            raise ValidationError(
+                f"the loss computes more than {MAX_WORK} elements for one datum; make it smaller"
+            )
+
+
+def _run(call: Call, values: Sequence[Value], meter: _Meter | None) -> Value:
+    args = _filled_in(call.args, values)
+    kwargs = {key: _filled_in(value, values) for key, value in call.kwargs.items()}
+    try:
+        result = _evaluate(call, args, kwargs, meter)
+        _check_result(result)
+    except torch.OutOfMemoryError:
+        raise
+    except ValidationError as error:
+        raise ValidationError(
+            f"node {call.name!r} ({call.target}): {error.problem}", "graph"
+        ) from None
+    except Exception as error:  # with a client's arguments torch may raise anything
+        raise ValidationError(
+            f"node {call.name!r} ({call.target}) failed: {_first_line(error)}", "graph"
+        ) from error
+    return result
+
+
+def _evaluate(
+    call: Call, args: tuple[Value, ...], kwargs: dict[str, Value], meter: _Meter | None
+) -> Value:
+    operation = call.operation
+    if call.target == "getattr":
+        return _attribute(*args)
+    if call.target == "operator.getitem" and not isinstance(args[0], Tensor):
+        return _item(*args)
+    if not operation.is_creation and not _has_tensor([*args, *kwargs.values()]):
+        return _on_numbers(call, args, kwargs)
+    if call.target.startswith("math."):
+        raise ValidationError("math functions take numbers; use the torch function on tensors")
+    if call.target == "view" and any(isinstance(arg, torch.dtype) for arg in args):
+        raise ValidationError("view cannot reinterpret a tensor's bytes as another dtype; use to()")
+    if call.target in METHODS and not isinstance(args[0], Tensor):
+        raise ValidationError(f"a method of tensors was called on {_describe(args[0])}")
+    if operation.is_creation:
+        kwargs.setdefault("device", _CPU)
+    if operation.is_rounding_division:
+        _refuse_integer_division(call, args, kwargs)
+    if call.target == "operator.getitem":
+        _check_index(args[1])
+    if meter is not None:
+        meter.measure(call, args, kwargs)
+    return operation.function(*args, **kwargs)
+
+
+def _on_numbers(call: Call, args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> Value:
+    """Arithmetic on sizes and constants."""
+    if not call.target.startswith(("operator.", "math.")) or kwargs:
+        raise ValidationError("none of the arguments is a tensor")
+    if not all(isinstance(arg, int | float) for arg in args):
+        raise ValidationError("arithmetic outside tensors is on numbers only")
+    if call.target in ("operator.pow", "operator.lshift") and len(args) == 2:
+        base, exponent = args
+        if isinstance(base, int) and isinstance(exponent, int) and exponent > 63 and base:
+            raise ValidationError("the result is beyond 64 bits")
+    result = call.operation.function(*args)
+    return bounded_int(result) if isinstance(result, int) else result
+
+
+def _item(holder: Value, index: Value) -> Value:
+    """One entry, or a run of them, of a shape or of the results of an operation."""
+    if not isinstance(holder, tuple | list) or not _is_plain_index(index):
+        raise ValidationError(f"{_describe(holder)} cannot be indexed by {_describe(index)}")
+    return holder[index]
+
+
+def _attribute(holder: Value, name: str) -> Value:
+    if isinstance(holder, Tensor) and name in ATTRIBUTES:
+        return getattr(holder, name)
+    # Plain tuples have no such fields; the named tuples of reductions keep them as tuple items.
+    if isinstance(holder, tuple) and name in RESULT_FIELDS and hasattr(type(holder), name):
+        return getattr(holder, name)
+    raise ValidationError(f"{_describe(holder)} has no attribute {name!r} to read")
+
+
+def _check_index(index: Value) -> None:
+    """An index of a tensor: whole numbers, slices of them, None, ..., and tensors or lists."""
+    items = index if isinstance(index, tuple) else (index,)
+    masks = [item for item in items if isinstance(item, Tensor) and item.dtype == torch.bool]
+    others = [item for item in items if isinstance(item, Tensor | list)]
+    if masks and len(others) > 1:
+        raise ValidationError("a boolean mask cannot be combined with another index tensor")
+    for item in items:
+        if isinstance(item, slice) and _has_tensor(item):
+            raise ValidationError("the ends of a slice must be numbers")
+
+
+def _refuse_integer_division(
+    call: Call, args: Sequence[Value], kwargs: Mapping[str, Value]
+) -> None:
+    # On some processors the smallest integer divided by -1 stops the whole process.
+    if _kind(call) in ("div", "divide") and "rounding_mode" not in kwargs:
+        return
+    floats = (
+        value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
+        for value in [*args, *kwargs.values()]
+    )
+    if not any(floats):
+        raise ValidationError("division of integers is not supported; convert with .float() first")
+
+
+def _selects_by_mask(call: Call, args: Sequence[Value]) -> bool:
+    if call.target != "operator.getitem":
+        return _kind(call) == "masked_select"
+    items = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(isinstance(item, Tensor) and item.dtype == torch.bool for item in items)
+
+
+def _most_selected(call: Call, args: Sequence[Value], kwargs: Mapping[str, Value]) -> int:
+    """How many elements there are if the mask selects all of them."""
+    if call.target == "operator.getitem":
+        return _tensor_at(args, 0).numel()
+    shapes = [tensor.shape for tensor in _tensors([*args, *kwargs.values()])]
+    return math.prod(torch.broadcast_shapes(*shapes))
+
+
+def _with_plain_numbers(index: Value) -> Value:
+    """The index with scalar tensors as the number 0: which row they name matters to no size."""
+    if isinstance(index, tuple):
+        return tuple(_with_plain_numbers(item) for item in index)
+    return 0 if isinstance(index, Tensor) and index.ndim == 0 else index
+
+
+def _check_parts(call: Call, args: Sequence[Value], kwargs: Mapping[str, Value]) -> None:
+    """Refuse cutting a tensor into very many parts; each would be an object of its own."""
+    kind = _kind(call)
+    if kind not in ("chunk", "split", "unbind"):
+        return
+    whole = _tensor_at(args, 0)
+    longest = max(whole.shape, default=0)
+    if kind == "unbind":
+        parts = longest
+    else:
+        names = ("chunks", "split_size", "split_size_or_sections")
+        given = [*args[1:2], *(kwargs[name] for name in names if name in kwargs)]
+        part = given[0] if given else 0
+        if kind == "split" and isinstance(part, int):
+            parts = longest // max(part, 1)
+        else:
+            parts = len(part) if isinstance(part, list | tuple) else int(part)
+    if parts > MAX_PARTS:
+        raise ValidationError(f"{kind} into {parts} parts; at most {MAX_PARTS} are allowed")
+
+
+def _check_result(value: Value, depth: int = 0) -> None:
+    """Nothing but dense tensors of known dtypes, numbers, and tuples of those may come out."""
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.dtype not in DTYPES.values():
+            raise ValidationError(f"gives {_describe(value)}, which custom losses cannot use")
+    elif isinstance(value, list | tuple) and depth < 2:
+        for item in value:
+            _check_result(item, depth + 1)
+    elif not isinstance(value, int | float | torch.dtype | torch.device):
+        raise ValidationError(f"gives a {type(value).__name__}, which custom losses cannot use")
+
+
+def _metric(key: str, value: Value) -> Tensor:
+    if isinstance(value, int | float):
+        return torch.tensor(float(value))
+    if not isinstance(value, Tensor) or value.ndim != 0:
+        raise ValidationError(f"metric {key!r} must be a scalar, got {_describe(value)}", "graph")
+    return value.detach().float()
+
+
+def _filled_in(value: Value, values: Sequence[Value]) -> Value:
+    """An argument with its references replaced by what they refer to."""
+    if isinstance(value, Ref):
+        return values[value.index]
+    if isinstance(value, tuple):
+        return tuple(_filled_in(item, values) for item in value)
+    if isinstance(value, list):
+        return [_filled_in(item, values) for item in value]
+    if isinstance(value, slice):
+        return slice(*(_filled_in(end, values) for end in (value.start, value.stop, value.step)))
+    return value
+
+
+def _on_meta(value: Value) -> Value:
+    """The same value with every tensor replaced by one that has no memory."""
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if isinstance(value, tuple):
+        return tuple(_on_meta(item) for item in value)
+    if isinstance(value, list):
+        return [_on_meta(item) for item in value]
+    return value
+
+
+def _tensors(value: Value) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, slice):
+        yield from _tensors([value.start, value.stop, value.step])
+
+
+def _has_tensor(value: Value) -> bool:
+    return any(True for _ in _tensors(value))
+
+
+def _first_line(error: Exception) -> str:
+    """torch's messages may go on with a stack trace."""
+    return str(error).split("\n", 1)[0]
+
+
+def _kind(call: Call) -> str:
+    """The operation's name without its module."""
+    return call.target.rsplit(".", 1)[-1]
+
+
+def _tensor_at(args: Sequence[Value], index: int) -> Tensor:
+    if index >= len(args) or not isinstance(args[index], Tensor):
+        raise ValidationError(f"argument {index} must be a tensor, given by position")
+    return args[index]
+
+
+def _is_plain_index(index: Value) -> bool:
+    if isinstance(index, slice):
+        return all(
+            _is_plain_index(part)
+            for part in (index.start, index.stop, index.step)
+            if part is not None
+        )
+    return isinstance(index, int)
+
+
+def _describe(value: Value) -> str:
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,417 @@
+"""Training passes: from datums to log-probabilities, losses and pending gradients.
+
+The datums of many passes, of many adapters on one base model, share micro-batches. For each
+micro-batch the decoder runs once; then the unembedding is visited a few rows at a time, where
+log-probabilities, losses and the gradient for the hidden states come out together and the
+logits are forgotten; then one backward pass through the decoder. A log-probability is
+reported for every target, whatever its weight; the backward pass skips rows without gradient.
+
+A pass takes effect as a whole or not at all: its gradient grows in a buffer of its own and
+joins the adapter's when the last datum is done. That inputs are well formed has been seen to by
+`checks`; what cannot be known before (a loss that is not finite) fails the pass here. When memory
+runs out, the passes of that micro-batch begin again, each by itself and in smaller micro-batches;
+one that finds no memory even so fails, alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.engine.base import Failure, Pass
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.model.adapted_linear import finish_gradients
+from tinsmith.engine.local.model.batch import Item, PackedAttention, plan
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.lora import Adapter, AdapterSegments, GradientBuffer, Run
+from tinsmith.engine.local.model.unembedding import TargetLogprobs
+from tinsmith.engine.local.train.custom_loss import CompiledLoss, compile_loss
+from tinsmith.engine.local.train.losses import combine_metrics, datum_loss
+from tinsmith.errors import ValidationError
+from tinsmith.types import Datum, ForwardBackwardOutput, TensorData
+
+logger = logging.getLogger(__name__)
+
+PassResult = ForwardBackwardOutput | Failure
+
+
+def run_passes(
+    passes: Sequence[Pass],
+    adapters: Mapping[str, Adapter],
+    decoder: Decoder,
+    config: LocalEngineConfig,
+    max_tokens: int | None = None,
+) -> Iterator[tuple[int, PassResult] | None]:
+    """Run passes of adapters on `decoder`; yield (index, result) as each pass is finished.
+
+    Yields None after each micro-batch as well, where the caller may do something else. A pass
+    that is given up there, by closing the iterator, has no effect.
+
+    Gradients of a pass are in its adapter's `grad` when its result comes out. In deterministic
+    mode they are added datum by datum, so that cutting a pass into several changes no bit.
+    `max_tokens` is given when memory ran out before: a micro-batch then holds no more than that.
+    """
+    progress = {index: _Progress.start(p, adapters[p.adapter_id]) for index, p in enumerate(passes)}
+    yield from _finished(progress, adapters, decoder, config)
+    items = [
+        Item(index, number, datum.model_input.length, p.adapter_id, p.forward_only)
+        for index, p in enumerate(passes)
+        for number, datum in enumerate(p.data)
+    ]
+    limits = _Limits.of(config, decoder)
+    batch_tokens = limits.batch_tokens if max_tokens is None else max_tokens
+    for batch in plan(items, max_tokens=batch_tokens, one_by_one=config.deterministic):
+        wanted = [item for item in batch if item.pass_index in progress]
+        if not wanted:
+            continue
+        involved = [progress[index] for index in dict.fromkeys(i.pass_index for i in wanted)]
+        is_to_split = False
+        try:
+            for state in involved:
+                state.prepare(add_in_order=config.deterministic)
+                state.had_company |= len(involved) > 1
+            _run_batch(wanted, progress, decoder, limits)
+        except Exception as error:  # whatever it is, passes in other micro-batches go on
+            may_split = max_tokens is None or len(wanted) > 1
+            is_to_split = may_split and _is_out_of_memory(error)
+            logger.warning("a micro-batch of %d sequences failed", len(wanted), exc_info=error)
+            if not is_to_split:
+                for state in involved:
+                    state.fail(f"the engine failed during the pass: {error}", "server")
+        if is_to_split:
+            # Outside the handler, which holds on to all that the failed micro-batch had made.
+            again = {index: progress.pop(index) for index in {i.pass_index for i in wanted}}
+            num_tokens = sum(item.length for item in wanted)
+            yield from _one_by_one(again, adapters, decoder, config, max(1, num_tokens // 2))
+            continue
+        yield from _finished(progress, adapters, decoder, config)
+        yield None
+
+
+def _one_by_one(
+    states: Mapping[int, _Progress],
+    adapters: Mapping[str, Adapter],
+    decoder: Decoder,
+    config: LocalEngineConfig,
+    max_tokens: int,
+) -> Iterator[tuple[int, PassResult] | None]:
+    """Run passes from the start, in order; what they had done so far took no effect."""
+    requests = {index: states[index].request for index in sorted(states)}
+    for state in states.values():
+        state.gradient = None
+    for index, request in requests.items():
+        if decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
+        for result in run_passes([request], adapters, decoder, config, max_tokens):
+            yield None if result is None else (index, result[1])
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # On the CPU torch raises a plain RuntimeError.
+    return isinstance(
+        error, torch.OutOfMemoryError | MemoryError
+    ) or "can't allocate memory" in str(error)
+
+
+def _finished(
+    progress: dict[int, _Progress],
+    adapters: Mapping[str, Adapter],
+    decoder: Decoder,
+    config: LocalEngineConfig,
+) -> Iterator[tuple[int, PassResult]]:
+    """Take out the passes that are done."""
+    for index in [index for index, state in progress.items() if state.is_done]:
+        state = progress.pop(index)
+        result = state.finish()
+        if state.is_gradient_broken and state.had_company:
+            # Passes that share products share an overflow, too; alone it shows whose it was.
+            again = run_passes([state.request], adapters, decoder, config)
+            ((_, result),) = filter(None, again)
+        yield index, result
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    batch_tokens: int
+    logits_rows: int
+    """Most rows that are unembedded at a time."""
+
+    score_rows: int
+    """Most rows whose log-probabilities and losses are worked out together, logits kept."""
+
+    checkpoint_layers: bool
+
+    @classmethod
+    def of(cls, config: LocalEngineConfig, decoder: Decoder) -> _Limits:
+        is_cuda = decoder.device.type == "cuda"
+        logits_bytes = config.logits_bytes or (2**31 if is_cuda else 2**28)
+        logits_rows = max(1, logits_bytes // (4 * decoder.config.vocab_size))
+        score_rows = logits_rows
+        if is_cuda and config.logits_bytes is None:
+            # Losses are worked out on the CPU: the fewer times the device waits for it, the better.
+            free = torch.cuda.mem_get_info(decoder.device)[0]
+            row_bytes = decoder.dtype.itemsize * decoder.config.vocab_size
+            score_rows = max(logits_rows, min(4 * logits_bytes, free // 4) // row_bytes)
+        return cls(
+            batch_tokens=config.max_batch_tokens or (16_384 if is_cuda else 2048),
+            logits_rows=logits_rows,
+            score_rows=score_rows,
+            checkpoint_layers=config.checkpoint_layers,
+        )
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far one pass has come."""
+
+    request: Pass
+    adapter: Adapter
+    custom: CompiledLoss | None = None
+    gradient: GradientBuffer | None = None
+    gradient_includes_pending: bool = False
+    logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    stats: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    failure: Failure | None = None
+    had_company: bool = False
+    """Whether a micro-batch held other passes as well."""
+
+    is_gradient_broken: bool = False
+
+    @classmethod
+    def start(cls, request: Pass, adapter: Adapter) -> _Progress:
+        state = cls(request, adapter)
+        if request.custom_loss is not None:
+            try:
+                state.custom = compile_loss(request.custom_loss)
+            except ValidationError as error:
+                state.fail(str(error), "user")
+        return state
+
+    @property
+    def is_done(self) -> bool:
+        return self.failure is not None or len(self.stats) == len(self.request.data)
+
+    def prepare(self, *, add_in_order: bool) -> None:
+        """Make the buffer for the gradient, where there is to be one and it is not there yet.
+
+        To add in order, the buffer starts as a copy of what is pending; otherwise from zero.
+        """
+        if self.request.forward_only or self.gradient is not None:
+            return
+        pending = self.adapter.grad
+        self.gradient_includes_pending = add_in_order and pending is not None
+        if self.gradient_includes_pending and pending is not None:
+            flat = pending.clone()
+        else:
+            flat = torch.zeros_like(self.adapter.flat)
+        self.gradient = GradientBuffer(self.adapter.layout, flat)
+
+    def fail(self, message: str, category: str) -> None:
+        if self.failure is None:
+            self.failure = Failure(message, "user" if category == "user" else "server")
+        self.gradient = None
+
+    def finish(self) -> PassResult:
+        """Let the gradient take effect and put the result together."""
+        if self.failure is None and self.gradient is not None:
+            self._commit(self.gradient.flat)
+        if self.failure is not None:
+            return self.failure
+        order = range(len(self.request.data))
+        return ForwardBackwardOutput(
+            loss_fn_output_type="ArrayRecord",
+            loss_fn_outputs=[{"logprobs": _tensor_data(self.logprobs[i])} for i in order],
+            metrics=combine_metrics([self.stats[i] for i in order]),
+        )
+
+    def _commit(self, flat: Tensor) -> None:
+        smallest, largest = torch.aminmax(flat)
+        if not (smallest.isfinite() and largest.isfinite()):
+            self.is_gradient_broken = True
+            self.fail("the gradient of the pass is not finite; nothing was accumulated", "user")
+        elif self.adapter.grad is None or self.gradient_includes_pending:
+            self.adapter.grad = flat
+        else:
+            self.adapter.grad += flat
+
+
+def _tensor_data(values: np.ndarray) -> TensorData:
+    return TensorData(data=values, dtype="float32", shape=values.shape)
+
+
+def _run_batch(
+    items: Sequence[Item], progress: Mapping[int, _Progress], decoder: Decoder, limits: _Limits
+) -> None:
+    """One micro-batch through the decoder and back; fills in the passes' outputs."""
+    needs_gradient = not items[0].forward_only
+    lengths = [item.length for item in items]
+    tokens = np.concatenate([_datum(item, progress).model_input.tokens_np() for item in items])
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    attention = PackedAttention(decoder.config, lengths)
+    adapters = _segments(items, progress)
+    with torch.set_grad_enabled(needs_gradient):
+        hidden = decoder.hidden(
+            torch.from_numpy(tokens.astype(np.int64)).to(decoder.device),
+            torch.from_numpy(positions).to(decoder.device),
+            attention,
+            adapters,
+            checkpoint_layers=limits.checkpoint_layers,
+        )
+    with torch.no_grad():
+        hidden_grad = _score(items, progress, hidden.detach(), decoder, adapters, limits)
+    if any(progress[item.pass_index].failure for item in items):
+        adapters.separate()
+    if hidden.requires_grad:
+        hidden.backward(hidden_grad)
+        finish_gradients(adapters)
+
+
+def _datum(item: Item, progress: Mapping[int, _Progress]) -> Datum:
+    return progress[item.pass_index].request.data[item.datum]
+
+
+def _segments(items: Sequence[Item], progress: Mapping[int, _Progress]) -> AdapterSegments:
+    """Neighbouring items of one pass make one run."""
+    runs: list[Run] = []
+    gradients: list[GradientBuffer | None] = []
+    previous = None
+    row = 0
+    for item in items:
+        state = progress[item.pass_index]
+        if item.pass_index == previous:
+            start = runs.pop()[0]
+            gradients.pop()
+        else:
+            start = row
+        row += item.length
+        runs.append((start, row, state.adapter))
+        gradients.append(state.gradient)
+        previous = item.pass_index
+    return AdapterSegments(runs, gradients)
+
+
+def _score(
+    items: Sequence[Item],
+    progress: Mapping[int, _Progress],
+    hidden: Tensor,
+    decoder: Decoder,
+    adapters: AdapterSegments,
+    limits: _Limits,
+) -> Tensor:
+    """Log-probabilities and losses of a micro-batch; the gradient for `hidden` (N, d)."""
+    hidden_grad = torch.zeros_like(hidden)
+    start = 0
+    for group, targets in _groups(items, progress, limits.score_rows):
+        stop = start + len(targets)
+        scores = TargetLogprobs(
+            decoder,
+            hidden[start:stop],
+            adapters.gather(np.arange(start, stop)),
+            targets.to(decoder.device),
+            max_rows=limits.logits_rows,
+            max_kept_rows=limits.score_rows,
+        )
+        # Losses are small and made of many steps: the CPU is the quicker place for them.
+        parts = scores.values.cpu().split([item.length for item in group])
+        losses = [
+            _item_loss(item, progress[item.pass_index], logprobs)
+            for item, logprobs in zip(group, parts, strict=True)
+        ]
+        if not items[0].forward_only:
+            grads = _loss_gradients(group, progress, losses, parts)
+            hidden_grad[start:stop] = scores.backward(grads)
+        start = stop
+    return hidden_grad
+
+
+def _groups(
+    items: Sequence[Item], progress: Mapping[int, _Progress], max_rows: int
+) -> Iterator[tuple[list[Item], Tensor]]:
+    """Neighbouring items with equally many targets a position, and their targets (M, K)."""
+    group: list[Item] = []
+    parts: list[Tensor] = []
+    num_rows = 0
+    for item in items:
+        targets = _datum(item, progress).loss_fn_inputs["target_tokens"].to_torch()
+        targets = targets.reshape(item.length, -1)
+        is_alike = not parts or parts[0].shape[1] == targets.shape[1]
+        if group and not (is_alike and num_rows + item.length <= max_rows):
+            yield group, torch.cat(parts)
+            group, parts, num_rows = [], [], 0
+        group.append(item)
+        parts.append(targets)
+        num_rows += item.length
+    yield group, torch.cat(parts)
+
+
+class _Loss(NamedTuple):
+    """One datum's loss, and the log-probabilities it is a function of."""
+
+    value: Tensor
+    logprobs: Tensor
+
+
+def _item_loss(item: Item, state: _Progress, logprobs: Tensor) -> _Loss | None:
+    """Record the outputs of one datum; its loss, where that has a gradient for `logprobs`.
+
+    A loss that fails fails the pass, and its rows have no gradient, so that the passes that
+    share the micro-batch go on undisturbed.
+    """
+    request = state.request
+    if not logprobs.isfinite().all():
+        state.fail(f"data[{item.datum}]: a log-probability is not finite", "user")
+        return None
+    inputs = {
+        name: data.to_torch() for name, data in request.data[item.datum].loss_fn_inputs.items()
+    }
+    leaf = logprobs.reshape(inputs["target_tokens"].shape).clone()
+    state.logprobs[item.datum] = leaf.numpy()
+    leaf = leaf.detach().requires_grad_(not item.forward_only)
+    try:
+        with torch.enable_grad():
+            loss, stats = datum_loss(
+                request.loss_fn, leaf, inputs, request.loss_fn_config, state.custom
+            )
+    except ValidationError as error:
+        state.fail(str(error.under(f"data[{item.datum}]")), "user")
+        return None
+    state.stats[item.datum] = stats
+    if not loss.isfinite():
+        state.fail(f"data[{item.datum}]: the loss is {loss.item()}, not a finite number", "user")
+        return None
+    return _Loss(loss, leaf) if loss.requires_grad else None
+
+
+def _loss_gradients(
+    items: Sequence[Item],
+    progress: Mapping[int, _Progress],
+    losses: Sequence[_Loss | None],
+    parts: Sequence[Tensor],
+) -> Tensor:
+    """The gradient of each item's loss for its log-probabilities, one below another: (M, K)."""
+    found = [loss for loss in losses if loss is not None]
+    # One call for all: the losses have nothing in common, and each call has its price.
+    computed = iter(
+        torch.autograd.grad(
+            [loss.value for loss in found], [loss.logprobs for loss in found], allow_unused=True
+        )
+        if found
+        else ()
+    )
+    grads = []
+    for item, loss, logprobs in zip(items, losses, parts, strict=True):
+        grad = next(computed) if loss is not None else None
+        if grad is not None and not grad.isfinite().all():
+            message = f"data[{item.datum}]: the gradient of the loss is not finite"
+            progress[item.pass_index].fail(message, "user")
+            grad = None
+        if grad is None:
+            grad = torch.zeros_like(logprobs)
+        grads.append(grad.reshape(logprobs.shape))
+    return torch.cat(grads)

@@ -1,0 +1,1 @@
+"""Endpoints that speak text: the OpenAI-compatible messages, chat templates and detokenizing."""

@@ -1,0 +1,1 @@
+"""Where HTTP ends: connections, bodies, limits, credentials, and the application of all routes."""

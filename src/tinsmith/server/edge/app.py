@@ -1,0 +1,103 @@
+"""The ASGI application: every route, around one service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tinsmith.server.edge.http import ApiRoute, answer, detail_body, open_route
+from tinsmith.server.edge.openapi import description
+from tinsmith.server.routes import (
+    account,
+    checkpoints,
+    futures,
+    oai,
+    ops,
+    runs,
+    sampling,
+    sessions,
+    telemetry,
+    training,
+    weights,
+)
+from tinsmith.server.routes import (
+    service as service_routes,
+)
+from tinsmith.server.service import Service
+
+ROUTES = [
+    *service_routes.ROUTES,
+    *sessions.ROUTES,
+    *training.ROUTES,
+    *weights.ROUTES,
+    *checkpoints.ROUTES,
+    *runs.ROUTES,
+    *account.ROUTES,
+    *sampling.ROUTES,
+    *futures.ROUTES,
+    *telemetry.ROUTES,
+    *oai.ROUTES,
+    *ops.ROUTES,
+]
+
+
+async def openapi(service: Service, request: Request) -> Response:
+    return answer(description(ROUTES, version("tinsmith")))
+
+
+class Application(Starlette):
+    """Starlette, with a short way to the routes whose path has no parameters.
+
+    Those are the ones that are asked thousands of times a second, and looking through all routes
+    for them costs more than most of their work. Their endpoints answer every error themselves.
+    """
+
+    def __init__(self, routes: list[ApiRoute], **options: Any) -> None:
+        super().__init__(routes=routes, **options)
+        self._direct = {
+            (route.method, route.path): route.answer for route in routes if "{" not in route.path
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = None
+        if scope["type"] == "http":
+            answer = self._direct.get((scope["method"], scope["path"]))
+        if answer is None:
+            await super().__call__(scope, receive, send)
+            return
+        scope["app"] = self
+        response = await answer(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+
+def build_app(service: Service) -> Starlette:
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await service.start()
+        try:
+            yield
+        finally:
+            await service.stop()
+
+    app = Application(
+        routes=[*ROUTES, open_route("GET", "/openapi.json", openapi, prefix="")],
+        lifespan=lifespan,
+        exception_handlers={HTTPException: _http_error},
+    )
+    app.state.service = service
+    return app
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """No such path, or not with this method: in the same form as every other refusal."""
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers) if error.headers else None
+    return answer(detail_body(error.status_code, error.detail), error.status_code, headers)

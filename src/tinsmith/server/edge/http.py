@@ -1,0 +1,337 @@
+"""Between HTTP and the handlers: bodies in, answers and refusals out.
+
+A handler takes (service, caller, request) and returns a response, or raises: a `Refusal` with a
+status, or a `ValidationError`, which is the client's mistake. The statuses matter: clients retry
+408, 409, 429 and 5xx, so a mistake of theirs is never one of these, and every refusal has a body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tinsmith.errors import EngineError, TooLargeError, ValidationError
+from tinsmith.server.edge.admission import LARGE_BODY_BYTES
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.service import Service
+from tinsmith.server.store.base import StoreUnavailableError
+from tinsmith.wire import json, zstd
+from tinsmith.wire.dialects import PROTO_TYPE, media_type
+
+logger = logging.getLogger(__name__)
+
+API = "/api/v1"
+
+Handler = Callable[[Service, Caller, Request], Awaitable[Response]]
+OpenHandler = Callable[[Service, Request], Awaitable[Response]]
+ErrorBody = Callable[[int, str], Any]
+T = TypeVar("T")
+
+_WAIT = {"retry-after-ms": "1000", "retry-after": "1"}
+_TOO_FAST_SECONDS = 1.0
+"""The least that a request too many waits; up to three times as long, so that they do not come
+back all at once."""
+
+_BODY_PAUSE_SECONDS = 60.0
+"""How long a client may be silent in the middle of a body."""
+
+_UNFOLD_IN_THREAD_BYTES = 256 * 1024
+_OWNER, _BODY_BYTES = "tinsmith.owner", "tinsmith.body_bytes"
+_BODY_START = "tinsmith.body_start"
+"""What a request's scope holds for us: whose it is, and the memory its body was given."""
+
+
+class Refusal(Exception):
+    """An answer other than success, raised where the reason is found."""
+
+    def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.headers = headers
+
+
+def not_found(what: str, name: str) -> Refusal:
+    """For what is not there and for what is somebody else's: the caller cannot tell which."""
+    return Refusal(404, f"there is no {what} {name[:200]!r}")
+
+
+def detail_body(status: int, detail: str) -> Any:
+    return {"detail": detail}
+
+
+class ApiRoute(Route):
+    """A route that knows which messages it takes and gives, for the description of the API."""
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        endpoint: Callable[[Request], Awaitable[Response]],
+        handler: Callable[..., Awaitable[Response]],
+        *,
+        takes: type | None,
+        gives: type | None,
+        is_open: bool,
+    ) -> None:
+        super().__init__(path, endpoint, methods=[method], name=handler.__name__)
+        self.method = method
+        self.answer = endpoint
+        self.takes = takes
+        self.gives = gives
+        self.is_open = is_open
+        self.summary = (handler.__doc__ or "").strip().partition("\n")[0]
+
+
+def route(
+    method: str,
+    path: str,
+    handler: Handler,
+    *,
+    takes: type | None = None,
+    gives: type | None = None,
+    prefix: str = API,
+    errors: ErrorBody = detail_body,
+    is_counted: bool = True,
+) -> ApiRoute:
+    """A route whose callers must say who they are.
+
+    Where too many requests are under way, those of a counted route are refused. Questions for
+    results are not counted: they mostly wait, and old clients do not survive a refusal.
+    """
+
+    async def authorised(service: Service, request: Request) -> Response:
+        caller = await _known(service, request)
+        request.scope[_OWNER] = caller.owner
+        is_too_fast = service.admission.is_too_fast(caller.owner)
+        if is_too_fast:
+            # Whoever ignores refusals would send the next one at once: that much is prevented.
+            await asyncio.sleep(_TOO_FAST_SECONDS * (1 + 2 * random.random()))
+        if not is_counted:
+            return await handler(service, caller, request)
+        if is_too_fast or not service.admission.enter():
+            raise Refusal(429, "too many requests are under way; send this one again", _WAIT)
+        try:
+            return await handler(service, caller, request)
+        finally:
+            service.admission.leave()
+
+    async def endpoint(request: Request) -> Response:
+        return await _answer(authorised, request, errors)
+
+    return ApiRoute(
+        method, prefix + path, endpoint, handler, takes=takes, gives=gives, is_open=False
+    )
+
+
+def open_route(
+    method: str,
+    path: str,
+    handler: OpenHandler,
+    *,
+    gives: type | None = None,
+    prefix: str = API,
+) -> ApiRoute:
+    """A route for everybody."""
+
+    async def endpoint(request: Request) -> Response:
+        return await _answer(handler, request, detail_body)
+
+    return ApiRoute(method, prefix + path, endpoint, handler, takes=None, gives=gives, is_open=True)
+
+
+def answer(message: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A message, or plain data, as JSON."""
+    return Response(json.encode(message), status, headers, media_type="application/json")
+
+
+def nothing() -> Response:
+    return Response(status_code=204)
+
+
+async def read_body(service: Service, request: Request) -> bytes:
+    """The body, decompressed; refused before it is read when it announces too many bytes."""
+    limit = service.config.max_body_bytes
+    if media_type(request.headers.get("content-type", "")) != PROTO_TYPE:
+        limit = min(limit, service.limits.max_json_bytes)
+    announced = request.headers.get("content-length", "")
+    size = int(announced) if announced.isascii() and announced.isdigit() else 0
+    if size > limit:
+        raise TooLargeError(f"the body has {announced} bytes; the limit is {limit}")
+    _take_memory(service, request, size)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await _next_part(request, is_first=not parts)
+        part = message.get("body", b"")
+        request.scope.setdefault(_BODY_START, part)
+        size += len(part)
+        if size > limit:
+            raise TooLargeError(f"the body is larger than the limit of {limit} bytes")
+        _take_memory(service, request, size)
+        parts.append(part)
+        if not message.get("more_body", False):
+            break
+    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding == "zstd":
+        size = zstd.unfolded_size(body, max_bytes=limit)
+        _take_memory(service, request, len(body) + size)
+        if size > _UNFOLD_IN_THREAD_BYTES:
+            return await asyncio.to_thread(zstd.decompress, body, max_bytes=limit)
+        return zstd.decompress(body, max_bytes=limit)
+    if encoding != "identity":
+        raise ValidationError(
+            f"bodies may be compressed with zstd only, not with {encoding[:40]!r}"
+        )
+    return body
+
+
+async def _next_part(request: Request, *, is_first: bool) -> Any:
+    """The next piece of a body; who falls silent in the middle of one is not waited for."""
+    if is_first:
+        message = await request.receive()
+    else:
+        try:
+            async with asyncio.timeout(_BODY_PAUSE_SECONDS):
+                message = await request.receive()
+        except TimeoutError:
+            raise Refusal(
+                400, "the rest of the body did not come", {"connection": "close"}
+            ) from None
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    return message
+
+
+def _take_memory(service: Service, request: Request, wanted: int) -> None:
+    """Count a large body's bytes as under way until its request is answered."""
+    if wanted < LARGE_BODY_BYTES:
+        return
+    held = request.scope.get(_BODY_BYTES, 0)
+    if wanted <= held:
+        return
+    if not service.admission.take_bytes(request.scope[_OWNER], wanted - held):
+        raise Refusal(429, "too many large requests are under way; send this one again", _WAIT)
+    request.scope[_BODY_BYTES] = wanted
+
+
+def _give_memory_back(service: Service, request: Request) -> None:
+    held = request.scope.pop(_BODY_BYTES, 0)
+    if held:
+        service.admission.give_back_bytes(request.scope[_OWNER], held)
+
+
+async def check_still_known(service: Service, request: Request) -> None:
+    """For answers that took their time: the key may have been revoked while its owner waited."""
+    await _known(service, request)
+
+
+async def while_known(
+    service: Service, request: Request, events: AsyncGenerator[bytes, None], goodbye: bytes
+) -> AsyncIterator[bytes]:
+    """A stream's events for as long as the caller's key is good; then `goodbye` and no more."""
+    async with aclosing(events):
+        async for event in events:
+            if await service.auth.caller(request.headers) is None:
+                yield goodbye
+                return
+            yield event
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives; cancelled when the client goes away. The body must have been read."""
+    task = asyncio.create_task(work)
+    leaving = asyncio.create_task(gone(request))
+    try:
+        await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for other in (task, leaving):
+            other.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def gone(request: Request) -> None:
+    """Returns when the client goes away. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _known(service: Service, request: Request) -> Caller:
+    caller = await service.auth.caller(request.headers)
+    if caller is None:
+        raise Refusal(401, "the API key is missing or not known to this server")
+    return caller
+
+
+async def body_start(request: Request) -> bytes:
+    """The first bytes of a body that was not taken; none of a compressed one."""
+    if "content-encoding" in request.headers:
+        return b""
+    if _BODY_START not in request.scope:
+        message = await _next_part(request, is_first=False)
+        request.scope[_BODY_START] = message.get("body", b"")
+    start: bytes = request.scope[_BODY_START]
+    return start
+
+
+async def _answer(
+    handler: Callable[[Service, Request], Awaitable[Response]], request: Request, errors: ErrorBody
+) -> Response:
+    service: Service = request.app.state.service
+    try:
+        return await handler(service, request)
+    except Refusal as refusal:
+        status, detail, headers = refusal.status, refusal.detail, refusal.headers
+    except TooLargeError as error:
+        status, detail, headers = 413, str(error), None
+    except ValidationError as error:
+        status, detail, headers = 400, str(error), None
+    except (EngineError, StoreUnavailableError) as error:
+        status, detail, headers = 503, str(error), None
+    except ClientDisconnect:
+        return Response(status_code=400)
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.url.path)
+        status, detail, headers = 500, f"internal error: {type(error).__name__}", None
+    finally:
+        _give_memory_back(service, request)
+    service.metrics.count("refusals", status=str(status))
+    return answer(errors(status, detail), status, headers)
+
+
+def query_int(request: Request, name: str, default: int, *, most: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValidationError(f"expected a number, got {text[:40]!r}", name) from None
+    if not 0 <= value <= most:
+        raise ValidationError(f"must be between 0 and {most}, got {value}", name)
+    return value
+
+
+def signed_url(service: Service, path: str, expires: int) -> str:
+    """A URL that anybody may fetch until `expires`."""
+    signature = service.auth.sign_path(path, expires)
+    return f"{service.url}{API}{path}?expires={expires}&signature={signature}"
+
+
+def check_signature(service: Service, request: Request) -> None:
+    path = request.scope["raw_path"].decode().removeprefix(API).partition("?")[0]
+    query = request.query_params
+    if not service.auth.is_signed(path, query.get("expires", ""), query.get("signature", "")):
+        raise Refusal(403, "the URL has expired or its signature is wrong; ask for a new one")

@@ -1,0 +1,115 @@
+"""The end of operations: recorded in order, then told to those who wait.
+
+An end is answered only when it is on disk, failures too: after a crash a request must not end in
+another way than its client was told. The ends of one model are recorded in the order of its log,
+so that what had taken effect is always a beginning of the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from tinsmith.server.futures import Promises
+from tinsmith.server.metrics import Metrics
+from tinsmith.server.operations.execution import outcome_of
+from tinsmith.server.operations.kinds import Operation
+from tinsmith.server.operations.live_models import LiveModel, LiveModels
+from tinsmith.server.operations.snapshots import Snapshots
+from tinsmith.server.store.base import Finish, Store, StoreConflictError
+from tinsmith.server.usage import Usage
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 1.0
+
+
+class Endings:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        models: LiveModels,
+        promises: Promises,
+        snapshots: Snapshots,
+        usage: Usage,
+        metrics: Metrics,
+    ) -> None:
+        self._store = store
+        self._models = models
+        self._promises = promises
+        self._snapshots = snapshots
+        self._usage = usage
+        self._metrics = metrics
+
+    def end(self, model: LiveModel, operation: Operation, finish: Finish) -> None:
+        """An operation is over: record that, then answer those who wait."""
+        operation.request = None
+        if operation.is_held:
+            self._models.held_bytes -= operation.record.payload_bytes
+            operation.is_held = False
+        if finish.status == "done":
+            self._snapshots.note(model, operation)
+            if operation.is_pass:
+                self._count_tokens(model, operation)
+        seconds = time.time() - operation.record.created_at
+        self._metrics.count("operations", kind=operation.record.kind, status=finish.status)
+        self._metrics.observe("operation_seconds", seconds)
+        logger.info(
+            "%s %s %d of %s after %.3f s",
+            finish.status,
+            operation.record.kind,
+            operation.seq_id,
+            model.model_id,
+            seconds,
+            extra={**operation.record.log_fields, "status": finish.status, "seconds": seconds},
+        )
+        model.finishes.append(finish)
+        if model.committing is None:
+            model.committing = asyncio.create_task(self._commit(model))
+
+    async def _commit(self, model: LiveModel) -> None:
+        """Record a model's ends in order; those that come meanwhile go together next time."""
+        size = len(model.finishes)
+        while model.finishes:
+            batch = model.finishes[:size]
+            try:
+                await self._store.finish(batch)
+            except StoreConflictError as error:
+                # One of them contradicts what is there: find it, and let the others through.
+                if len(batch) == 1:
+                    model.finishes[0] = _unrecordable(batch[0], error)
+                size = 1
+                continue
+            except Exception:
+                logger.exception("the end of %d operations could not be recorded", len(batch))
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            del model.finishes[: len(batch)]
+            size = len(model.finishes)
+            for finish in batch:
+                self._promises.resolve(finish.request_id, outcome_of(finish), finish.finished_at)
+        model.committing = None
+
+    def _count_tokens(self, model: LiveModel, operation: Operation) -> None:
+        record = model.record
+        self._usage.count(
+            record.owner,
+            record.base_model,
+            record.session_id or "",
+            "training",
+            operation.num_tokens,
+        )
+        self._metrics.count("trained_tokens", operation.num_tokens)
+
+
+def _unrecordable(finish: Finish, error: StoreConflictError) -> Finish:
+    problem = f"what this request made contradicts what is there already: {error}"
+    return Finish(
+        request_id=finish.request_id,
+        status="failed",
+        finished_at=finish.finished_at,
+        error=problem,
+        category="user",
+    )

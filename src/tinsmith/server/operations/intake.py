@@ -1,0 +1,186 @@
+"""From a request body to a recorded operation: the part that all training endpoints share.
+
+A request that is refused still uses up its number: the client has counted on, and the operations
+behind it must not wait for one that will never come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+
+from tinsmith.errors import TooLargeError, ValidationError
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.http import Refusal, answer, not_found
+from tinsmith.server.operations.kinds import PASSES, pass_data
+from tinsmith.server.operations.live_models import LiveModel
+from tinsmith.server.service import Service
+from tinsmith.types import UntypedAPIFuture
+from tinsmith.wire import dialects, json
+from tinsmith.wire.protobuf import as_int32, as_text, fields
+
+R = TypeVar("R")
+
+MAX_AHEAD = 100_000
+"""How far a number may be ahead of the next one that runs."""
+
+_DECODE_IN_THREAD_BYTES = 256 * 1024
+_RETRY_AFTER_MS = "1000"
+
+Check = Callable[[Any], None]
+
+
+async def refuse_unread(service: Service, caller: Caller, start: bytes, reason: str) -> None:
+    """Use up the number of a pass whose body was not taken; `start` is what is known of it."""
+    model_id, seq_id = ids_at_front(start) or ("", None)
+    if seq_id is not None and seq_id >= 1:
+        model = await owned_model(service, caller, model_id)
+        if seq_id <= model.queue.next_seq_id + MAX_AHEAD:
+            await service.recorder.refuse(caller.owner, model_id, seq_id, reason)
+
+
+async def owned_model(service: Service, caller: Caller, model_id: str) -> LiveModel:
+    model = await service.models.get(model_id)
+    if model is None or model.record.owner != caller.owner:
+        raise not_found("model", model_id)
+    return model
+
+
+async def submit(
+    service: Service,
+    caller: Caller,
+    *,
+    kind: str | Callable[[R], str],
+    body: bytes,
+    content_type: str,
+    decode: Callable[[], R],
+    check: Callable[[R, int], Any] | None = None,
+    encode: Callable[[R], bytes] | None = None,
+) -> Response:
+    """Decode and check an operation on an existing model, record it, and answer its promise.
+
+    `check` may refuse it (it hears the request and its number) and may be asynchronous; `encode`
+    gives the body to record where that differs from the one that came.
+    """
+    is_large = len(body) > _DECODE_IN_THREAD_BYTES
+    if is_large:
+        model_id, seq_id = await asyncio.to_thread(ids_in, body, content_type)
+    else:
+        model_id, seq_id = ids_in(body, content_type)
+    model = await owned_model(service, caller, model_id)
+    await _check_session(service, caller, model)
+    if seq_id is None or seq_id < 1:
+        raise ValidationError("every operation needs a number from 1 on", "seq_id")
+    if seq_id > model.queue.next_seq_id + MAX_AHEAD:
+        raise ValidationError(f"{seq_id} is more than {MAX_AHEAD} ahead", "seq_id")
+    _check_room(service, caller, len(body))
+    try:
+        if is_large:
+            request = await asyncio.to_thread(decode)
+        else:
+            request = decode()
+        name = kind if isinstance(kind, str) else kind(request)
+        num_tokens = _num_tokens(name, request)
+        if check is not None:
+            verdict = check(request, seq_id)
+            if asyncio.iscoroutine(verdict):
+                await verdict
+    except (ValidationError, Refusal) as error:
+        await service.recorder.refuse(caller.owner, model_id, seq_id, str(error))
+        raise
+    request_id = await service.recorder.submit(
+        owner=caller.owner,
+        kind=name,
+        model_id=model_id,
+        seq_id=seq_id,
+        body=body if encode is None else encode(request),
+        content_type=content_type,
+        request=request,
+        num_tokens=num_tokens,
+    )
+    return answer(UntypedAPIFuture(request_id=request_id, model_id=model_id))
+
+
+def ids_in(body: bytes, content_type: str) -> tuple[str, int | None]:
+    """The model and number of a body, read without trusting the rest of it."""
+    if dialects.media_type(content_type) == dialects.PROTO_TYPE:
+        try:
+            return _proto_ids(body, len(body))
+        except ValidationError:
+            if (found := ids_at_front(body)) is None:
+                raise
+            return found
+    message = json.parse(body)
+    model, given = message.get("model_id"), message.get("seq_id")
+    if not isinstance(model, str):
+        raise ValidationError("the request needs this text", "model_id")
+    if given is not None and (not isinstance(given, int) or isinstance(given, bool)):
+        raise ValidationError("must be a whole number", "seq_id")
+    return model, given
+
+
+def ids_at_front(body: bytes) -> tuple[str, int | None] | None:
+    """The model and number at the beginning of a protobuf message, where clients put them, when
+    the rest of it is broken or was not read; None when they are not there."""
+    # Field 1, a text of less than 128 bytes; field 2, a number of one to five bytes.
+    if len(body) < 4 or body[0] != 0x0A or body[1] >= 128:
+        return None
+    end = 3 + body[1]
+    if body[end - 1 : end] != b"\x10":
+        return None
+    while end < len(body) and body[end] >= 128:
+        end += 1
+    try:
+        return _proto_ids(body, end + 1) if end < len(body) else None
+    except ValidationError:
+        return None
+
+
+def _proto_ids(body: bytes, length: int) -> tuple[str, int | None]:
+    model_id, seq_id = "", None
+    for number, start, stop in fields(body, 0, length):
+        if number == 1:
+            model_id = as_text(body, start, stop)
+        elif number == 2:
+            seq_id = as_int32(start, stop)
+    return model_id, seq_id
+
+
+async def _check_session(service: Service, caller: Caller, model: LiveModel) -> None:
+    session_id = model.record.session_id
+    session = None if session_id is None else await service.sessions.get(session_id, caller.owner)
+    if session is None:
+        raise ValidationError(f"{model.model_id} is a copy of a checkpoint and cannot be trained")
+    if session.state != "active":
+        raise ValidationError(f"session {session_id} is finished; start another")
+    service.sessions.touch(session.session_id)
+
+
+def _check_room(service: Service, caller: Caller, num_bytes: int) -> None:
+    limit = service.config.key_max_queued_bytes
+    if limit is None:
+        return
+    queued = sum(
+        operation.record.payload_bytes
+        for model in service.models
+        if model.record.owner == caller.owner
+        for operation in model.queue.operations()
+    )
+    if num_bytes > limit:
+        raise TooLargeError(f"the request has {num_bytes} bytes; this key may queue {limit}")
+    if queued + num_bytes > limit:
+        raise Refusal(
+            429,
+            f"{queued} bytes of this key's requests are waiting; at most {limit} may",
+            {"retry-after-ms": _RETRY_AFTER_MS},
+        )
+
+
+def _num_tokens(kind: str, request: Any) -> int:
+    if kind not in PASSES:
+        return 0
+    data, _, _, _ = pass_data(request)
+    return sum(datum.model_input.length for datum in data)

@@ -1,0 +1,69 @@
+"""A model's queue: operations wait for their turn by number, whatever the order of arrival.
+
+Nothing here knows time, tasks or the engine; the scheduler asks for the head and takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tinsmith.server.operations.kinds import Operation
+
+
+class SequenceQueue:
+    def __init__(self, next_seq_id: int, used: Iterable[int] = ()) -> None:
+        """`used` are numbers from `next_seq_id` on that will never come (refused)."""
+        self.next_seq_id = next_seq_id
+        self._waiting: dict[int, Operation] = {}
+        self._used = set(used)
+        self._skip_used()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, operation: Operation) -> None:
+        """Add an operation, or put one back that was taken and has to be taken again."""
+        self._waiting[operation.seq_id] = operation
+        self._used.discard(operation.seq_id)
+        if operation.seq_id < self.next_seq_id:
+            passed = range(operation.seq_id + 1, self.next_seq_id)
+            self._used.update(n for n in passed if n not in self._waiting)
+            self.next_seq_id = operation.seq_id
+
+    def use_up(self, seq_id: int) -> None:
+        """A number that was refused: those behind it need not wait for it."""
+        if seq_id >= self.next_seq_id:
+            self._used.add(seq_id)
+            self._skip_used()
+
+    def head(self) -> Operation | None:
+        return self._waiting.get(self.next_seq_id)
+
+    def take(self) -> Operation:
+        operation = self._waiting.pop(self.next_seq_id)
+        self._used.add(operation.seq_id)
+        self._skip_used()
+        return operation
+
+    def operations(self) -> list[Operation]:
+        return [self._waiting[seq_id] for seq_id in sorted(self._waiting)]
+
+    def missing(self) -> list[int]:
+        """The numbers that the lowest waiting operation waits for; empty when it can run."""
+        if not self._waiting:
+            return []
+        lowest = min(self._waiting)
+        return [n for n in range(self.next_seq_id, lowest) if n not in self._used]
+
+    def drop_all(self) -> list[Operation]:
+        dropped = self.operations()
+        for operation in dropped:
+            self._used.add(operation.seq_id)
+        self._waiting.clear()
+        self._skip_used()
+        return dropped
+
+    def _skip_used(self) -> None:
+        while self.next_seq_id in self._used:
+            self._used.discard(self.next_seq_id)
+            self.next_seq_id += 1

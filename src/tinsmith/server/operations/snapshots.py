@@ -1,0 +1,78 @@
+"""When a live model's state is saved so that its log can be trimmed, and how.
+
+A snapshot holds the weights, the optimizer's state and the pending gradients: everything that the
+operations before it did. It is taken between two operations of the model. The one before it is
+kept as well, with the log since then, in case the newest turns out damaged; what is older goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+
+from tinsmith.engine.base import Engine, Failure
+from tinsmith.errors import TinkerError
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.operations.kinds import Operation
+from tinsmith.server.operations.live_models import LiveModel
+from tinsmith.server.store.base import Store
+from tinsmith.server.weights import WeightsFolders, weights_record
+
+logger = logging.getLogger(__name__)
+
+
+class SnapshotError(TinkerError):
+    """The engine is well but could not write the snapshot; the message says why."""
+
+
+class Snapshots:
+    def __init__(self, store: Store, weights: WeightsFolders, config: ServerConfig) -> None:
+        self._store = store
+        self._weights = weights
+        self._config = config
+
+    def note(self, model: LiveModel, operation: Operation) -> None:
+        """An operation of the model took effect."""
+        model.bytes_since_snapshot += operation.record.payload_bytes
+        if operation.record.kind not in ("forward_backward", "optim_step", "load_weights"):
+            return
+        model.is_changed = True
+        model.steps_since_snapshot += operation.record.kind == "optim_step"
+        if model.oldest_since_snapshot is None:
+            model.oldest_since_snapshot = time.time()
+
+    def is_due(self, model: LiveModel) -> bool:
+        if not model.is_changed:
+            return False
+        return (
+            model.wants_snapshot
+            or model.steps_since_snapshot >= self._config.snapshot_steps
+            or model.bytes_since_snapshot >= self._config.snapshot_log_bytes
+            or self._is_old(model)
+        )
+
+    def _is_old(self, model: LiveModel) -> bool:
+        """Models that began together come due apart, so that the disk is never theirs alone."""
+        if model.oldest_since_snapshot is None:
+            return False
+        share = 0.5 + 0.5 * zlib.crc32(model.model_id.encode()) / 0xFFFFFFFF
+        age = time.time() - model.oldest_since_snapshot
+        return age >= share * self._config.snapshot_seconds
+
+    async def take(self, engine: Engine, model: LiveModel) -> None:
+        """Save the model as it is now. Nothing of it may be under way."""
+        seq_id = model.queue.next_seq_id - 1
+        await model.recorded()
+        weights_id, folder = self._weights.new()
+        info = await engine.snapshot(model.model_id, folder, "exact")
+        if isinstance(info, Failure):
+            raise SnapshotError(f"no snapshot of {model.model_id} could be taken: {info.message}")
+        record = weights_record(weights_id, model.record, "exact", info, time.time())
+        await self._store.record_snapshot(model.model_id, seq_id, record)
+        model.is_changed = model.wants_snapshot = False
+        model.steps_since_snapshot = 0
+        model.bytes_since_snapshot = 0
+        model.oldest_since_snapshot = None
+        logger.info("snapshot of %s at operation %d", model.model_id, seq_id)
+        await self._weights.sweep()

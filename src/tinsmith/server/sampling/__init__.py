@@ -1,0 +1,1 @@
+"""Sampling requests, and the samplers whose weights they use."""
