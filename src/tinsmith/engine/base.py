@@ -60,9 +60,20 @@ class BaseModelInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedModel:
+    """A base model the engine was asked to serve and cannot."""
+
+    name: str
+    reason: str
+    """For people: what is wrong with it and what to do, without paths or traces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     models: tuple[BaseModelInfo, ...]
     max_lora_rank: int
+    refused: tuple[RefusedModel, ...] = ()
+    """Models that were asked for and are not served, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
