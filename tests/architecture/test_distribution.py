@@ -72,9 +72,9 @@ def test_the_installed_wheel_is_one_command_that_works_anywhere(
 def test_both_kinds_of_suite_run_without_a_network(suite: str) -> None:
     """S108: unit tests against a mocked HTTP server, integration tests against a real one."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", suite, "-q", "-p", "no:cacheprovider", "-p", "no_network"],
+        [sys.executable, "-m", "pytest", suite, "-q", "-p", "tests.support.no_network"],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "tests" / "support")},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "-p no:cacheprovider"},
         capture_output=True,
         text=True,
         check=False,

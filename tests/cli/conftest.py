@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import byte_tokenizer as byte_tokens
-import live_server
 import pytest
 from click.testing import CliRunner, Result
-from live_server import Server
 
+from tests.support import byte_tokenizer as byte_tokens
+from tests.support import live_server
+from tests.support.live_server import Server
 from tinsmith.cli.__main__ import cli
 from tinsmith.client.service import ServiceClient
 from tinsmith.types import AdamParams, Datum, ModelInput

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .conftest import Official, Run, Server
+    from tests.cli.conftest import Official, Run, Server
 
 
 def test_a_key_is_stored_used_and_forgotten(run: Run, server: Server, tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import live_server
 import numpy as np
 import pytest
-from live_server import Server
-from scripted_server import Answer, Recorded
-from tinker_stub import PROTOBUF, TinkerStub
 
+from tests.support import live_server
+from tests.support.live_server import Server
+from tests.support.scripted_server import Answer, Recorded
+from tests.support.tinker_stub import PROTOBUF, TinkerStub
 from tinsmith.cli.tokenizer import load_tokenizer
 from tinsmith.client.service import ServiceClient
 from tinsmith.types import (
@@ -32,7 +32,7 @@ from tinsmith.types import (
 from tinsmith.wire import proto
 
 if TYPE_CHECKING:
-    from .conftest import Run
+    from tests.cli.conftest import Run
 
 FAKE = "tinsmith/fake"
 TOKEN_SECONDS = 0.05

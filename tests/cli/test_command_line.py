@@ -30,7 +30,7 @@ from tinsmith.client.service import ServiceClient
 from tinsmith.types import Datum, ModelInput, WeightsInfoResponse
 
 if TYPE_CHECKING:
-    from .conftest import Run, Server
+    from tests.cli.conftest import Run, Server
 
 NOBODY = "http://127.0.0.1:9"
 HEAVY = ("numpy", "torch", "transformers", "pydantic", "rich", "sqlalchemy", "starlette", "pyqwest")

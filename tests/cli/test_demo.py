@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from live_server import clean_environment
 
+from tests.support.live_server import clean_environment
 from tinsmith.cli.training.persona import OPENING
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from live_server import clean_environment
+
+from tests.support.live_server import clean_environment
 
 if TYPE_CHECKING:
-    from .conftest import Run
+    from tests.cli.conftest import Run
 
 ROOT = Path(__file__).parents[2]
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import live_server
 import pytest
-from live_server import Server
 
+from tests.support import live_server
+from tests.support.live_server import Server
 from tinsmith.cli.__main__ import cli
 from tinsmith.client.service import ServiceClient
 
 if TYPE_CHECKING:
-    from .conftest import Paths, Run
+    from tests.cli.conftest import Paths, Run
 
 FAKE = "tinsmith/fake"
 

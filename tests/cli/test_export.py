@@ -16,7 +16,7 @@ from tinsmith.engine.local.model.sources import model_folder
 from tinsmith.errors import ValidationError
 
 if TYPE_CHECKING:
-    from .conftest import Paths, Run, Trained
+    from tests.cli.conftest import Paths, Run, Trained
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import byte_tokenizer
 import pytest
 import torch
 from gguf import GGUFReader
@@ -23,6 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.support import byte_tokenizer
 from tinsmith.cli.weights import gguf_file, gguf_tokenizer
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.sources import model_folder

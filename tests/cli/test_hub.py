@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import local_hub
 import pytest
-from local_hub import Hub
+
+from tests.support import local_hub
+from tests.support.local_hub import Hub
 
 if TYPE_CHECKING:
-    from .conftest import Run, Trained
+    from tests.cli.conftest import Run, Trained
 
 Push = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from .conftest import Paths, Run
+    from tests.cli.conftest import Paths, Run
 
 FAKE = "tinsmith/fake"
 

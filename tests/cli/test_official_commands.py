@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from .conftest import Finished, Official, Paths, Run
+    from tests.cli.conftest import Finished, Official, Paths, Run
 
 
 def drawn_cells(official: Finished) -> list[list[str]]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from tests.support.scripted_server import Answer, ScriptedServer
 from tinsmith.cli.__main__ import cli
 
 TOTAL = 250
@@ -19,14 +17,7 @@ TOTAL = 250
 @pytest.fixture
 def service() -> Any:
     """A service with 250 training runs."""
-    path = Path(__file__).parents[1] / "transport" / "scripted_server.py"
-    spec = importlib.util.spec_from_file_location("scripted_server", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules.get("scripted_server") or importlib.util.module_from_spec(spec)
-    if "scripted_server" not in sys.modules:
-        sys.modules["scripted_server"] = module
-        spec.loader.exec_module(module)
-    server = module.ScriptedServer()
+    server = ScriptedServer()
 
     def runs(request: Any) -> Any:
         limit, offset = (int(request.query[name][0]) for name in ("limit", "offset"))
@@ -42,9 +33,9 @@ def service() -> Any:
             for number in range(offset, min(offset + limit, TOTAL))
         ]
         cursor = {"offset": offset, "limit": limit, "total_count": TOTAL}
-        return module.Answer(200, {"training_runs": page, "cursor": cursor})
+        return Answer(200, {"training_runs": page, "cursor": cursor})
 
-    server.default = lambda request: module.Answer(200, {})
+    server.default = lambda request: Answer(200, {})
     server.on("/api/v1/training_runs", runs)
     yield server
     server.close()

@@ -18,7 +18,7 @@ from tinker.cli.__main__ import main_cli
 from tinsmith.cli.__main__ import cli
 
 if TYPE_CHECKING:
-    from .conftest import Official, Paths, Run
+    from tests.cli.conftest import Official, Paths, Run
 
 
 def leaves(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Command]]:

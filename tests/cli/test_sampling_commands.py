@@ -13,7 +13,7 @@ from tinsmith.cli.training import conversation, training_data
 from tinsmith.cli.training.supervised import METRICS_FILE, RUN_FILE
 
 if TYPE_CHECKING:
-    from .conftest import Paths, Run
+    from tests.cli.conftest import Paths, Run
 
 FAKE = "tinsmith/fake"
 CHAT = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho!"}]

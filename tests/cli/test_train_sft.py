@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import live_server
 import pytest
-from live_server import Server
 
+from tests.support import live_server
+from tests.support.live_server import Server
 from tinsmith.cli.plot import svg
 from tinsmith.cli.training.supervised import METRICS_FILE, PLOT_FILE, RUN_FILE
 
 if TYPE_CHECKING:
-    from .conftest import Run
+    from tests.cli.conftest import Run
 
 STEPS = 12
 

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.tinker_stub import TinkerStub
 from tinsmith.client.service import ServiceClient
 from tinsmith.transport.config import ClientConfig
 from tinsmith.transport.retry import RetryPolicy
-
-
-def load_helper(name: str, path: Path) -> Any:
-    """A helper module beside the tests, loaded once under a name of its own."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-_HERE = Path(__file__).parent
-load_helper("scripted_server", _HERE.parent / "transport" / "scripted_server.py")
-stubs = load_helper("tinker_stub", _HERE / "tinker_stub.py")
 
 QUICK = RetryPolicy(
     initial_delay_seconds=0.001, max_delay_seconds=0.005, give_up_after_seconds=5.0, max_retries=4
@@ -37,7 +19,7 @@ QUICK = RetryPolicy(
 
 @pytest.fixture
 def stub() -> Iterator[Any]:
-    running = stubs.TinkerStub()
+    running = TinkerStub()
     yield running
     running.close()
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_server import Answer
 
+from tests.support.scripted_server import Answer
 from tinsmith import auth
 from tinsmith.errors import APIConnectionError, AuthenticationError, BillingError, TinkerError
 from tinsmith.transport.credentials import CredentialsFile, ManualKey

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_server import Answer
 
+from tests.support.scripted_server import Answer
 from tinsmith.client.connection import session
 from tinsmith.client.connection.connection import Connection
 from tinsmith.client.connection.loop import io_loop, submit
@@ -268,7 +268,7 @@ def test_a_thousand_clients_that_are_dropped_leave_nothing(stub: Any) -> None:
 
 def test_two_service_clients_never_mix(make_service: Callable[..., ServiceClient]) -> None:
     """S60, S72: each key goes to its own server."""
-    import tinker_stub
+    from tests.support import tinker_stub
 
     servers = [tinker_stub.TinkerStub(), tinker_stub.TinkerStub()]
     services = [

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_server import Answer, Recorded
 
+from tests.support.scripted_server import Answer, Recorded
 from tinsmith.client.downloads.archive import confined
 from tinsmith.client.downloads.download import Progress, stated_sha256, unfinished
 from tinsmith.client.rest import RestClient

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_server import Answer, ScriptedServer
 
+from tests.support.scripted_server import Answer, ScriptedServer
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
@@ -207,7 +207,7 @@ def test_two_service_clients_mix_nothing_under_failure(
     make_service: Callable[..., ServiceClient],
 ) -> None:
     """S60, S72, S78: one server is down and its client gives up; the other never notices."""
-    import tinker_stub
+    from tests.support import tinker_stub
 
     servers = [tinker_stub.TinkerStub(), tinker_stub.TinkerStub()]
     services = [
@@ -271,7 +271,7 @@ def test_everything_goes_over_tls_with_a_certificate_of_ones_own(tmp_path: Path)
     """The environment names the certificates; without them nobody is trusted."""
     import ssl
 
-    import tinker_stub
+    from tests.support import tinker_stub
 
     trustme = pytest.importorskip("trustme")
     authority = trustme.CA()

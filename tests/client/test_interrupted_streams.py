@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from scripted_server import Answer
 
+from tests.support.scripted_server import Answer
 from tinsmith.client.service import ServiceClient
 from tinsmith.types import ModelInput, SamplingParams
 

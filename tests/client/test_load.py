@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_server import Answer, Recorded
 
+from tests.support.scripted_server import Answer, Recorded
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
 from tinsmith.types import AdamParams, ModelInput, SamplingParams

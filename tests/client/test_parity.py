@@ -123,7 +123,7 @@ HEADERS = (
 
 
 def record(sdk: str, tmp_path: Path) -> list[Any]:
-    import tinker_stub
+    from tests.support import tinker_stub
 
     stub = tinker_stub.TinkerStub({"fwdbwd_max_chunk_len": 2})
     env = {**os.environ, "TINKER_TELEMETRY": "0", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scripted_server import Answer
 
+from tests.support.scripted_server import Answer
 from tinsmith.client.recovery import Recovery, RecoveryPolicy, is_recoverable
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import BadRequestError, RequestFailedError

@@ -8,8 +8,8 @@ from datetime import date
 from typing import Any
 
 import pytest
-from scripted_server import Answer, Recorded
 
+from tests.support.scripted_server import Answer, Recorded
 from tinsmith.client import rest as rest_module
 from tinsmith.client.admin import AdminClient
 from tinsmith.client.rest import RestClient

@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from scripted_server import Answer, Recorded
 
+from tests.support.scripted_server import Answer, Recorded
 from tinsmith.client.results import queue_state
 from tinsmith.client.results import retrieval as results
 from tinsmith.client.results.queue_state import QueueState, QueueStateLogger

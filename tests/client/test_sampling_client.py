@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted_server import Answer, Recorded
 
+from tests.support.scripted_server import Answer, Recorded
 from tinsmith.client.connection.api import Api
 from tinsmith.client.results.queue_state import QueueState
 from tinsmith.client.results.retries import RetryConfig

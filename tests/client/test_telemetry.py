@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from scripted_server import Answer
 
+from tests.support.scripted_server import Answer
 from tinsmith.client.connection import telemetry as telemetry_module
 from tinsmith.client.connection.tags import request_tags
 from tinsmith.client.connection.user_errors import is_user_error

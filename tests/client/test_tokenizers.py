@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_server import Answer
 
+from tests.support.scripted_server import Answer
 from tinsmith.client import tokenizers
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import TinkerError

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from scripted_server import Answer
 
 import tinsmith
+from tests.support.scripted_server import Answer
 from tinsmith.client.service import ServiceClient
 from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from scripted_server import Answer, Recorded
 
+from tests.support.scripted_server import Answer, Recorded
 from tinsmith.client.calls.passes import PassFuture
 from tinsmith.client.futures import as_completed
 from tinsmith.client.service import ServiceClient

@@ -7,7 +7,6 @@ the session's id, which the server draws.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -19,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support import recording_proxy
 from tinsmith.wire import proto
 
 if TYPE_CHECKING:
-    from .conftest import ServerProcess
+    from tests.compat.conftest import ServerProcess
 
 pytest.importorskip("tinker")
 pytestmark = pytest.mark.slow
@@ -34,16 +34,6 @@ HEADERS = ("accept", "content-type", "x-tinker-request-type", "x-tinker-sampling
 POLLS = ("/retrieve_future", "/retrieve_futures")
 
 
-def load(name: str, path: Path) -> Any:
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
 def short_chunks(path: str, body: bytes) -> bytes:
     """Two datums to a chunk, so that ten make five."""
     if not path.endswith("/client/config"):
@@ -53,9 +43,7 @@ def short_chunks(path: str, body: bytes) -> bytes:
 
 def run(server: ServerProcess, sdk: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What the program computed, and what it sent."""
-    load("scripted_server", HERE.parent / "transport" / "scripted_server.py")
-    proxies = load("recording_proxy", HERE / "recording_proxy.py")
-    proxy = proxies.RecordingProxy(server.url, short_chunks)
+    proxy = recording_proxy.RecordingProxy(server.url, short_chunks)
     environment = {
         **os.environ,
         **server.script_environment,

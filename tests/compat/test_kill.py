@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from .conftest import ServerProcess, StartServer
+    from tests.compat.conftest import ServerProcess, StartServer
 
 STEPS = "12"
 

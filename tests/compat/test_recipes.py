@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from .conftest import StartServer
+    from tests.compat.conftest import StartServer
 
 
 @pytest.mark.slow

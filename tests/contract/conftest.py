@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from engine_calls import create, start
 
+from tests.support.engine_calls import create, start
 from tinsmith.engine.base import Engine
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_calls import (
+
+from tests.support.engine_calls import (
     ADAM,
     BASE_MODEL,
     CONTEXT_LENGTH,
@@ -29,7 +30,6 @@ from engine_calls import (
     start,
     train,
 )
-
 from tinsmith.engine.base import Engine, Failure, Step
 from tinsmith.errors import EngineDiedError
 from tinsmith.types import (

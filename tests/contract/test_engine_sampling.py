@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_calls import (
+
+from tests.support.engine_calls import (
     CONTEXT_LENGTH,
     EOS_TOKEN,
     FIRST_CHARACTER,
@@ -29,7 +30,6 @@ from engine_calls import (
     tokens_of,
     train,
 )
-
 from tinsmith.engine.base import Engine, Failure, TokensSampled
 from tinsmith.types import (
     LoraConfig,

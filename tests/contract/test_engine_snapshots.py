@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_calls import (
+
+from tests.support.engine_calls import (
     BASE_MODEL,
     OTHER,
     SENTENCE,
@@ -27,7 +28,6 @@ from engine_calls import (
     tokens_of,
     train,
 )
-
 from tinsmith.engine.base import Engine, Failure
 from tinsmith.types import (
     LoraConfig,

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_calls import (
+
+from tests.support.engine_calls import (
     ADAM,
     CONTEXT_LENGTH,
     OTHER,
@@ -27,7 +28,6 @@ from engine_calls import (
     step,
     train,
 )
-
 from tinsmith.engine.base import Engine, Failure, Pass, Step
 from tinsmith.types import (
     AdamParams,

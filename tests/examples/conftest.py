@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import byte_tokenizer
-import live_server
 import pytest
+
+from tests.support import byte_tokenizer, live_server
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from .conftest import Server
+    from tests.examples.conftest import Server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # It changes what `import tinker` means, so it gets a process of its own.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from .conftest import Server
+    from tests.examples.conftest import Server
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

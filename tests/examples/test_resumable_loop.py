@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -10,25 +9,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support import recording_proxy
+
 if TYPE_CHECKING:
-    from .conftest import Server
+    from tests.examples.conftest import Server
 
 TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "docs" / "how-to" / "resume-after-failure.md"
-
-
-def load(name: str, path: Path) -> Any:
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 @pytest.fixture
@@ -64,8 +55,6 @@ def losses(output: str) -> list[tuple[int, str]]:
 @pytest.fixture
 def breaking_proxy(server: Server) -> Iterator[Callable[[int], str]]:
     """A way to the server on which the n-th step's result is a terminal failure."""
-    load("scripted_server", TESTS / "transport" / "scripted_server.py")
-    proxies = load("recording_proxy", TESTS / "compat" / "recording_proxy.py")
     made = []
 
     def make(bad: int) -> str:
@@ -79,7 +68,7 @@ def breaking_proxy(server: Server) -> Iterator[Callable[[int], str]]:
                     return json.dumps({"error": "engine lost", "category": "server"}).encode()
             return body
 
-        made.append(proxies.RecordingProxy(server.url, change))
+        made.append(recording_proxy.RecordingProxy(server.url, change))
         url: str = made[-1].url
         return url
 

@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests.compat.conftest import ServerProcess
+from tests.server.conftest import Api, StartServer, TestServer, api, server, start_server
+
+__all__ = ["Api", "ServerProcess", "StartServer", "TestServer", "api", "server", "start_server"]
+
 settings.register_profile("long", max_examples=2000, deadline=None)
-
-
-def _load(name: str, file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-_TESTS = Path(__file__).parents[1]
-_in_process = _load("in_process_server", _TESTS / "server" / "conftest.py")
-_processes = _load("server_processes", _TESTS / "compat" / "conftest.py")
-start_server = _in_process.start_server
-server = _in_process.server
-api = _in_process.api
-Api = _in_process.Api
-TestServer = _in_process.TestServer
-StartServer = _in_process.StartServer
-ServerProcess = _processes.ServerProcess
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tinsmith.wire import proto
 if TYPE_CHECKING:
     import httpx
 
-    from .conftest import Api, TestServer
+    from tests.security.conftest import Api, TestServer
 
 MODEL = "tinsmith/fake"
 DATUM = {

@@ -17,7 +17,7 @@ from tinsmith.server.edge import connections, http
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, MutableMapping
 
-    from .conftest import Api, StartServer, TestServer
+    from tests.security.conftest import Api, StartServer, TestServer
 
 PROTO = "application/x-protobuf"
 

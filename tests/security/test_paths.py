@@ -21,7 +21,7 @@ from tinsmith.server.checkpoints import checkpoint_name
 from tinsmith.types import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
-    from .conftest import TestServer
+    from tests.security.conftest import TestServer
 
 HOSTILE_NAMES = [
     "",

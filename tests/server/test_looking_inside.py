@@ -12,7 +12,7 @@ from tinsmith.server.logs import JsonFormatter
 if TYPE_CHECKING:
     import pytest
 
-    from .conftest import Api, TestServer
+    from tests.server.conftest import Api, TestServer
 
 PROTOCOL = [
     "POST /client/config",

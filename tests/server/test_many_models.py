@@ -26,7 +26,7 @@ from tinsmith.server.store.sql import SqlStore, sqlite_url
 from tinsmith.server.store.weights import _unreferenced
 
 if TYPE_CHECKING:
-    from .conftest import StartServer, TestServer
+    from tests.server.conftest import StartServer, TestServer
 
 
 async def test_models_with_nothing_to_do_are_not_looked_at(

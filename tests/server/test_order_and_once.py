@@ -16,7 +16,7 @@ from tinsmith.types import Datum, ForwardBackwardInput, ForwardBackwardRequest, 
 from tinsmith.wire import proto
 
 if TYPE_CHECKING:
-    from .conftest import Api, StartServer, TestServer
+    from tests.server.conftest import Api, StartServer, TestServer
 
 PROTO = "application/x-protobuf"
 DATA = [[1, 2, 3], [1, 2, 4], [5, 6, 7]]

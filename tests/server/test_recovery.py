@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from tests.server.conftest import Api, StartServer, TestServer
     from tinsmith.engine.base import Step
-
-    from .conftest import Api, StartServer, TestServer
 
 
 async def _steps(api: Api, model: str, first: int, count: int) -> list[str]:

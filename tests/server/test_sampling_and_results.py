@@ -11,7 +11,7 @@ from tinsmith.types import Datum, ModelInput
 from tinsmith.wire import proto
 
 if TYPE_CHECKING:
-    from .conftest import Api, StartServer, TestServer
+    from tests.server.conftest import Api, StartServer, TestServer
 
 JSON = {"accept": "application/json"}
 

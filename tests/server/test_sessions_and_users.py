@@ -16,7 +16,7 @@ from tinsmith.types import Datum, ModelInput
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .conftest import Api, StartServer, TestServer
+    from tests.server.conftest import Api, StartServer, TestServer
 
 
 async def _saved(api: Api, model: str, seq_id: int, name: str) -> str:

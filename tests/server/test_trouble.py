@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
+    from tests.server.conftest import Api, StartServer, TestServer
     from tinsmith.engine.base import Pass
-
-    from .conftest import Api, StartServer, TestServer
 
 
 async def _train(api: Api, model: str, first: int, count: int) -> None:

@@ -21,7 +21,7 @@ from tinsmith.server.store.migrate import _config
 from tinsmith.server.store.sql import SqlStore, sqlite_url
 
 if TYPE_CHECKING:
-    from .conftest import StartServer
+    from tests.server.conftest import StartServer
 
 OLD = Path(__file__).parent / "old_stores"
 MODEL = "e99a62d4-6e72-44ee-94fe-01ced6f63a88:train:0"

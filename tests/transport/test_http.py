@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from scripted_server import Answer, Recorded, ScriptedServer
 
+from tests.support.scripted_server import Answer, Recorded, ScriptedServer
 from tinsmith.errors import APIConnectionError, APIStatusError, APITimeoutError, TinkerError
 from tinsmith.transport.base import ConnectionClass, Request
 from tinsmith.transport.config import ClientConfig, ProxyRule

@@ -11,8 +11,8 @@ from email.utils import format_datetime
 from typing import Any
 
 import pytest
-from scripted_server import Answer
 
+from tests.support.scripted_server import Answer
 from tinsmith.errors import (
     APIConnectionError,
     APIError,

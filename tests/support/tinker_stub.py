@@ -13,8 +13,8 @@ import json
 from typing import Any
 
 import numpy as np
-from scripted_server import Answer, Recorded, ScriptedServer
 
+from tests.support.scripted_server import Answer, Recorded, ScriptedServer
 from tinsmith.types import (
     ForwardBackwardOutput,
     ForwardRequest,

@@ -7,7 +7,7 @@ import http.client
 from collections.abc import Callable
 from urllib.parse import urlencode, urlsplit
 
-from scripted_server import Answer, Recorded, ScriptedServer
+from tests.support.scripted_server import Answer, Recorded, ScriptedServer
 
 _OF_ONE_CONNECTION = ("connection", "content-length", "host", "transfer-encoding", "keep-alive")
 
