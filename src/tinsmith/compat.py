@@ -33,15 +33,15 @@ MODULES: dict[str, tuple[str, ...]] = {
     "tinker._exceptions": ("tinsmith.errors",),
     "tinker._version": ("tinsmith",),
     "tinker.lib": (),
-    "tinker.lib.api_future_impl": (f"{_CLIENT}.queue_state", f"{_CLIENT}.futures"),
-    "tinker.lib.chunked_fwdbwd_helpers": (f"{_CLIENT}.combining",),
+    "tinker.lib.api_future_impl": (f"{_CLIENT}.results.queue_state", f"{_CLIENT}.futures"),
+    "tinker.lib.chunked_fwdbwd_helpers": (f"{_CLIENT}.calls.combining",),
     "tinker.lib.client_connection_pool_type": ("tinsmith.transport.base",),
     "tinker.lib.credentials": ("tinsmith.transport.credentials",),
     "tinker.lib.experimental": (f"{_CLIENT}.warn",),
-    "tinker.lib.internal_client_holder": (f"{_CLIENT}.connection",),
+    "tinker.lib.internal_client_holder": (f"{_CLIENT}.connection.connection",),
     "tinker.lib.public_interfaces": (
         f"{_CLIENT}.futures",
-        f"{_CLIENT}.custom_loss",
+        f"{_CLIENT}.calls.custom_loss",
         f"{_CLIENT}.rest",
         f"{_CLIENT}.admin",
         f"{_CLIENT}.sampling",
@@ -50,24 +50,27 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "tinker.lib.public_interfaces.admin_client": (f"{_CLIENT}.admin",),
     "tinker.lib.public_interfaces.api_future": (f"{_CLIENT}.futures",),
-    "tinker.lib.public_interfaces.custom_loss": (f"{_CLIENT}.custom_loss",),
+    "tinker.lib.public_interfaces.custom_loss": (f"{_CLIENT}.calls.custom_loss",),
     "tinker.lib.public_interfaces.rest_client": (f"{_CLIENT}.rest",),
     "tinker.lib.public_interfaces.sampling_client": (f"{_CLIENT}.sampling",),
     "tinker.lib.public_interfaces.service_client": (f"{_CLIENT}.service",),
     "tinker.lib.public_interfaces.training_client": (f"{_CLIENT}.training",),
-    "tinker.lib.queue_state_logger": (f"{_CLIENT}.queue_state",),
-    "tinker.lib.retry_handler": (f"{_CLIENT}.retries",),
+    "tinker.lib.queue_state_logger": (f"{_CLIENT}.results.queue_state",),
+    "tinker.lib.retry_handler": (f"{_CLIENT}.results.retries",),
     "tinker.lib.retryable_exception": (),
-    "tinker.lib.telemetry": (f"{_CLIENT}.telemetry", f"{_CLIENT}.user_errors"),
+    "tinker.lib.telemetry": (
+        f"{_CLIENT}.connection.telemetry",
+        f"{_CLIENT}.connection.user_errors",
+    ),
 }
 """Each module of the official package that others import, and where ours has its names."""
 
 # Names that are called differently here.
 RENAMED: dict[str, dict[str, tuple[str, str]]] = {
     "tinker.lib.internal_client_holder": {
-        "InternalClientHolder": (f"{_CLIENT}.connection", "Connection"),
+        "InternalClientHolder": (f"{_CLIENT}.connection.connection", "Connection"),
     },
-    "tinker.lib.retry_handler": {"RetryHandler": (f"{_CLIENT}.retries", "SampleRetries")},
+    "tinker.lib.retry_handler": {"RetryHandler": (f"{_CLIENT}.results.retries", "SampleRetries")},
     "tinker.lib.retryable_exception": {
         "RetryableException": ("tinsmith.errors", "RetryableException"),
     },
@@ -75,7 +78,7 @@ RENAMED: dict[str, dict[str, tuple[str, str]]] = {
         "ClientConnectionPoolType": ("tinsmith.transport.base", "ConnectionClass"),
     },
     "tinker.lib.chunked_fwdbwd_helpers": {
-        "combine_fwd_bwd_output_results": (f"{_CLIENT}.combining", "combine"),
+        "combine_fwd_bwd_output_results": (f"{_CLIENT}.calls.combining", "combine"),
     },
     "tinker.lib.credentials": {
         "JsonCredentialStore": ("tinsmith.transport.credentials", "CredentialsFile"),

@@ -1,6 +1,8 @@
 """The package offers what the official one does, under the same names."""
 
+import ast
 import inspect
+from pathlib import Path
 
 import pytest
 import tinker
@@ -19,6 +21,20 @@ def test_every_official_name_is_offered() -> None:
 def test_every_promised_name_exists() -> None:
     for name in tinsmith.__all__:
         assert getattr(tinsmith, name) is not None
+
+
+def test_type_checkers_see_every_name_where_it_is_loaded_from() -> None:
+    """Run `make schema` after changing the table."""
+    stub = ast.parse((Path(tinsmith.__file__).with_suffix(".pyi")).read_text())
+    seen = {
+        (node.module, alias.name)
+        for node in ast.walk(stub)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    loaded = {(module, name) for module, names in tinsmith.NAMES.items() for name in names}
+    modules = {tuple(module.rsplit(".", 1)) for module in tinsmith.MODULES.values()}
+    assert seen == loaded | modules
 
 
 @pytest.mark.parametrize("name", [n for n in tinker.__all__ if inspect.isclass(getattr(tinker, n))])
