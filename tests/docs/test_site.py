@@ -74,6 +74,12 @@ def test_a_command_that_does_not_exist_is_found() -> None:
             check(words, "")
 
 
+def test_the_glossary_has_at_most_forty_words_in_order_and_each_once() -> None:
+    rows = re.findall(r"^\| ([a-z ]+) \|", (ROOT / "docs" / "glossary.md").read_text(), re.M)
+    assert rows == sorted(set(rows))
+    assert 20 <= len(rows) <= 40
+
+
 def test_every_metric_is_described() -> None:
     source = "\n".join(path.read_text() for path in (ROOT / "src/tinsmith/server").rglob("*.py"))
     counted = set(re.findall(r"metrics\.count\(\s*\"(\w+)\"", source))
