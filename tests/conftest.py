@@ -1,6 +1,7 @@
 """Keeps the environment clean, and skips what this machine cannot run."""
 
 import os
+import signal
 
 import pytest
 
@@ -11,6 +12,13 @@ def _no_credentials_from_the_environment() -> None:
     for name in list(os.environ):
         if name.startswith(("TINKER_", "TINSMITH_")) and name != "TINSMITH_TEST_CACHE":
             del os.environ[name]
+
+
+def pytest_configure() -> None:
+    # A shell that starts the tests in the background has them ignore Ctrl-C, and children would
+    # inherit that; some tests send it to theirs.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.child import Child
 from tests.support.live_server import clean_environment
 
 if TYPE_CHECKING:
@@ -136,23 +137,17 @@ def test_the_port_is_taken(tmp_path: Path) -> None:
 def test_it_is_interrupted(stage: str, tmp_path: Path) -> None:
     """Ctrl-C reaches every process of the terminal, whatever the demo does at that moment."""
     data_dir = tmp_path / "data"
-    process = subprocess.Popen(
-        demo_command("--data-dir", str(data_dir)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=clean_environment(),
-        start_new_session=True,
+    child = Child(
+        demo_command("--data-dir", str(data_dir)), env=clean_environment(), start_new_session=True
     )
-    assert process.stderr is not None
     said = []
-    for line in process.stderr:
+    for line in child.err:
         said.append(line)
         if line.startswith(stage):
-            os.killpg(process.pid, signal.SIGINT)
+            os.killpg(child.process.pid, signal.SIGINT)
             break
-    out, rest = process.communicate(timeout=120)
-    done = subprocess.CompletedProcess([], process.returncode, out, "".join(said) + rest)
+    out, rest = child.finish()
+    done = subprocess.CompletedProcess([], child.process.returncode, out, "".join(said) + rest)
     assert "its server is stopped" in sentence(done, 130)
     deadline = time.monotonic() + 10
     while processes_with(str(data_dir)) and time.monotonic() < deadline:

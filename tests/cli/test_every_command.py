@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import click
 import pytest
 
 from tests.support import live_server
+from tests.support.child import Child
 from tests.support.live_server import Server
 from tinsmith.cli.__main__ import cli
 from tinsmith.client.service import ServiceClient
@@ -216,22 +216,19 @@ def test_whoami_in_both_forms(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["table", "json"])
 def test_serve_in_both_forms(form: str, tmp_path: Path) -> None:
-    process = subprocess.Popen(
+    child = Child(
         [
             *(sys.executable, "-m", "tinsmith.cli", "--format", form, "serve", "--engine", "fake"),
             *("--port", "0", "--data-dir", str(tmp_path)),
         ],
-        stdout=subprocess.PIPE,
-        text=True,
         env=live_server.clean_environment(),
     )
-    assert process.stdout is not None
     try:
-        said = "".join(process.stdout.readline() for _ in range(4))
+        said = "\n".join(child.out.take(4)) + "\n"
     finally:
-        process.terminate()
-        rest, _ = process.communicate(timeout=30)
-    assert process.returncode == 0
+        child.process.terminate()
+        rest, errors = child.finish(30)
+    assert child.process.returncode == 0, errors
     if form == "json":
         answer = json.loads(said + rest)
         assert answer["base_url"].startswith("http://127.0.0.1:")

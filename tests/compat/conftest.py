@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from chaos import tiny_model as tiny_model_files
+from tests.support.child import Child
 
 SCRIPTS = Path(__file__).parent / "scripts"
 REPOSITORY = Path(__file__).parents[2]
@@ -86,14 +87,12 @@ class ServerProcess:
         self, script: str, *arguments: str, timeout: float = 120, python: str = sys.executable
     ) -> str:
         """Run an official-client script against this server; its output."""
-        process = self.start_script(script, *arguments, python=python)
-        out, err = process.communicate(timeout=timeout)
-        assert process.returncode == 0, out + err + self.log()
+        child = self.start_script(script, *arguments, python=python)
+        out, err = child.finish(timeout)
+        assert child.process.returncode == 0, out + err + self.log()
         return out
 
-    def start_script(
-        self, script: str, *arguments: str, python: str = sys.executable
-    ) -> subprocess.Popen[str]:
+    def start_script(self, script: str, *arguments: str, python: str = sys.executable) -> Child:
         """`python` may belong to an environment with another release of the official client."""
         environment = (
             _clean_environment()
@@ -104,13 +103,7 @@ class ServerProcess:
             }
             | self.script_environment
         )
-        return subprocess.Popen(
-            [python, str(SCRIPTS / script), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        return Child([python, str(SCRIPTS / script), *arguments], env=environment)
 
     def log(self) -> str:
         return (self.data_dir.parent / "server.log").read_text()

@@ -24,14 +24,13 @@ def test_a_killed_server_loses_nothing_that_it_answered(
 ) -> None:
     server = start_server("--set", "fake_pass_seconds=0.1", "--set", "snapshot_steps=4")
     undisturbed = server.run("long_training.py", STEPS).splitlines()
-    process = server.start_script("long_training.py", STEPS)
-    assert process.stdout is not None
-    lines = [process.stdout.readline().strip() for _ in range(kill_after_steps)]
+    child = server.start_script("long_training.py", STEPS)
+    lines = child.out.take(kill_after_steps)
     server.kill()
     time.sleep(0.5)
     server.start()
-    rest, errors = process.communicate(timeout=90)
-    assert process.returncode == 0, errors + server.log()
+    rest, errors = child.finish(90)
+    assert child.process.returncode == 0, errors + server.log()
     assert lines + rest.splitlines() == undisturbed
 
 
@@ -55,17 +54,16 @@ def test_a_server_on_postgres_loses_nothing_when_it_and_its_database_are_killed(
     server = start_server("--database-url", postgres.url, *options)
     undisturbed = server.run("long_training.py", STEPS).splitlines()
     assert not (server.data_dir / "tinsmith.db").exists()
-    process = server.start_script("long_training.py", STEPS)
-    assert process.stdout is not None
-    lines = [process.stdout.readline().strip() for _ in range(2)]
+    child = server.start_script("long_training.py", STEPS)
+    lines = child.out.take(2)
     server.kill()
     server.start()
-    lines += [process.stdout.readline().strip() for _ in range(2)]
+    lines += child.out.take(2)
     postgres.stop()
     time.sleep(1.0)
     postgres.start()
-    rest, errors = process.communicate(timeout=90)
-    assert process.returncode == 0, errors + server.log()
+    rest, errors = child.finish(90)
+    assert child.process.returncode == 0, errors + server.log()
     assert lines + rest.splitlines() == undisturbed
 
 
@@ -102,16 +100,15 @@ def test_a_real_model_ends_with_the_same_bits_whoever_is_killed(
     server = start_local_server("--set", "snapshot_steps=15")
     steps = "40"
     undisturbed = server.run("long_training.py", steps).splitlines()
-    process = server.start_script("long_training.py", steps)
-    assert process.stdout is not None
-    lines = [process.stdout.readline().strip() for _ in range(3)]
+    child = server.start_script("long_training.py", steps)
+    lines = child.out.take(3)
     if victim == "engine":
         os.kill(_engine_process(server), signal.SIGKILL)
     else:
         server.kill()
         server.start()
-    rest, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors + server.log()
+    rest, errors = child.finish(120)
+    assert child.process.returncode == 0, errors + server.log()
     assert lines + rest.splitlines() == undisturbed
     assert any(line.startswith("probe") for line in rest.splitlines())
 
@@ -123,6 +120,6 @@ def test_tenants_who_train_at_once_get_the_bits_that_each_gets_alone(
     server = start_local_server()
     alone = server.run("long_training.py", "10")
     together = [server.start_script("long_training.py", "10") for _ in range(3)]
-    for process in together:
-        output, errors = process.communicate(timeout=120)
+    for child in together:
+        output, errors = child.finish(120)
         assert output == alone, errors
