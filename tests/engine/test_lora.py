@@ -102,7 +102,7 @@ def test_memory_follows_the_adapters_in_use(pool: AdapterPool) -> None:
     assert pool.nbytes == 0
 
 
-def test_adapters_keep_their_weights_while_the_pool_grows(pool: AdapterPool) -> None:
+def test_adapters_keep_their_weights_while_others_are_made(pool: AdapterPool) -> None:
     adapters = [pool.create("tiny", LoraConfig(rank=2, seed=seed)) for seed in range(9)]
     for seed, adapter in enumerate(adapters):
         fresh = pool.create("tiny", LoraConfig(rank=2, seed=seed))

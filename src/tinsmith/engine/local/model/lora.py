@@ -1,10 +1,10 @@
 """Low-rank adapters: their weights, and which rows of a batch they apply to.
 
 An adapter is one flat float32 vector, so that an optimizer step, a copy or a checksum is one
-operation. Adapters of one shape (rank and trained parts) are rows of one tensor, the pool's
-block, so that a target's A over all slots is one strided batch. The order within a vector is
-that of the model's projections, layer by layer, and for each projection first the A of all its
-modules and then the B of all its modules: products that share an input share one matmul.
+operation. The vector is an allocation of its own: it goes when its adapter goes, whatever else is
+in memory, and always begins at an aligned address. The order within a vector is that of the model's
+projections, layer by layer, and for each projection first the A of all its modules and then the B
+of all its modules: products that share an input share one matmul.
 
 What is computed with them is in `adapted_linear`.
 """
@@ -93,63 +93,37 @@ class Layout:
         return LowRank(a, tuple(b))
 
 
-class _Block:
-    """The adapters of one shape: a row of `rows` each. Grows by a quarter, reuses free rows."""
-
-    def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype) -> None:
-        self.layout = layout
-        self.rows = torch.empty(0, layout.size, dtype=torch.float32, device=device)
-        self.dtype = dtype
-        self.generation = 0
-        self._free: list[int] = []
-
-    def take(self) -> int:
-        if not self._free:
-            used = len(self.rows)
-            grown = self.rows.new_empty(used + max(1, used // 4), self.layout.size)
-            grown[:used] = self.rows
-            self._free = list(range(len(grown) - 1, used - 1, -1))
-            self.rows = grown
-            self.generation += 1
-        return self._free.pop()
-
-    def give_back(self, row: int) -> None:
-        self._free.append(row)
-        if len(self._free) == len(self.rows):
-            self.rows = self.rows.new_empty(0, self.layout.size)
-            self._free = []
-            self.generation += 1
-
-
 class Adapter:
     """One LoRA model's weights, and while it trains its gradient and optimizer state.
 
     Made by `AdapterPool`. A sampler is an adapter that nobody steps.
     """
 
-    def __init__(self, base_model: str, lora: LoraConfig, block: _Block) -> None:
+    def __init__(
+        self, base_model: str, lora: LoraConfig, layout: Layout, flat: Tensor, dtype: torch.dtype
+    ) -> None:
         self.base_model = base_model
         self.lora = lora
         self.rank = lora.rank
         self.scale = ALPHA / lora.rank
-        self.layout = block.layout
+        self.layout = layout
         self.grad: Tensor | None = None
         """(P,) float32, the sum of what passes left since the last step; None: nothing pending."""
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
         self.step = 0
-        self._block = block
-        self._row: int | None = block.take()
+        self._flat: Tensor | None = flat
+        self._dtype = dtype
         self._views: dict[tuple[int | None, str], LowRank] = {}
-        self._seen: tuple[int, int] = (-1, -1)
         self._rounded: Tensor | None = None
+        self._rounded_version = -1
 
     @property
     def flat(self) -> Tensor:
-        """(P,) float32: every A and B. Write to it in place; do not keep it across creations."""
-        if self._row is None:
+        """(P,) float32: every A and B. Write to it in place."""
+        if self._flat is None:
             raise EngineError("the adapter has been released")
-        return self._block.rows[self._row]
+        return self._flat
 
     @property
     def nbytes(self) -> int:
@@ -195,12 +169,12 @@ class Adapter:
     def rounded(self) -> Tensor:
         """`flat` in the base model's dtype: itself, or a copy of its present state."""
         flat = self.flat
-        is_copy = self._block.dtype != torch.float32
-        seen = (self._block.generation, flat._version if is_copy else 0)
-        if seen != self._seen or self._rounded is None:
-            self._rounded = flat.to(self._block.dtype)
+        if self._dtype == torch.float32:
+            return flat
+        if self._rounded is None or flat._version != self._rounded_version:
+            self._rounded = flat.to(self._dtype)
+            self._rounded_version = flat._version
             self._views = {}
-            self._seen = seen
         return self._rounded
 
     def is_finite(self) -> bool:
@@ -209,13 +183,14 @@ class Adapter:
 
 
 class AdapterPool:
-    """Room for the adapters of one base model. Memory follows the adapters in use."""
+    """Makes the adapters of one base model, and knows those in use."""
 
     def __init__(self, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
         self._config = config
         self._device = device
         self._dtype = dtype
-        self._blocks: dict[tuple[int, bool, bool, bool], _Block] = {}
+        self._layouts: dict[tuple[int, bool, bool, bool], Layout] = {}
+        self._in_use: set[Adapter] = set()
 
     def create(self, base_model: str, lora: LoraConfig) -> Adapter:
         """A fresh adapter: A uniform as PEFT draws it, from `lora.seed`; B zero.
@@ -234,7 +209,11 @@ class AdapterPool:
 
     def create_empty(self, base_model: str, lora: LoraConfig) -> Adapter:
         """An adapter whose weights the caller fills in at once."""
-        return Adapter(base_model, lora, self._block(lora))
+        layout = self._layout(lora)
+        flat = torch.empty(layout.size, dtype=torch.float32, device=self._device)
+        adapter = Adapter(base_model, lora, layout, flat, self._dtype)
+        self._in_use.add(adapter)
+        return adapter
 
     def copy(self, adapter: Adapter) -> Adapter:
         """A new adapter with the present weights of `adapter`, and nothing else of it."""
@@ -244,21 +223,21 @@ class AdapterPool:
 
     def release(self, adapter: Adapter) -> None:
         """Free an adapter's memory. It cannot be used afterwards."""
-        if adapter._row is not None:
-            adapter._block.give_back(adapter._row)
-            adapter._row = None
-            adapter._views, adapter._rounded = {}, None
-            adapter.grad = adapter.exp_avg = adapter.exp_avg_sq = None
+        self._in_use.discard(adapter)
+        adapter._flat = adapter._rounded = None
+        adapter._views = {}
+        adapter.grad = adapter.exp_avg = adapter.exp_avg_sq = None
 
     @property
     def nbytes(self) -> int:
-        return sum(block.rows.nbytes for block in self._blocks.values())
+        """Memory of all adapters in use, with what they need to train."""
+        return sum(adapter.nbytes for adapter in self._in_use)
 
-    def _block(self, lora: LoraConfig) -> _Block:
+    def _layout(self, lora: LoraConfig) -> Layout:
         key = (lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed)
-        if key not in self._blocks:
-            self._blocks[key] = _Block(Layout(self._config, lora), self._device, self._dtype)
-        return self._blocks[key]
+        if key not in self._layouts:
+            self._layouts[key] = Layout(self._config, lora)
+        return self._layouts[key]
 
 
 Run = tuple[int, int, Adapter | None]
