@@ -98,9 +98,9 @@ class Ours:
     def forward_backward(self, data: dict[str, list[Datum]]) -> None:
         """One pass for each adapter named, all in one call; gradients are then forgotten."""
         passes = [Pass(adapter_id=i, data=d, loss_fn="cross_entropy") for i, d in data.items()]
-        for result in run_passes(passes, self.adapters, self.decoder, self.config):
-            if result is not None and not isinstance(result[1], ForwardBackwardOutput):
-                raise RuntimeError(result[1].message)
+        for finished in run_passes(passes, self.adapters, self.decoder, self.config):
+            if finished is not None and not isinstance(finished.result, ForwardBackwardOutput):
+                raise RuntimeError(finished.result.message)
         for name in data:
             self.adapters[name].grad = None
 

@@ -20,6 +20,7 @@ import numpy as np
 from tinsmith.engine.base import (
     Capabilities,
     Failure,
+    FinishedPass,
     Health,
     Pass,
     SampleEvent,
@@ -87,17 +88,17 @@ class StubCore:
     def unload_adapter(self, adapter_id: str) -> None:
         self.log.append(f"unload {adapter_id}")
 
-    def run_passes(
-        self, passes: Sequence[Pass]
-    ) -> Generator[tuple[int, ForwardBackwardOutput | Failure] | None, None, None]:
+    def run_passes(self, passes: Sequence[Pass]) -> Generator[FinishedPass | None, None, None]:
         for index, item in enumerate(passes):
             kind, _, value = item.adapter_id.partition(":")
             if kind == "raise":
                 raise RuntimeError("out of cheese")
-            for _ in range(int(value) if kind == "parts" else 1):
+            num_parts = int(value) if kind == "parts" else 1
+            for _ in range(num_parts):
                 self._spend("part", PART_SECONDS)
                 yield None
-            yield index, ForwardBackwardOutput("ArrayRecord", [], {"loss:sum": float(index)})
+            output = ForwardBackwardOutput("ArrayRecord", [], {"loss:sum": float(index)})
+            yield FinishedPass(index, output, num_parts * PART_SECONDS)
 
     def step(self, steps: Sequence[Step]) -> list[dict[str, float] | Failure]:
         self.log.append("step")

@@ -251,7 +251,7 @@ def test_ten_training_steps_equal_those_of_torch_on_a_peft_model(
         request = Pass(adapter_id="a", data=data, loss_fn="cross_entropy")
         passes = run_passes([request], {"a": adapter}, tiny_decoder, CPU)
         results = [result for result in passes if result is not None]
-        assert isinstance(results[0][1], ForwardBackwardOutput)
+        assert isinstance(results[0].result, ForwardBackwardOutput)
         adamw_step(adapter, params)
 
         optimizer.zero_grad()

@@ -72,7 +72,7 @@ def passes(*adapter_ids: str, num_data: int = 1, **fields: Any) -> list[Pass]:
 
 
 def run(core: EngineCore, requests: list[Pass]) -> list[ForwardBackwardOutput]:
-    results = dict(filter(None, core.run_passes(requests)))
+    results = {p.index: p.result for p in core.run_passes(requests) if p}
     ordered = [results[index] for index in range(len(requests))]
     assert all(isinstance(result, ForwardBackwardOutput) for result in ordered), ordered
     return ordered  # type: ignore[return-value]  # just asserted
@@ -133,7 +133,7 @@ def test_one_call_may_hold_passes_on_several_base_models(new_core: Any) -> None:
     a, b, c = run(core, passes("a", "b", "c"))
     assert a.loss_fn_outputs == c.loss_fn_outputs
     assert a.loss_fn_outputs != b.loss_fn_outputs
-    results = dict(filter(None, core.run_passes(passes("b", "unknown", "a"))))
+    results = {p.index: p.result for p in core.run_passes(passes("b", "unknown", "a")) if p}
     assert results[0].loss_fn_outputs == b.loss_fn_outputs
     assert isinstance(results[1], Failure)
     assert results[2].loss_fn_outputs == a.loss_fn_outputs
@@ -262,7 +262,7 @@ def test_passes_given_up_half_way_have_no_effect(new_core: Any) -> None:
         core.create_adapter(name, "llama", LORA)
     results = core.run_passes(passes("b", "a", "a", num_data=2))
     done = next(filter(None, results))
-    assert done[0] == 0
+    assert done.index == 0
     results.close()
     train(core, "a")
     step(core, "b")
@@ -289,7 +289,7 @@ def test_an_adapter_in_doubt_is_refused_until_it_is_restored(
         (failure,) = core.step([Step(adapter_id="a", params=AdamParams())])
     assert isinstance(failure, Failure)
     assert failure.category == "server"
-    (_, passed), *_ = core.run_passes(passes("a"))
+    passed = next(core.run_passes(passes("a"))).result
     for refused in (passed, core.freeze("a", "s"), core.snapshot("a", tmp_path / "t", "exact")):
         assert isinstance(refused, Failure)
         assert refused.category == "server"

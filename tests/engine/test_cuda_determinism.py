@@ -56,7 +56,7 @@ def make_data(lengths: list[int], seed: int) -> list[Datum]:
 def run(
     decoder: Decoder, passes: list[Pass], adapters: dict[str, Adapter]
 ) -> list[ForwardBackwardOutput]:
-    results = dict(filter(None, run_passes(passes, adapters, decoder, CONFIG)))
+    results = {p.index: p.result for p in run_passes(passes, adapters, decoder, CONFIG) if p}
     found = [results[index] for index in range(len(passes))]
     assert all(isinstance(result, ForwardBackwardOutput) for result in found), found
     return [result for result in found if isinstance(result, ForwardBackwardOutput)]

@@ -95,9 +95,9 @@ async def test_a_pretended_death_loses_everything_and_fails_whoever_waits() -> N
 async def test_uploaded_losses_are_refused_by_name() -> None:
     engine = FakeEngine()
     await engine.create_adapter("a", MODEL, LORA)
-    ((_, result),) = [item async for item in engine.run_passes(passes("a", "custom"))]
-    assert isinstance(result, Failure)
-    assert "does not run uploaded losses" in result.message
+    (finished,) = [item async for item in engine.run_passes(passes("a", "custom"))]
+    assert isinstance(finished.result, Failure)
+    assert "does not run uploaded losses" in finished.result.message
 
 
 async def test_several_models_of_any_size_are_served() -> None:

@@ -83,7 +83,7 @@ def sample(core: EngineCore, jobs: list[SampleJob]) -> list[SampleResponse]:
 
 def train(core: EngineCore, item: Pass) -> ForwardBackwardOutput:
     results = [result for result in core.run_passes([item]) if result is not None]
-    (_, output) = results[0]
+    output = results[0].result
     assert isinstance(output, ForwardBackwardOutput), output
     return output
 

@@ -62,7 +62,8 @@ def run(
     adapters: dict[str, Adapter],
     config: LocalEngineConfig = CONFIG,
 ) -> dict[int, ForwardBackwardOutput | Failure]:
-    return dict(filter(None, training.run_passes(passes, adapters, decoder, config)))
+    results = training.run_passes(passes, adapters, decoder, config)
+    return {p.index: p.result for p in results if p}
 
 
 def passes_of(**data: list[Datum]) -> list[Pass]:

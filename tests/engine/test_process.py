@@ -254,8 +254,8 @@ class TestProcess:
                 "no such thing", "user"
             )
             results = [item async for item in engine.run_passes(passes("a", "parts:2"))]
-            assert [index for index, _ in results] == [0, 1]
-            assert isinstance(results[1][1], ForwardBackwardOutput)
+            assert [item.index for item in results] == [0, 1]
+            assert isinstance(results[1].result, ForwardBackwardOutput)
             events = [event async for event in engine.sample(job("j", 3, stream=True))]
             assert [type(e) for e in events] == [TokensSampled] * 3 + [SampleResponse]
 
@@ -277,8 +277,8 @@ class TestProcess:
     async def test_closing_a_stream_early_gives_up_the_rest(self) -> None:
         async with running(sleeps=0.001) as engine:
             stream = engine.run_passes(passes("a", *["parts:1000"] * 100))
-            async for index, _ in stream:
-                assert index == 0
+            async for item in stream:
+                assert item.index == 0
                 break
             await stream.aclose()  # type: ignore[attr-defined]  # an async generator
             async with asyncio.timeout(2):
@@ -432,7 +432,7 @@ async def training(folder: Path) -> AsyncIterator[tuple[LocalEngine, AsyncIterat
         assert await engine.create_adapter("a", "tiny", LORA) is None
         item = Pass(adapter_id="a", data=[datum] * 10, loss_fn="cross_entropy")
         results = engine.run_passes([item] * 1000)
-        assert isinstance((await anext(results))[1], ForwardBackwardOutput)
+        assert isinstance((await anext(results)).result, ForwardBackwardOutput)
         yield engine, results
     finally:
         await engine.close()
@@ -455,7 +455,7 @@ async def test_a_sample_does_not_wait_for_the_passes_under_way(tiny_llama_folder
         events = await _drain(engine.sample(dataclasses.replace(sample, base_model="tiny")))
         assert isinstance(events[-1], SampleResponse)
         # The passes go on: they were not given up, nor all done before.
-        assert isinstance((await anext(results))[1], ForwardBackwardOutput)
+        assert isinstance((await anext(results)).result, ForwardBackwardOutput)
 
 
 def is_running(pid: int) -> bool:

@@ -73,7 +73,7 @@ def run(
     adapters: dict[str, Adapter],
     config: LocalEngineConfig = CPU,
 ) -> list[ForwardBackwardOutput | Failure]:
-    results = dict(filter(None, run_passes(passes, adapters, decoder, config)))
+    results = {p.index: p.result for p in run_passes(passes, adapters, decoder, config) if p}
     return [results[index] for index in range(len(passes))]
 
 
@@ -468,9 +468,9 @@ def test_a_pass_is_reported_before_later_ones_have_run(
     config = LocalEngineConfig(device="cpu", max_batch_tokens=87)
     results = run_passes(passes, adapters, tiny_decoder, config)
     first = next(results)
-    assert first is not None and first[0] == 0
+    assert first is not None and first.index == 0
     assert adapters["a"].grad is not None and adapters["b"].grad is None
-    assert [result and result[0] for result in results] == [None, 1, None]
+    assert [result and result.index for result in results] == [None, 1, None]
 
 
 def test_a_pass_that_is_given_up_between_micro_batches_leaves_nothing_behind(

@@ -121,7 +121,7 @@ def forward_backward(adapter_id: str, *data: Datum, **more: Any) -> Pass:
 
 async def run(engine: Engine, *passes: Pass) -> list[ForwardBackwardOutput | Failure]:
     """Results in the order of the passes."""
-    results = {index: result async for index, result in engine.run_passes(passes)}
+    results = {p.index: p.result async for p in engine.run_passes(passes)}
     assert sorted(results) == list(range(len(passes)))
     return [results[index] for index in range(len(passes))]
 

@@ -112,6 +112,16 @@ class Pass:
     """The graph behind `loss_fn="custom"`; the caller has looked it up."""
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedPass:
+    """What became of the pass at `index` of a call."""
+
+    index: int
+    result: ForwardBackwardOutput | Failure
+    seconds: float
+    """Computing time: its share, by tokens, of the micro-batches it was in, and all of its loss."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One optimizer step of one adapter; consumes the gradients accumulated so far."""
@@ -181,10 +191,8 @@ class Engine(Protocol):
         """Forget an adapter and free its memory. Unknown ids are ignored."""
         ...
 
-    def run_passes(
-        self, passes: Sequence[Pass]
-    ) -> AsyncIterator[tuple[int, ForwardBackwardOutput | Failure]]:
-        """Run passes, of any adapters, together; yield (index, result) as each is finished.
+    def run_passes(self, passes: Sequence[Pass]) -> AsyncIterator[FinishedPass]:
+        """Run passes, of any adapters, together; yield each as it is finished.
 
         Closing the iterator gives up passes that are not finished yet: whether one of them still
         takes effect is then unknown, so a caller that goes on must restore their adapters.

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from tinsmith.engine.base import (
     BaseModelInfo,
     Capabilities,
     Failure,
+    FinishedPass,
     Health,
     Pass,
     SampleEvent,
@@ -155,18 +157,20 @@ class FakeEngine:
         self._check_alive()
         self._adapters.pop(adapter_id, None)
 
-    def run_passes(
-        self, passes: Sequence[Pass]
-    ) -> AsyncIterator[tuple[int, ForwardBackwardOutput | Failure]]:
+    def run_passes(self, passes: Sequence[Pass]) -> AsyncIterator[FinishedPass]:
         self._check_alive()
-        return self._deliver([self._run_pass(item) for item in passes])
+        return self._deliver([self._timed_pass(index, item) for index, item in enumerate(passes)])
 
-    async def _deliver(
-        self, results: list[ForwardBackwardOutput | Failure]
-    ) -> AsyncIterator[tuple[int, ForwardBackwardOutput | Failure]]:
-        for index, result in enumerate(results):
+    async def _deliver(self, finished: list[FinishedPass]) -> AsyncIterator[FinishedPass]:
+        for item in finished:
             await self._work()
-            yield index, result
+            yield item
+
+    def _timed_pass(self, index: int, item: Pass) -> FinishedPass:
+        start = time.perf_counter()
+        result = self._run_pass(item)
+        seconds = time.perf_counter() - start + self.config.pass_seconds
+        return FinishedPass(index, result, seconds)
 
     def _run_pass(self, item: Pass) -> ForwardBackwardOutput | Failure:
         try:

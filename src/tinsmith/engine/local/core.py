@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from tinsmith.engine import checks
 from tinsmith.engine.base import (
     Capabilities,
     Failure,
+    FinishedPass,
     Health,
     Pass,
     SampleEvent,
@@ -128,7 +129,7 @@ class EngineCore:
                     max_context_length=config.max_context_length,
                 )
             except (ValidationError, EngineError) as error:
-                yield index, _failure(error)
+                yield FinishedPass(index, _failure(error), 0.0)
             else:
                 by_model.setdefault(adapter.base_model, []).append(index)
         for base_model, indices in by_model.items():
@@ -139,15 +140,15 @@ class EngineCore:
             self._decoder(base_model)
         except EngineError as error:
             for index in indices:
-                yield index, _failure(error)
+                yield FinishedPass(index, _failure(error), 0.0)
             return
         chosen = [passes[index] for index in indices]
         with self._models.use(base_model) as decoder:
-            for result in run_passes(chosen, self._adapters, decoder, self._config):
+            for finished in run_passes(chosen, self._adapters, decoder, self._config):
                 if self._device.type == "cuda" and self.is_sampling:
                     # Turns go by time, and kernels still in the queue have not taken theirs.
                     torch.cuda.synchronize(self._device)
-                yield None if result is None else (indices[result[0]], result[1])
+                yield finished and replace(finished, index=indices[finished.index])
 
     def step(self, steps: Sequence[Step]) -> list[dict[str, float] | Failure]:
         return [self._step(step) for step in steps]

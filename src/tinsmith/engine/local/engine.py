@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tinsmith.engine.base import (
     Capabilities,
     Failure,
+    FinishedPass,
     Health,
     Pass,
     SampleEvent,
@@ -47,7 +48,7 @@ from tinsmith.engine.local.boundary.messages import (
     Trouble,
 )
 from tinsmith.errors import EngineDiedError, EngineError
-from tinsmith.types import ForwardBackwardOutput, LoraConfig
+from tinsmith.types import LoraConfig
 
 if TYPE_CHECKING:
     from tinsmith.engine.local.config import LocalEngineConfig
@@ -182,9 +183,7 @@ class LocalEngine:
     async def unload_adapter(self, adapter_id: str) -> None:
         await self._call("unload_adapter", adapter_id)
 
-    def run_passes(
-        self, passes: Sequence[Pass]
-    ) -> AsyncIterator[tuple[int, ForwardBackwardOutput | Failure]]:
+    def run_passes(self, passes: Sequence[Pass]) -> AsyncIterator[FinishedPass]:
         """See `Engine.run_passes`. Closing the iterator early gives up what is not finished."""
         return self._stream("run_passes", tuple(passes))
 

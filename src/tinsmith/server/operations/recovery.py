@@ -117,8 +117,8 @@ def _touched_the_model(operation: OperationRecord) -> bool:
 
 async def _run(engine: Engine, passes: list[Pass]) -> None:
     if passes:
-        async for index, result in engine.run_passes(passes):
-            _check(result, f"replay pass {index} of")
+        async for finished in engine.run_passes(passes):
+            _check(finished.result, f"replay pass {finished.index} of")
 
 
 def _check(result: object, what: str) -> None:

@@ -274,12 +274,12 @@ class Scheduler:
                     runnable.append((model, operation))
             unfinished = dict(enumerate(runnable))
             if items:
-                async for index, result in engine.run_passes(items):
-                    model, operation = unfinished.pop(index)
-                    if isinstance(result, Failure):
-                        finish = failed(operation, result)
+                async for finished in engine.run_passes(items):
+                    model, operation = unfinished.pop(finished.index)
+                    if isinstance(finished.result, Failure):
+                        finish = failed(operation, finished.result)
                     else:
-                        finish = pass_done(operation, result)
+                        finish = pass_done(operation, finished.result)
                     self._end_pass(model, operation, finish)
         except EngineError as error:
             self._engines.report(generation, error)

@@ -39,6 +39,7 @@ from typing import Protocol
 from tinsmith.engine.base import (
     Capabilities,
     Failure,
+    FinishedPass,
     Health,
     Pass,
     SampleEvent,
@@ -61,7 +62,7 @@ from tinsmith.engine.local.boundary.messages import (
     Start,
     Trouble,
 )
-from tinsmith.types import ForwardBackwardOutput, LoraConfig
+from tinsmith.types import LoraConfig
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ BEAT_SECONDS = 1.0
 """Time between two signs of life."""
 
 
-PassResults = Generator[tuple[int, ForwardBackwardOutput | Failure] | None, None, None]
+PassResults = Generator[FinishedPass | None, None, None]
 
 
 class Core(Protocol):

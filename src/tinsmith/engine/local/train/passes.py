@@ -16,6 +16,7 @@ one that finds no memory even so fails, alone.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.engine.base import Failure, Pass
+from tinsmith.engine.base import Failure, FinishedPass, Pass
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.adapted_linear import finish_gradients
 from tinsmith.engine.local.model.batch import Item, PackedAttention, plan
@@ -38,8 +39,6 @@ from tinsmith.types import Datum, ForwardBackwardOutput, TensorData
 
 logger = logging.getLogger(__name__)
 
-PassResult = ForwardBackwardOutput | Failure
-
 
 def run_passes(
     passes: Sequence[Pass],
@@ -47,8 +46,8 @@ def run_passes(
     decoder: Decoder,
     config: LocalEngineConfig,
     max_tokens: int | None = None,
-) -> Iterator[tuple[int, PassResult] | None]:
-    """Run passes of adapters on `decoder`; yield (index, result) as each pass is finished.
+) -> Iterator[FinishedPass | None]:
+    """Run passes of adapters on `decoder`; yield each as it is finished.
 
     Yields None after each micro-batch as well, where the caller may do something else. A pass
     that is given up there, by closing the iterator, has no effect.
@@ -72,6 +71,7 @@ def run_passes(
             continue
         involved = [progress[index] for index in dict.fromkeys(i.pass_index for i in wanted)]
         is_to_split = False
+        start = time.perf_counter()
         try:
             for state in involved:
                 state.prepare(add_in_order=config.deterministic)
@@ -84,6 +84,10 @@ def run_passes(
             if not is_to_split:
                 for state in involved:
                     state.fail(f"the engine failed during the pass: {error}", "server")
+        if decoder.device.type == "cuda" and any(state.is_done for state in involved):
+            # Finishing waits for the device in any case; here the wait is everybody's.
+            torch.cuda.synchronize(decoder.device)
+        _share_time(time.perf_counter() - start, wanted, progress)
         if is_to_split:
             # Outside the handler, which holds on to all that the failed micro-batch had made.
             again = {index: progress.pop(index) for index in {i.pass_index for i in wanted}}
@@ -100,16 +104,30 @@ def _one_by_one(
     decoder: Decoder,
     config: LocalEngineConfig,
     max_tokens: int,
-) -> Iterator[tuple[int, PassResult] | None]:
+) -> Iterator[FinishedPass | None]:
     """Run passes from the start, in order; what they had done so far took no effect."""
-    requests = {index: states[index].request for index in sorted(states)}
     for state in states.values():
         state.gradient = None
-    for index, request in requests.items():
+    for index in sorted(states):
         if decoder.device.type == "cuda":
             torch.cuda.empty_cache()
-        for result in run_passes([request], adapters, decoder, config, max_tokens):
-            yield None if result is None else (index, result[1])
+        state = states[index]
+        for finished in run_passes([state.request], adapters, decoder, config, max_tokens):
+            yield finished and FinishedPass(
+                index, finished.result, state.seconds + finished.seconds
+            )
+
+
+def _share_time(seconds: float, items: Sequence[Item], progress: Mapping[int, _Progress]) -> None:
+    """Charge the passes of a micro-batch: each its own losses, and the rest by tokens."""
+    involved = {item.pass_index: progress[item.pass_index] for item in items}
+    shared = seconds - sum(state.loss_seconds for state in involved.values())
+    num_tokens = sum(item.length for item in items)
+    for item in items:
+        involved[item.pass_index].seconds += shared * item.length / num_tokens
+    for state in involved.values():
+        state.seconds += state.loss_seconds
+        state.loss_seconds = 0.0
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -124,16 +142,16 @@ def _finished(
     adapters: Mapping[str, Adapter],
     decoder: Decoder,
     config: LocalEngineConfig,
-) -> Iterator[tuple[int, PassResult]]:
+) -> Iterator[FinishedPass]:
     """Take out the passes that are done."""
     for index in [index for index, state in progress.items() if state.is_done]:
         state = progress.pop(index)
-        result = state.finish()
+        result, seconds = state.finish(), state.seconds
         if state.is_gradient_broken and state.had_company:
             # Passes that share products share an overflow, too; alone it shows whose it was.
-            again = run_passes([state.request], adapters, decoder, config)
-            ((_, result),) = filter(None, again)
-        yield index, result
+            (again,) = filter(None, run_passes([state.request], adapters, decoder, config))
+            result, seconds = again.result, seconds + again.seconds
+        yield FinishedPass(index, result, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,15 +200,22 @@ class _Progress:
     """Whether a micro-batch held other passes as well."""
 
     is_gradient_broken: bool = False
+    seconds: float = 0.0
+    """Its share of the micro-batches so far."""
+
+    loss_seconds: float = 0.0
+    """What its losses took in the micro-batch under way."""
 
     @classmethod
     def start(cls, request: Pass, adapter: Adapter) -> _Progress:
         state = cls(request, adapter)
         if request.custom_loss is not None:
+            start = time.perf_counter()
             try:
                 state.custom = compile_loss(request.custom_loss)
             except ValidationError as error:
                 state.fail(str(error), "user")
+            state.seconds = time.perf_counter() - start
         return state
 
     @property
@@ -217,7 +242,7 @@ class _Progress:
             self.failure = Failure(message, "user" if category == "user" else "server")
         self.gradient = None
 
-    def finish(self) -> PassResult:
+    def finish(self) -> ForwardBackwardOutput | Failure:
         """Let the gradient take effect and put the result together."""
         if self.failure is None and self.gradient is not None:
             self._commit(self.gradient.flat)
@@ -320,7 +345,7 @@ def _score(
         # Losses are small and made of many steps: the CPU is the quicker place for them.
         parts = scores.values.cpu().split([item.length for item in group])
         losses = [
-            _item_loss(item, progress[item.pass_index], logprobs)
+            _timed_loss(item, progress[item.pass_index], logprobs)
             for item, logprobs in zip(group, parts, strict=True)
         ]
         if not items[0].forward_only:
@@ -355,6 +380,13 @@ class _Loss(NamedTuple):
 
     value: Tensor
     logprobs: Tensor
+
+
+def _timed_loss(item: Item, state: _Progress, logprobs: Tensor) -> _Loss | None:
+    start = time.perf_counter()
+    loss = _item_loss(item, state, logprobs)
+    state.loss_seconds += time.perf_counter() - start
+    return loss
 
 
 def _item_loss(item: Item, state: _Progress, logprobs: Tensor) -> _Loss | None:

@@ -1,0 +1,91 @@
+"""What passes are charged: their tokens' share of a micro-batch, and their own losses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tinsmith.engine.base import CustomLoss, FinishedPass, Pass
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.train.passes import run_passes
+from tinsmith.types import (
+    CustomLossGraph,
+    CustomLossInput,
+    CustomLossNode,
+    Datum,
+    ForwardBackwardOutput,
+    ModelInput,
+)
+
+CPU = LocalEngineConfig(device="cpu")
+
+
+def datum(num_tokens: int) -> Datum:
+    tokens = torch.arange(num_tokens) % 97
+    return Datum(
+        model_input=ModelInput.from_ints(tokens.tolist()),
+        loss_fn_inputs={"target_tokens": tokens.numpy()},
+    )
+
+
+def timed(decoder: Decoder, adapter: Adapter, *passes: Pass) -> tuple[list[FinishedPass], float]:
+    start = time.perf_counter()
+    finished = [p for p in run_passes(passes, {"a": adapter}, decoder, CPU) if p]
+    taken = time.perf_counter() - start
+    assert all(isinstance(p.result, ForwardBackwardOutput) for p in finished), finished
+    return sorted(finished, key=lambda p: p.index), taken
+
+
+def sorting_loss(num_elements: int, num_sorts: int) -> CustomLoss:
+    """Sorts `num_elements` numbers again and again; little to say, much to do."""
+
+    def node(op: str, name: str, target: str, *args: object, **kwargs: object) -> CustomLossNode:
+        return CustomLossNode(op=op, name=name, target=target, args=list(args), kwargs=kwargs)
+
+    nodes = [
+        node("placeholder", "logprobs", "logprobs"),
+        node("call_method", "loss", "sum", {"ref": "logprobs"}),
+        node("call_function", "many", "torch.arange", num_elements),
+        *(
+            node("call_method", f"sorted_{i}", "argsort", {"ref": "many"}, descending=True)
+            for i in range(num_sorts)
+        ),
+        node("output", "output", "output", {"tuple": [{"ref": "loss"}, {"dict": {}}]}),
+    ]
+    return CustomLoss(
+        inputs=(CustomLossInput(name="logprobs", rank=1),), graph=CustomLossGraph(nodes=nodes)
+    )
+
+
+def test_passes_of_one_micro_batch_share_its_time_by_tokens(
+    tiny_decoder: Decoder, new_adapter: Callable[..., Adapter]
+) -> None:
+    passes = [
+        Pass(adapter_id="a", data=[datum(n)], loss_fn="cross_entropy", forward_only=True)
+        for n in (400, 100)
+    ]
+    (long, short), taken = timed(tiny_decoder, new_adapter(tiny_decoder), *passes)
+    assert 0 < short.seconds < long.seconds
+    assert long.seconds + short.seconds <= taken
+
+
+def test_the_time_of_a_custom_loss_is_its_own_passes(
+    tiny_decoder: Decoder, new_adapter: Callable[..., Adapter]
+) -> None:
+    passes = [
+        Pass(adapter_id="a", data=[datum(100)], loss_fn="cross_entropy"),
+        Pass(
+            adapter_id="a",
+            data=[datum(5)],
+            loss_fn="custom",
+            custom_loss=sorting_loss(2**18, 10),
+        ),
+    ]
+    (plain, custom), taken = timed(tiny_decoder, new_adapter(tiny_decoder), *passes)
+    assert custom.seconds > plain.seconds
+    assert plain.seconds + custom.seconds == pytest.approx(taken, rel=0.5)
