@@ -20,7 +20,9 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from tinsmith.server.store import schema
-from tinsmith.server.store.base import (
+from tinsmith.server.store.database import sqlite_url
+from tinsmith.server.store.errors import StoreDamagedError, StoreInUseError, StoreUnavailableError
+from tinsmith.server.store.records import (
     AuditRecord,
     CheckpointRecord,
     CustomLossRecord,
@@ -30,14 +32,10 @@ from tinsmith.server.store.base import (
     OperationRecord,
     SamplerRecord,
     SessionRecord,
-    Store,
-    StoreDamagedError,
-    StoreInUseError,
-    StoreUnavailableError,
     UsageRecord,
     WeightsRecord,
 )
-from tinsmith.server.store.sql import SqlStore, sqlite_url
+from tinsmith.server.store.store import Store
 
 
 def _as_postgres_user() -> list[str]:
@@ -110,7 +108,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 async def store(url: str, tmp_path: Path) -> AsyncIterator[Store]:
-    store = SqlStore(url, tmp_path / "blobs")
+    store = Store(url, tmp_path / "blobs")
     yield store
     await store.close()
 
@@ -182,33 +180,33 @@ async def test_the_migrated_tables_are_the_declared_ones(store: Store, url: str)
 
 
 async def test_a_secret_is_made_once(store: Store) -> None:
-    first = await store.secret("a")
+    first = await store.keys.secret("a")
     assert len(first) == 32
-    assert await store.secret("a") == first != await store.secret("b")
+    assert await store.keys.secret("a") == first != await store.keys.secret("b")
 
 
 async def test_keys_are_added_listed_and_revoked(store: Store) -> None:
-    key = await store.add_key(KeyRecord(owner="o", name="n", key_hash="h", created_at=1.0))
+    key = await store.keys.add(KeyRecord(owner="o", name="n", key_hash="h", created_at=1.0))
     assert key.key_id > 0
-    assert await store.list_keys() == [key]
-    assert await store.revoke_key(key.key_id, 2.0)
-    assert not await store.revoke_key(key.key_id, 3.0)
-    assert (await store.list_keys())[0].revoked_at == 2.0
+    assert await store.keys.list() == [key]
+    assert await store.keys.revoke(key.key_id, 2.0)
+    assert not await store.keys.revoke(key.key_id, 3.0)
+    assert (await store.keys.list())[0].revoked_at == 2.0
 
 
 async def test_a_repeated_number_finds_the_first_operation(store: Store) -> None:
     """S35."""
-    recorded, is_new = await store.record(operation(0), MODEL)
+    recorded, is_new = await store.log.record(operation(0), MODEL)
     assert is_new and recorded.request_id == "r0"
-    again, is_new = await store.record(operation(0, request_id="other"), MODEL)
+    again, is_new = await store.log.record(operation(0, request_id="other"), MODEL)
     assert not is_new and again.request_id == "r0"
-    assert await store.get_model(MODEL.model_id) == MODEL
+    assert await store.models.get(MODEL.model_id) == MODEL
 
 
 async def test_numbers_recorded_at_the_same_time_are_recorded_once(store: Store) -> None:
-    await store.record(operation(0), MODEL)
+    await store.log.record(operation(0), MODEL)
     answers = await asyncio.gather(
-        *[store.record(operation(1, request_id=f"x{n}")) for n in range(20)]
+        *[store.log.record(operation(1, request_id=f"x{n}")) for n in range(20)]
     )
     assert len({record.request_id for record, _ in answers}) == 1
     assert sum(is_new for _, is_new in answers) == 1
@@ -217,74 +215,74 @@ async def test_numbers_recorded_at_the_same_time_are_recorded_once(store: Store)
 @pytest.mark.parametrize("size", [10, 300_000])
 async def test_payloads_and_results_of_any_size_come_back(store: Store, size: int) -> None:
     payload, result = os.urandom(size), os.urandom(size)
-    await store.record(operation(0, payload=payload), MODEL)
-    assert await store.read_payload("r0") == payload
+    await store.log.record(operation(0, payload=payload), MODEL)
+    assert await store.log.read_payload("r0") == payload
     end = Finish(
         request_id="r0", status="done", finished_at=5.0, result_type="output", result=result
     )
-    await store.finish([end])
-    found = await store.get_operation("r0")
+    await store.log.finish([end])
+    found = await store.log.get("r0")
     assert found is not None and bytes(found.result or b"") == result
     assert (found.status, found.result_type, found.result_bytes) == ("done", "output", size)
 
 
 async def test_an_operation_ends_once(store: Store) -> None:
-    await store.record(operation(0), MODEL)
+    await store.log.record(operation(0), MODEL)
     end = Finish(request_id="r0", status="done", finished_at=5.0, result_type="json", result=b"1")
-    await store.finish([end])
-    await store.finish([dataclasses.replace(end, status="failed", error="late")])
-    found = await store.get_operation("r0")
+    await store.log.finish([end])
+    await store.log.finish([dataclasses.replace(end, status="failed", error="late")])
+    found = await store.log.get("r0")
     assert found is not None and found.status == "done" and found.error is None
 
 
 async def test_the_log_is_read_in_order_and_pending_models_are_known(store: Store) -> None:
-    await store.record(operation(0), MODEL)
+    await store.log.record(operation(0), MODEL)
     for seq_id in (3, 1, 2):
-        await store.record(operation(seq_id))
-    assert [o.seq_id for o in await store.read_log(MODEL.model_id, 0)] == [1, 2, 3]
-    assert await store.models_with_pending() == [MODEL.model_id]
+        await store.log.record(operation(seq_id))
+    assert [o.seq_id for o in await store.log.read(MODEL.model_id, 0)] == [1, 2, 3]
+    assert await store.log.models_with_pending() == [MODEL.model_id]
 
 
 async def test_a_snapshot_drops_the_payloads_before_the_previous_one(store: Store) -> None:
     """The previous one is kept, and what is needed to come from there to the newest."""
     for seq_id in range(4):
         payload = os.urandom(100_000 if seq_id == 1 else 10)
-        await store.record(operation(seq_id, payload=payload), MODEL if seq_id == 0 else None)
+        await store.log.record(operation(seq_id, payload=payload), MODEL if seq_id == 0 else None)
     ends = [Finish(request_id=f"r{n}", status="done", finished_at=5.0) for n in (0, 1, 2)]
-    await store.finish(ends)
-    await store.record_snapshot(MODEL.model_id, 1, weights("w1", "exact"))
-    assert len(await store.read_payload("r1")) == 100_000
-    await store.record_snapshot(MODEL.model_id, 2, weights("w2", "exact"))
-    model = await store.get_model(MODEL.model_id)
+    await store.log.finish(ends)
+    await store.models.record_snapshot(MODEL.model_id, 1, weights("w1", "exact"))
+    assert len(await store.log.read_payload("r1")) == 100_000
+    await store.models.record_snapshot(MODEL.model_id, 2, weights("w2", "exact"))
+    model = await store.models.get(MODEL.model_id)
     assert model is not None
     assert (model.snapshot_seq_id, model.snapshot_weights_id) == (2, "w2")
     assert (model.previous_snapshot_seq_id, model.previous_snapshot_weights_id) == (1, "w1")
-    log = await store.read_log(MODEL.model_id, -1)
+    log = await store.log.read(MODEL.model_id, -1)
     assert [o.payload_file for o in log] == [None, None, None, None]
-    assert [len(await store.read_payload(f"r{n}")) for n in (2, 3)] == [10, 10]
-    assert await store.unreferenced_weights() == []
-    await store.record_snapshot(MODEL.model_id, 2, weights("w3", "exact"))
-    assert await store.unreferenced_weights() == ["w1"]
+    assert [len(await store.log.read_payload(f"r{n}")) for n in (2, 3)] == [10, 10]
+    assert await store.weights.unreferenced() == []
+    await store.models.record_snapshot(MODEL.model_id, 2, weights("w3", "exact"))
+    assert await store.weights.unreferenced() == ["w1"]
 
 
 async def test_a_damaged_snapshot_gives_way_to_the_previous_one(store: Store) -> None:
-    await store.record(operation(0), MODEL)
-    await store.record_snapshot(MODEL.model_id, 0, weights("w1", "exact"))
-    await store.record_snapshot(MODEL.model_id, 5, weights("w2", "exact"))
-    await store.revert_snapshot(MODEL.model_id)
-    model = await store.get_model(MODEL.model_id)
+    await store.log.record(operation(0), MODEL)
+    await store.models.record_snapshot(MODEL.model_id, 0, weights("w1", "exact"))
+    await store.models.record_snapshot(MODEL.model_id, 5, weights("w2", "exact"))
+    await store.models.revert_snapshot(MODEL.model_id)
+    model = await store.models.get(MODEL.model_id)
     assert model is not None
     assert (model.snapshot_seq_id, model.snapshot_weights_id) == (0, "w1")
-    assert await store.unreferenced_weights() == ["w2"]
-    assert set(await store.list_weights()) == {"w1", "w2"}
+    assert await store.weights.unreferenced() == ["w2"]
+    assert set(await store.weights.ids()) == {"w1", "w2"}
 
 
 async def test_a_retry_with_a_large_payload_leaves_no_second_file(
     store: Store, tmp_path: Path
 ) -> None:
-    await store.record(operation(0, payload=b"x" * 100_000), MODEL)
+    await store.log.record(operation(0, payload=b"x" * 100_000), MODEL)
     again = dataclasses.replace(operation(0, payload=b"x" * 100_000), request_id="another")
-    first, is_new = await store.record(again)
+    first, is_new = await store.log.record(again)
     assert (first.request_id, is_new) == ("r0", False)
     names = [f.name for f in tmp_path.rglob("*.payload.*")]  # noqa: ASYNC240
     assert [name.partition(".")[0] for name in names] == ["r0"]
@@ -292,34 +290,34 @@ async def test_a_retry_with_a_large_payload_leaves_no_second_file(
 
 async def test_an_end_that_is_recorded_again_leaves_one_file(store: Store, tmp_path: Path) -> None:
     """After a commit that only seemed to fail."""
-    await store.record(operation(0), MODEL)
+    await store.log.record(operation(0), MODEL)
     end = Finish(
         request_id="r0", status="done", finished_at=5.0, result_type="json", result=b"y" * 100_000
     )
     for _ in range(3):
-        await store.finish([end])
+        await store.log.finish([end])
     assert len([*tmp_path.rglob("r0.result.*")]) == 1  # noqa: ASYNC240
-    found = await store.get_operation("r0")
+    found = await store.log.get("r0")
     assert found is not None and found.result == b"y" * 100_000
 
 
 async def test_a_damaged_file_is_noticed(store: Store, tmp_path: Path) -> None:
-    await store.record(operation(0, payload=b"x" * 100_000), MODEL)
+    await store.log.record(operation(0, payload=b"x" * 100_000), MODEL)
     end = Finish(
         request_id="r0", status="done", finished_at=5.0, result_type="json", result=b"y" * 100_000
     )
-    await store.finish([end])
-    assert len(await store.read_payload("r0")) == 100_000
+    await store.log.finish([end])
+    assert len(await store.log.read_payload("r0")) == 100_000
     for file in tmp_path.rglob("r0.*"):  # noqa: ASYNC240
         file.write_bytes(file.read_bytes()[:-1] + b"z")
     with pytest.raises(StoreDamagedError, match="checksum"):
-        await store.read_payload("r0")
-    found = await store.get_operation("r0")
+        await store.log.read_payload("r0")
+    found = await store.log.get("r0")
     assert found is not None and (found.result, found.result_type) == (None, "dropped")
 
 
 async def test_weights_are_kept_while_anything_refers_to_them(store: Store) -> None:
-    await store.record(operation(0), MODEL)
+    await store.log.record(operation(0), MODEL)
     end = Finish(
         request_id="r0",
         status="done",
@@ -328,15 +326,15 @@ async def test_weights_are_kept_while_anything_refers_to_them(store: Store) -> N
         checkpoint=checkpoint("a", "w"),
         audit=AUDIT,
     )
-    await store.finish([end])
-    await store.add_sampler(_sampler("s:sample:0", 0))
-    assert await store.delete_checkpoint(MODEL.model_id, "weights/a", AUDIT)
-    assert not await store.delete_checkpoint(MODEL.model_id, "weights/a", AUDIT)
-    assert await store.unreferenced_weights() == []
-    await store.forget_samplers("s")
-    assert await store.unreferenced_weights() == ["w"]
-    await store.forget_weights(["w"])
-    assert await store.get_weights("w") is None
+    await store.log.finish([end])
+    await store.samplers.add(_sampler("s:sample:0", 0))
+    assert await store.checkpoints.delete(MODEL.model_id, "weights/a", AUDIT)
+    assert not await store.checkpoints.delete(MODEL.model_id, "weights/a", AUDIT)
+    assert await store.weights.unreferenced() == []
+    await store.samplers.forget("s")
+    assert await store.weights.unreferenced() == ["w"]
+    await store.weights.forget(["w"])
+    assert await store.weights.get("w") is None
 
 
 def _sampler(sampler_id: str, number: int) -> SamplerRecord:
@@ -352,56 +350,56 @@ def _sampler(sampler_id: str, number: int) -> SamplerRecord:
 
 
 async def test_a_sampler_is_made_once_and_counts_its_clients(store: Store) -> None:
-    first = await store.add_sampler(_sampler("s:sample:0", 0))
-    again = await store.add_sampler(dataclasses.replace(first, sampler_id="x", base_model="c"))
+    first = await store.samplers.add(_sampler("s:sample:0", 0))
+    again = await store.samplers.add(dataclasses.replace(first, sampler_id="x", base_model="c"))
     assert again == first
-    assert await asyncio.gather(*[store.join_sampler("s:sample:0") for _ in range(5)]) == [
+    assert await asyncio.gather(*[store.samplers.join("s:sample:0") for _ in range(5)]) == [
         1,
         2,
         3,
         4,
         5,
     ]
-    assert len(await store.samplers_of_session("s")) == 1
+    assert len(await store.samplers.of_session("s")) == 1
 
 
 async def test_lists_come_in_pages_newest_first(store: Store) -> None:
     for number in range(5):
-        await store.add_session(
+        await store.sessions.add(
             dataclasses.replace(SESSION, session_id=f"s{number}", created_at=float(number))
         )
-    await store.add_session(dataclasses.replace(SESSION, session_id="other", owner="p"))
-    page = await store.list_sessions("o", 2, 1)
+    await store.sessions.add(dataclasses.replace(SESSION, session_id="other", owner="p"))
+    page = await store.sessions.page_of_owner("o", 2, 1)
     assert [s.session_id for s in page.items] == ["s3", "s2"]
     assert page.total == 5
 
 
 async def test_a_session_is_changed_touched_and_found_again(store: Store) -> None:
-    await store.add_session(SESSION)
-    assert await store.get_session("s") == SESSION
-    await store.touch_sessions({"s": 9.0})
-    await store.set_session("s", {"state": "finished", "finish_reason": "success"})
-    found = await store.get_session("s")
+    await store.sessions.add(SESSION)
+    assert await store.sessions.get("s") == SESSION
+    await store.sessions.touch({"s": 9.0})
+    await store.sessions.update("s", {"state": "finished", "finish_reason": "success"})
+    found = await store.sessions.get("s")
     assert found is not None
     assert (found.last_seen_at, found.state, found.finish_reason) == (9.0, "finished", "success")
-    assert await store.active_sessions() == []
+    assert await store.sessions.active() == []
 
 
 async def test_checkpoints_are_changed_listed_and_expire(store: Store) -> None:
-    await store.add_checkpoint(checkpoint("a", "w"), MODEL, AUDIT)
-    await store.add_checkpoint(checkpoint("b", "w", created_at=6.0), None, AUDIT)
-    await store.set_checkpoint(MODEL.model_id, "weights/a", {"expires_at": 7.0}, AUDIT)
-    assert [c.checkpoint_id for c in await store.expired_checkpoints(8.0)] == ["weights/a"]
-    page = await store.list_owner_checkpoints("o", 10, 0)
+    await store.checkpoints.add(checkpoint("a", "w"), MODEL, AUDIT)
+    await store.checkpoints.add(checkpoint("b", "w", created_at=6.0), None, AUDIT)
+    await store.checkpoints.update(MODEL.model_id, "weights/a", {"expires_at": 7.0}, AUDIT)
+    assert [c.checkpoint_id for c in await store.checkpoints.expired(8.0)] == ["weights/a"]
+    page = await store.checkpoints.page_of_owner("o", 10, 0)
     assert [c.checkpoint_id for c in page.items] == ["weights/b", "weights/a"]
-    assert await store.storage_of("o") == (2, 20)
-    assert len(await store.list_audit("o", "checkpoints", 0.0, 10.0)) == 3
-    assert await store.list_audit("o", "projects", 0.0, 10.0) == []
+    assert await store.checkpoints.storage_of_owner("o") == (2, 20)
+    assert len(await store.account.list_audit("o", "checkpoints", 0.0, 10.0)) == 3
+    assert await store.account.list_audit("o", "projects", 0.0, 10.0) == []
 
 
 async def test_results_are_dropped_by_age_and_by_size(store: Store) -> None:
     for seq_id in range(4):
-        await store.record(operation(seq_id), MODEL if seq_id == 0 else None)
+        await store.log.record(operation(seq_id), MODEL if seq_id == 0 else None)
         end = Finish(
             request_id=f"r{seq_id}",
             status="done",
@@ -409,17 +407,20 @@ async def test_results_are_dropped_by_age_and_by_size(store: Store) -> None:
             result_type="json",
             result=b"x" * 100,
         )
-        await store.finish([end])
-    await store.mark_retrieved({"r3": 20.0})
-    dropped = await store.drop_results(retrieved_before=21.0, finished_before=11.0, max_bytes=150)
+        await store.log.finish([end])
+    await store.log.mark_retrieved({"r3": 20.0})
+    dropped = await store.log.drop_results(
+        retrieved_before=21.0, finished_before=11.0, max_bytes=150
+    )
     assert dropped == 3  # r3 was fetched, r0 is old, r1 is beyond the bytes
-    left = [(await store.get_operation(f"r{n}")).result_bytes for n in range(4)]  # type: ignore[union-attr]  # all exist
+    left = [(await store.log.get(f"r{n}")).result_bytes for n in range(4)]  # type: ignore[union-attr]  # all exist
     assert left == [0, 0, 100, 0]
 
 
 async def test_a_custom_loss_is_kept_once(store: Store) -> None:
     loss = CustomLossRecord(
         loss_id="s:loss:0",
+        request_id="r",
         session_id="s",
         custom_loss_seq_id=0,
         owner="o",
@@ -427,44 +428,43 @@ async def test_a_custom_loss_is_kept_once(store: Store) -> None:
         definition={"graph": {"nodes": []}},
         created_at=1.0,
     )
-    upload = operation(0, model_id="s:loss", status="done")
-    assert (await store.add_custom_loss(loss, upload)).request_id == "r0"
-    again = dataclasses.replace(upload, request_id="again")
-    assert (await store.add_custom_loss(loss, again)).request_id == "r0"
-    assert await store.get_custom_loss("s:loss:0") == loss
+    assert await store.losses.add(loss) == loss
+    assert await store.losses.add(dataclasses.replace(loss, request_id="again")) == loss
+    assert await store.losses.get("s:loss:0") == loss == await store.losses.of_request("r")
+    assert await store.losses.of_request("again") is None
 
 
 async def test_usage_adds_up(store: Store) -> None:
     entry = UsageRecord(owner="o", hour=5, base_model="b", session_id="s", kind="training", count=7)
-    await store.add_usage([entry, entry])
-    await store.add_usage([entry])
-    assert await store.list_usage("o", 5, 6) == [dataclasses.replace(entry, count=21)]
-    assert await store.list_usage("o", 6, 9) == []
+    await store.account.add_usage([entry, entry])
+    await store.account.add_usage([entry])
+    assert await store.account.list_usage("o", 5, 6) == [dataclasses.replace(entry, count=21)]
+    assert await store.account.list_usage("o", 6, 9) == []
 
 
 async def test_a_failing_write_does_not_take_its_neighbours_with_it(store: Store) -> None:
-    await store.add_session(SESSION)
+    await store.sessions.add(SESSION)
     answers = await asyncio.gather(
-        store.add_session(dataclasses.replace(SESSION, session_id="t")),
-        store.add_session(SESSION),
-        store.add_session(dataclasses.replace(SESSION, session_id="u")),
+        store.sessions.add(dataclasses.replace(SESSION, session_id="t")),
+        store.sessions.add(SESSION),
+        store.sessions.add(dataclasses.replace(SESSION, session_id="u")),
         return_exceptions=True,
     )
     assert [isinstance(a, Exception) for a in answers] == [False, True, False]
-    assert (await store.list_sessions("o", 10, 0)).total == 3
+    assert (await store.sessions.page_of_owner("o", 10, 0)).total == 3
 
 
 async def test_what_was_written_is_there_after_reopening(url: str, tmp_path: Path) -> None:
-    first = SqlStore(url, tmp_path / "blobs")
-    await first.record(operation(0, payload=b"x" * 200_000), MODEL)
+    first = Store(url, tmp_path / "blobs")
+    await first.log.record(operation(0, payload=b"x" * 200_000), MODEL)
     await first.close()
     stray = tmp_path / "blobs" / "ab" / "abcd"
     stray.parent.mkdir(exist_ok=True)
     stray.write_bytes(b"left over")
-    second = SqlStore(url, tmp_path / "blobs")
+    second = Store(url, tmp_path / "blobs")
     assert stray.exists(), "only the server itself sweeps; its tools must not"
     await second.prepare()
-    assert await second.read_payload("r0") == b"x" * 200_000
+    assert await second.log.read_payload("r0") == b"x" * 200_000
     assert not stray.exists(), "a file whose row never came is swept away"
     await second.close()
 
@@ -472,7 +472,7 @@ async def test_what_was_written_is_there_after_reopening(url: str, tmp_path: Pat
 async def test_a_second_server_on_one_database_is_refused(url: str, tmp_path: Path) -> None:
     if url.startswith("sqlite"):
         pytest.skip("an SQLite file lies in the data folder, which has a lock of its own")
-    first, second = (SqlStore(url, tmp_path / name) for name in ("a", "b"))
+    first, second = (Store(url, tmp_path / name) for name in ("a", "b"))
     await first.prepare()
     with pytest.raises(StoreInUseError, match="another server"):
         await second.prepare()
@@ -483,9 +483,9 @@ async def test_a_second_server_on_one_database_is_refused(url: str, tmp_path: Pa
 async def test_a_full_disk_takes_back_no_write_that_was_answered(tmp_path: Path) -> None:
     """SQLite then ends the transaction by itself; the commit behind it says nothing."""
     file = tmp_path / "store.db"
-    store = SqlStore(sqlite_url(file), tmp_path / "blobs")
-    await store.write(lambda c: c.exec_driver_sql("PRAGMA cache_size = 8"))
-    await store.write(lambda c: c.exec_driver_sql("PRAGMA max_page_count = 300"))
+    store = Store(sqlite_url(file), tmp_path / "blobs")
+    await store.database.write(lambda c: c.exec_driver_sql("PRAGMA cache_size = 8"))
+    await store.database.write(lambda c: c.exec_driver_sql("PRAGMA max_page_count = 300"))
     answered: set[str] = set()
     refused: list[str] = []
 
@@ -494,7 +494,7 @@ async def test_a_full_disk_takes_back_no_write_that_was_answered(tmp_path: Path)
             SESSION, session_id=str(number), display_name="x" * (20_000 if number % 3 else 10)
         )
         try:
-            await store.add_session(session)
+            await store.sessions.add(session)
         except StoreUnavailableError as error:
             refused.append(str(error))
         else:
@@ -504,10 +504,10 @@ async def test_a_full_disk_takes_back_no_write_that_was_answered(tmp_path: Path)
         await asyncio.gather(*[add(number) for number in range(start, start + 30)])
     assert answered and refused
     assert all("full" in reason for reason in refused), "the first cause is told"
-    assert {s.session_id for s in await store.sessions_of("o")} == answered
-    await store.write(lambda c: c.exec_driver_sql("PRAGMA max_page_count = 100000"))
-    await store.add_session(dataclasses.replace(SESSION, session_id="after"))
-    assert await store.get_session("after") is not None
+    assert {s.session_id for s in await store.sessions.of_owner("o")} == answered
+    await store.database.write(lambda c: c.exec_driver_sql("PRAGMA max_page_count = 100000"))
+    await store.sessions.add(dataclasses.replace(SESSION, session_id="after"))
+    assert await store.sessions.get("after") is not None
     await store.close()
 
 
@@ -523,21 +523,23 @@ def _disconnect_everybody(url: str) -> None:
 async def test_a_lost_connection_is_replaced_and_the_lock_is_taken_again(
     postgres_url: str, tmp_path: Path
 ) -> None:
-    first, second = (SqlStore(postgres_url, tmp_path / name) for name in ("a", "b"))
+    first, second = (Store(postgres_url, tmp_path / name) for name in ("a", "b"))
     await first.prepare()
     _disconnect_everybody(postgres_url)
     with pytest.raises(StoreUnavailableError):
-        await first.add_audit(AUDIT)
-    await first.add_audit(AUDIT)
-    assert len(await first.list_audit("o", None, 0.0, 1e12)) == 1, "readers come back as well"
+        await first.account.add_audit(AUDIT)
+    await first.account.add_audit(AUDIT)
+    assert len(await first.account.list_audit("o", None, 0.0, 1e12)) == 1, (
+        "readers come back as well"
+    )
     with pytest.raises(StoreInUseError):
         await second.prepare()
     _disconnect_everybody(postgres_url)
-    third = SqlStore(postgres_url, tmp_path / "c")
+    third = Store(postgres_url, tmp_path / "c")
     await third.prepare()
     with pytest.raises(StoreUnavailableError):
-        await first.add_audit(AUDIT)
+        await first.account.add_audit(AUDIT)
     with pytest.raises(StoreInUseError):
-        await first.add_audit(AUDIT)
+        await first.account.add_audit(AUDIT)
     for each in (first, second, third):
         await each.close()

@@ -58,7 +58,9 @@ class FuzzedServer:
         async def factory() -> FakeEngine:
             return FakeEngine(FakeEngineConfig(models=(FakeModel(name=MODEL),)))
 
-        self.service = Service(config, store, await store.secret("signing"), factory, Metrics())
+        self.service = Service(
+            config, store, await store.keys.secret("signing"), factory, Metrics()
+        )
         await self.service.start()
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app=build_app(self.service)),

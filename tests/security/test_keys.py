@@ -130,7 +130,7 @@ async def test_a_reading_that_began_before_a_revocation_does_not_bring_the_key_b
     guarded = Auth(slow, b"s", is_required=True)  # type: ignore[arg-type]
     first = asyncio.create_task(guarded.resolve(key))
     await asyncio.sleep(0.05)
-    await server.service.store.revoke_key(record.key_id, time.time())
+    await server.service.store.keys.revoke(record.key_id, time.time())
     guarded.forget_keys()
     slow.pause.set()
     await first
@@ -141,13 +141,14 @@ class _Counting:
     """A store whose readings of the keys are counted, and held up after they were made."""
 
     def __init__(self, store: Any) -> None:
-        self._store = store
+        self._keys = store.keys
+        self.keys = self
         self.readings = 0
         self.pause: asyncio.Event | None = None
 
-    async def list_keys(self) -> Any:
+    async def list(self) -> Any:
         self.readings += 1
-        found = await self._store.list_keys()
+        found = await self._keys.list()
         if self.pause is not None:
             await self.pause.wait()
         return found

@@ -221,7 +221,7 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
             )
             return engines[-1]
 
-        service = Service(config, store, await store.secret("signing"), factory, Metrics())
+        service = Service(config, store, await store.keys.secret("signing"), factory, Metrics())
         service.url = "http://server"
         await service.start()
         if not broken:

@@ -21,9 +21,10 @@ from tinsmith.server.operations import scheduler
 from tinsmith.server.operations.live_models import LiveModel
 from tinsmith.server.operations.queue import SequenceQueue
 from tinsmith.server.store import schema
-from tinsmith.server.store.base import StoreConflictError
-from tinsmith.server.store.sql import SqlStore, sqlite_url
-from tinsmith.server.store.weights import _unreferenced
+from tinsmith.server.store.database import sqlite_url
+from tinsmith.server.store.errors import StoreConflictError
+from tinsmith.server.store.store import Store
+from tinsmith.server.store.weights import unreferenced_query
 
 if TYPE_CHECKING:
     from tests.server.conftest import StartServer, TestServer
@@ -100,7 +101,7 @@ async def test_models_that_began_together_come_due_apart(server: TestServer) -> 
 
 @contextlib.asynccontextmanager
 async def _store(folder: Path) -> Any:
-    store = SqlStore(sqlite_url(folder / "tinsmith.db"), folder / "blobs")
+    store = Store(sqlite_url(folder / "tinsmith.db"), folder / "blobs")
     try:
         yield store
     finally:
@@ -117,18 +118,18 @@ async def test_a_write_that_contradicts_fails_alone_among_many(tmp_path: Path) -
             )
 
         names = [f"name {i}" for i in range(50)]
-        together = [store.write(put(name)) for name in [*names, names[7], *names[:2]]]
+        together = [store.database.write(put(name)) for name in [*names, names[7], *names[:2]]]
         ends = await asyncio.gather(*together, return_exceptions=True)
         failed = [isinstance(end, StoreConflictError) for end in ends]
         assert failed == [False] * 50 + [True] * 3
         query = sa.select(schema.secrets.c.name)
-        assert set(names) <= set(await store.column(query))
+        assert set(names) <= set(await store.database.column(query))
 
 
 async def test_unused_weights_are_found_without_reading_the_log(tmp_path: Path) -> None:
     async with _store(tmp_path):
         pass
-    query = str(_unreferenced().compile(dialect=sqlite.dialect()))
+    query = str(unreferenced_query().compile(dialect=sqlite.dialect()))
     with contextlib.closing(sqlite3.connect(tmp_path / "tinsmith.db")) as database:
         plan = [row[3] for row in database.execute(f"EXPLAIN QUERY PLAN {query}")]
     scanned = [step for step in plan if step.startswith("SCAN")]

@@ -11,7 +11,7 @@ import pytest
 from tinsmith.server.operations.intake import ids_at_front
 from tinsmith.server.operations.kinds import Operation
 from tinsmith.server.operations.queue import SequenceQueue
-from tinsmith.server.store.base import OperationRecord
+from tinsmith.server.store.records import OperationRecord
 from tinsmith.types import Datum, ForwardBackwardInput, ForwardBackwardRequest, ModelInput
 from tinsmith.wire import proto
 

@@ -168,7 +168,7 @@ async def test_a_snapshot_shortens_the_log_and_changes_nothing(
     model = await server.api.model()
     for request_id in await _steps(server.api, model, 1, 6):
         await server.api.result(request_id)
-    record = await server.service.store.get_model(model)
+    record = await server.service.store.models.get(model)
     assert record is not None and record.snapshot_seq_id > 2
     server.kill_engine()
     assert await server.api.loss(model, 13) == expected
@@ -246,7 +246,7 @@ async def test_results_are_forgotten_after_their_time(start_server: StartServer)
     server.service.promises.forget([request_id])
     response = await api.retrieve(request_id)
     assert response.status_code == 410
-    operation = await server.service.store.get_operation(request_id)
+    operation = await server.service.store.log.get(request_id)
     assert operation is not None
     assert operation.result is None
 

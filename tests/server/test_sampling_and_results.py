@@ -241,7 +241,7 @@ async def test_a_custom_loss_is_uploaded_once_and_kept(server: TestServer) -> No
     assert promises[0] == promises[1]
     result = await api.result(promises[0]["request_id"])
     assert result["loss_id"] == f"{session}:loss:0"
-    assert await server.service.store.get_custom_loss(result["loss_id"]) is not None
+    assert await server.service.store.losses.get(result["loss_id"]) is not None
 
 
 async def test_short_models_are_not_starved_by_long_ones(start_server: StartServer) -> None:

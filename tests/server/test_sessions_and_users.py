@@ -133,7 +133,7 @@ async def test_a_weights_access_token_reads_what_its_owner_may(server: TestServe
     lent = {**body, "seq_id": 2, "weights_access_token": api.key}
     promise = await other.ok("/load_weights", lent)
     await other.result(promise["request_id"])
-    recorded = await server.service.store.read_payload(promise["request_id"])
+    recorded = await server.service.store.log.read_payload(promise["request_id"])
     assert api.key.encode() not in recorded, "the token must not be kept"
 
 

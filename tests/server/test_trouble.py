@@ -11,8 +11,9 @@ import pytest
 from tinsmith.engine.base import Failure
 from tinsmith.engine.fake import FakeEngine
 from tinsmith.errors import EngineDiedError
-from tinsmith.server.store.base import StoreUnavailableError
-from tinsmith.server.store.sql import SqlStore
+from tinsmith.server.store.database import Database
+from tinsmith.server.store.errors import StoreUnavailableError
+from tinsmith.server.store.log import Log
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -65,14 +66,14 @@ async def test_a_damaged_snapshot_is_noticed_and_the_previous_one_is_used(
     model = await server.api.model()
     await _train(server.api, model, 1, steps)
     await server.api.loss(model, 2 * steps + 1)  # runs behind the snapshot
-    record = await server.service.store.get_model(model)
+    record = await server.service.store.models.get(model)
     assert record is not None and record.snapshot_weights_id is not None
     assert (record.previous_snapshot_weights_id is None) == (num_snapshots == 1)
     damage(tmp_path / "data" / "weights" / record.snapshot_weights_id / name)
     server.kill_engine()
     await _train(server.api, model, 2 * steps + 2, 1)
     assert await server.api.loss(model, 2 * steps + 4) == expected
-    after = await server.service.store.get_model(model)
+    after = await server.service.store.models.get(model)
     assert after is not None
     assert after.snapshot_weights_id not in (None, record.snapshot_weights_id)
 
@@ -85,7 +86,7 @@ async def test_a_model_without_a_good_snapshot_is_lost_and_the_others_go_on(
     for model in models:
         await _train(server.api, model, 1, 3)
     losses = [await server.api.loss(model, 7) for model in models]
-    record = await server.service.store.get_model(models[0])
+    record = await server.service.store.models.get(models[0])
     assert record is not None
     for weights_id in (record.snapshot_weights_id, record.previous_snapshot_weights_id):
         _cut(tmp_path / "data" / "weights" / str(weights_id) / "state.npz")
@@ -256,15 +257,15 @@ class Outage:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_on = False
         self.num_refused = 0
-        for name in ("read", "write"):
-            monkeypatch.setattr(SqlStore, name, self._refusing(getattr(SqlStore, name)))
+        for name in ("in_thread", "write"):
+            monkeypatch.setattr(Database, name, self._refusing(getattr(Database, name)))
 
     def _refusing(self, call: Any) -> Any:
-        async def called(store: SqlStore, *arguments: Any) -> Any:
+        async def called(database: Database, *arguments: Any) -> Any:
             if self.is_on:
                 self.num_refused += 1
                 raise StoreUnavailableError("the store cannot be used now: away")
-            return await call(store, *arguments)
+            return await call(database, *arguments)
 
         return called
 
@@ -303,18 +304,18 @@ async def test_a_recording_that_only_seemed_to_fail_is_found_by_the_retry(
     """A connection lost in mid-commit: the row is there, and nobody had queued it."""
     api = server.api
     model = await api.model()
-    record = SqlStore.record
+    record = Log.record
 
-    async def lost(store: SqlStore, *arguments: Any) -> Any:
-        await record(store, *arguments)
+    async def lost(log: Log, *arguments: Any) -> Any:
+        await record(log, *arguments)
         raise StoreUnavailableError("the connection was lost")
 
-    monkeypatch.setattr(SqlStore, "record", lost)
+    monkeypatch.setattr(Log, "record", lost)
     with pytest.raises(AssertionError, match="connection was lost"):
         await api.send_pass(model, 1)
     body = {"model_id": model, "seq_id": 2, "adam_params": 3}
     assert (await api.post("/optim_step", body)).status_code == 503
-    monkeypatch.setattr(SqlStore, "record", record)
+    monkeypatch.setattr(Log, "record", record)
     async with asyncio.timeout(5):
         await api.result(await api.send_pass(model, 1))
         assert (await api.post("/optim_step", body)).status_code == 400
@@ -364,5 +365,5 @@ async def test_counted_tokens_are_not_lost_with_a_failed_write(
         await server.service.usage.flush()
     outage.is_on = False
     await server.service.usage.flush()
-    hours = await server.service.store.list_usage("owner", 0, 10**9)
+    hours = await server.service.store.account.list_usage("owner", 0, 10**9)
     assert [dataclasses.replace(u, hour=0).count for u in hours if u.kind == "training"] == [4]

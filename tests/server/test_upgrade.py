@@ -16,9 +16,10 @@ import sqlalchemy as sa
 from alembic.script import ScriptDirectory
 
 from tinsmith.server.store import schema
-from tinsmith.server.store.base import StoreTooNewError
+from tinsmith.server.store.database import sqlite_url
+from tinsmith.server.store.errors import StoreTooNewError
 from tinsmith.server.store.migrate import _config
-from tinsmith.server.store.sql import SqlStore, sqlite_url
+from tinsmith.server.store.store import Store
 
 if TYPE_CHECKING:
     from tests.server.conftest import StartServer
@@ -46,7 +47,7 @@ def test_there_is_a_store_of_every_earlier_version() -> None:
     assert {file.stem for file in OLD.iterdir()} == earlier
 
 
-@pytest.mark.parametrize("version", ["0001", "0002"])
+@pytest.mark.parametrize("version", ["0001", "0002", "0003"])
 async def test_everything_in_an_earlier_store_is_read(tmp_path: Path, version: str) -> None:
     file = _open(tmp_path, version)
     with sqlite3.connect(file) as database:
@@ -54,30 +55,45 @@ async def test_everything_in_an_earlier_store_is_read(tmp_path: Path, version: s
             name: database.execute(f"SELECT count(*) FROM {name}").fetchone()[0]
             for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
         }
+        # These left the log.
+        counts["operations"] -= database.execute(
+            "SELECT count(*) FROM operations WHERE kind IN ('create_custom_loss', 'unload_model')"
+        ).fetchone()[0]
     database.close()
-    store = SqlStore(sqlite_url(file), tmp_path / "blobs")
+    store = Store(sqlite_url(file), tmp_path / "blobs")
     try:
-        with store.connect() as connection:
+        with store.database.connect() as connection:
             for table in schema.metadata.sorted_tables:
                 rows = connection.execute(sa.select(table)).all()
                 assert len(rows) == counts.get(table.name, 0), table.name
-        model = await store.get_model(WITH_SNAPSHOT)
+        model = await store.models.get(WITH_SNAPSHOT)
         assert model is not None and model.snapshot_weights_id is not None
         # What is older than its snapshot had been dropped, so there is no going back behind it.
         assert model.previous_snapshot_seq_id == model.snapshot_seq_id == 2
         assert model.previous_snapshot_weights_id == model.snapshot_weights_id
-        first = await store.get_model(MODEL)
+        first = await store.models.get(MODEL)
         assert first is not None and first.previous_snapshot_seq_id == -1
-        log = await store.read_log(MODEL, -1)
+        log = await store.log.read(MODEL, -1)
         assert [o.seq_id for o in log] == list(range(10))
         for operation in log:
-            assert await store.read_payload(operation.request_id)
-        checkpoints = await store.list_checkpoints(MODEL)
+            assert await store.log.read_payload(operation.request_id)
+        checkpoints = await store.checkpoints.of_model(MODEL)
         assert [c.checkpoint_id for c in checkpoints] == ["weights/a"]
-        assert len(await store.samplers_of_session(MODEL.partition(":")[0])) == 1
-        assert [k.owner for k in await store.list_keys()] == ["owner"]
-        usage = await store.list_usage("owner", 0, 10**9)
+        assert len(await store.samplers.of_session(MODEL.partition(":")[0])) == 1
+        assert [k.owner for k in await store.keys.list()] == ["owner"]
+        usage = await store.account.list_usage("owner", 0, 10**9)
         assert sorted(dataclasses.replace(u, hour=0).count for u in usage) == [4, 12]
+    finally:
+        await store.close()
+
+
+async def test_an_uploaded_loss_leaves_the_log_and_keeps_its_request_id(tmp_path: Path) -> None:
+    store = Store(sqlite_url(_open(tmp_path, "0003")), tmp_path / "blobs")
+    try:
+        assert await store.log.get("1055" * 8) is None
+        loss = await store.losses.of_request("1055" * 8)
+        assert loss is not None and await store.losses.get(loss.loss_id) == loss
+        assert await store.log.get("0ff0" * 8) is None, "unloads are gone"
     finally:
         await store.close()
 
@@ -103,7 +119,7 @@ def test_a_store_of_a_later_version_is_refused_and_left_alone(tmp_path: Path) ->
         before = list(database.iterdump())
     database.close()
     with pytest.raises(StoreTooNewError, match=r"version 9999 .* later version"):
-        SqlStore(sqlite_url(file), tmp_path / "blobs")
+        Store(sqlite_url(file), tmp_path / "blobs")
     database = sqlite3.connect(file)
     assert list(database.iterdump()) == before
     database.close()

@@ -7,16 +7,15 @@ with which only a database is shared, looks at its keys every few seconds.
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.edge import auth
-from tinsmith.server.store.base import KeyRecord
-from tinsmith.server.store.sql import SqlStore, sqlite_url
+from tinsmith.server.store.database import sqlite_url
+from tinsmith.server.store.records import KeyRecord
+from tinsmith.server.store.store import Store
 
 T = TypeVar("T")
 
@@ -32,28 +31,25 @@ def create(
 
 def list_keys(config: ServerConfig) -> Sequence[KeyRecord]:
     """All keys, those that were revoked too."""
-    return _with_store(config, lambda store: store.list_keys())
+    return _with_store(config, lambda store: store.keys.list())
 
 
 def revoke(config: ServerConfig, key_id: int) -> bool:
     """False when there is no such key, or it is revoked already."""
-    was_active = _with_store(config, lambda store: store.revoke_key(key_id, time.time()))
+    was_active = _with_store(config, lambda store: store.keys.revoke(key_id, time.time()))
     auth.note_key_change(config.data_dir)
     return was_active
 
 
-def _with_store(config: ServerConfig, use: Callable[[SqlStore], Awaitable[T]]) -> T:
+def _with_store(config: ServerConfig, use: Callable[[Store], Awaitable[T]]) -> T:
     config.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     url = config.database_url or sqlite_url(config.data_dir / "tinsmith.db")
 
-    async def run(blob_folder: Path) -> T:
-        # A store clears its blob folder of files that no row names when it is opened. A running
-        # server may be writing one at this moment, so ours is another folder; keys need none.
-        store = await asyncio.to_thread(SqlStore, url, blob_folder)
+    async def run() -> T:
+        store = await asyncio.to_thread(Store, url, config.data_dir / "blobs")
         try:
             return await use(store)
         finally:
             await store.close()
 
-    with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(run(Path(folder)))
+    return asyncio.run(run())

@@ -13,13 +13,8 @@ import uuid
 from typing import Any
 
 from tinsmith.errors import ValidationError
-from tinsmith.server.store.base import (
-    AuditRecord,
-    CheckpointRecord,
-    ModelRecord,
-    Store,
-    WeightsRecord,
-)
+from tinsmith.server.store.records import AuditRecord, CheckpointRecord, ModelRecord, WeightsRecord
+from tinsmith.server.store.store import Store
 from tinsmith.server.weights import WeightsFolders
 from tinsmith.types import ParsedCheckpointTinkerPath
 
@@ -62,26 +57,26 @@ class Checkpoints:
     async def readable(self, tinker_path: str, owner: str) -> CheckpointRecord:
         """The checkpoint at a path, if the owner may read it: it is theirs, or published."""
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
-        found = await self._store.get_checkpoint(parsed.training_run_id, parsed.checkpoint_id)
+        found = await self._store.checkpoints.get(parsed.training_run_id, parsed.checkpoint_id)
         if found is None or not (found.owner == owner or found.is_public) or _is_expired(found):
             raise ValidationError(f"there is no checkpoint {tinker_path[:200]}")
         return found
 
     async def owned(self, model_id: str, checkpoint_id: str, owner: str) -> CheckpointRecord | None:
-        found = await self._store.get_checkpoint(model_id, checkpoint_id)
+        found = await self._store.checkpoints.get(model_id, checkpoint_id)
         if found is None or found.owner != owner or _is_expired(found):
             return None
         return found
 
     async def weights_of(self, checkpoint: CheckpointRecord) -> WeightsRecord:
-        weights = await self._store.get_weights(checkpoint.weights_id)
+        weights = await self._store.weights.get(checkpoint.weights_id)
         if weights is None:
             raise ValidationError(f"the weights of {checkpoint.tinker_path} are gone")
         return weights
 
     async def publish(self, checkpoint: CheckpointRecord, is_public: bool) -> None:
         event = "checkpoint_published" if is_public else "checkpoint_unpublished"
-        await self._store.set_checkpoint(
+        await self._store.checkpoints.update(
             checkpoint.model_id,
             checkpoint.checkpoint_id,
             {"is_public": is_public},
@@ -90,7 +85,7 @@ class Checkpoints:
 
     async def set_ttl(self, checkpoint: CheckpointRecord, ttl_seconds: int | None) -> None:
         check_ttl(ttl_seconds)
-        await self._store.set_checkpoint(
+        await self._store.checkpoints.update(
             checkpoint.model_id,
             checkpoint.checkpoint_id,
             {"expires_at": expiry(ttl_seconds, time.time())},
@@ -98,13 +93,13 @@ class Checkpoints:
         )
 
     async def delete(self, checkpoint: CheckpointRecord, event: str = "checkpoint_deleted") -> None:
-        await self._store.delete_checkpoint(
+        await self._store.checkpoints.delete(
             checkpoint.model_id, checkpoint.checkpoint_id, _audit(checkpoint, event)
         )
         await self._weights.sweep()
 
     async def delete_expired(self) -> None:
-        for checkpoint in await self._store.expired_checkpoints(time.time()):
+        for checkpoint in await self._store.checkpoints.expired(time.time()):
             await self.delete(checkpoint, "checkpoint_expired")
 
     async def copy(
@@ -150,7 +145,7 @@ class Checkpoints:
             expires_at=expiry(ttl_seconds, at),
         )
         details = {"source": source.tinker_path}
-        await self._store.add_checkpoint(
+        await self._store.checkpoints.add(
             copied, model, _audit(copied, "checkpoint_copied", details)
         )
         return copied

@@ -34,7 +34,7 @@ from tinsmith.server.operations.snapshots import Snapshots
 from tinsmith.server.sampling.requests import Sampling
 from tinsmith.server.sampling.samplers import Samplers
 from tinsmith.server.sessions import Sessions
-from tinsmith.server.store.base import Store
+from tinsmith.server.store.store import Store
 from tinsmith.server.usage import Usage
 from tinsmith.server.weights import WeightsFolders
 from tinsmith.wire.limits import Limits
@@ -126,7 +126,7 @@ class Service:
         await self.weights.sweep_unknown(min_age_seconds=0.0)
         await self.engines.start()
         await self.sessions.welcome_back()
-        for model_id in await self.store.models_with_pending():
+        for model_id in await self.store.log.models_with_pending():
             await self.models.get(model_id)
         self._tasks = [
             asyncio.create_task(self.scheduler.run(), name="scheduler"),
@@ -188,7 +188,7 @@ class Service:
     async def _tidy(self) -> None:
         now = time.time()
         retrieved, self.retrieved = self.retrieved, {}
-        await self.store.mark_retrieved(retrieved)
+        await self.store.log.mark_retrieved(retrieved)
         await self.usage.flush()
         await self.sessions.sweep()
         await self.sessions.sweep_samplers()
@@ -204,7 +204,7 @@ class Service:
             # Otherwise a folder may be waiting for its record, however long the store was away.
             await self.weights.sweep_unknown()
         await self.sessions.retire_models()
-        await self.store.drop_results(
+        await self.store.log.drop_results(
             retrieved_before=now - self.config.retrieved_retention_seconds,
             finished_before=now - self.config.training_retention_seconds,
             max_bytes=self.config.training_result_bytes,

@@ -28,7 +28,8 @@ from tinsmith.server.engines import EngineFactory
 from tinsmith.server.garbage import collected_rarely
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
-from tinsmith.server.store.sql import SqlStore, sqlite_url
+from tinsmith.server.store.database import sqlite_url
+from tinsmith.server.store.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +90,9 @@ async def serve(config: ServerConfig, engine_factory: EngineFactory, announce: A
         metrics = Metrics()
         store = open_store(config, metrics)
         await store.prepare()
-        secret = await store.secret("signing")
+        secret = await store.keys.secret("signing")
         key = None
-        if config.auth and not await store.list_keys():
+        if config.auth and not await store.keys.list():
             key, _ = await create_key(store, FIRST_OWNER, "first key", "made at the first start")
         service = Service(config, store, secret, engine_factory, metrics)
         listener = _listen(config)
@@ -118,7 +119,7 @@ async def serve(config: ServerConfig, engine_factory: EngineFactory, announce: A
                 await server.serve(sockets=[listener])
 
 
-def open_store(config: ServerConfig, metrics: Metrics | None = None) -> SqlStore:
+def open_store(config: ServerConfig, metrics: Metrics | None = None) -> Store:
     """The store of a data folder."""
     config.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     url = config.database_url or sqlite_url(config.data_dir / "tinsmith.db")
@@ -128,7 +129,7 @@ def open_store(config: ServerConfig, metrics: Metrics | None = None) -> SqlStore
             metrics.observe("store_commit_seconds", seconds)
             metrics.observe("store_commit_writes", num_writes)
 
-    return SqlStore(url, config.data_dir / "blobs", on_commit)
+    return Store(url, config.data_dir / "blobs", on_commit)
 
 
 class _Server(uvicorn.Server):

@@ -13,7 +13,8 @@ from typing import Any
 
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.operations.live_models import LiveModels
-from tinsmith.server.store.base import SessionRecord, Store
+from tinsmith.server.store.records import SessionRecord
+from tinsmith.server.store.store import Store
 from tinsmith.types import CreateSessionRequest
 
 
@@ -39,14 +40,14 @@ class Sessions:
             project_id=request.project_id,
             display_name=request.display_name,
         )
-        await self._store.add_session(session)
+        await self._store.sessions.add(session)
         self._sessions[session.session_id] = session
         self._seen[session.session_id] = now
         return session
 
     async def get(self, session_id: str, owner: str) -> SessionRecord | None:
         """The owner's session; None when there is none, or it is somebody else's."""
-        session = self._sessions.get(session_id) or await self._store.get_session(session_id)
+        session = self._sessions.get(session_id) or await self._store.sessions.get(session_id)
         if session is None or session.owner != owner:
             return None
         self._sessions.setdefault(session_id, session)
@@ -57,7 +58,7 @@ class Sessions:
         self._unwritten.add(session_id)
 
     async def set(self, session: SessionRecord, values: dict[str, Any]) -> None:
-        await self._store.set_session(session.session_id, values)
+        await self._store.sessions.update(session.session_id, values)
         self._sessions.pop(session.session_id, None)
 
     async def finish(self, session: SessionRecord, reason: str, detail: str | None) -> None:
@@ -70,7 +71,7 @@ class Sessions:
     async def sweep(self) -> None:
         """Write down signs of life; put away the models of sessions that gave none for long."""
         unwritten, self._unwritten = self._unwritten, set()
-        await self._store.touch_sessions({key: self._seen[key] for key in unwritten})
+        await self._store.sessions.touch({key: self._seen[key] for key in unwritten})
         now = time.time()
         for session_id, seen in list(self._seen.items()):
             if now - seen >= self._config.session_timeout_seconds:
@@ -81,21 +82,21 @@ class Sessions:
     async def sweep_samplers(self) -> None:
         """Forget the samplers of sessions that have been silent or finished for very long."""
         limit = time.time() - self._config.sampler_retention_seconds
-        for session_id in await self._store.silent_sessions_with_samplers(limit):
+        for session_id in await self._store.samplers.silent_sessions(limit):
             if session_id not in self._seen:
-                await self._store.forget_samplers(session_id)
+                await self._store.samplers.forget(session_id)
 
     async def retire_models(self) -> None:
         """Drop the state of models whose sessions have been silent or finished for very long."""
         limit = time.time() - self._config.model_retention_seconds
-        for model_id in await self._store.forgotten_models(limit):
+        for model_id in await self._store.models.forgotten(limit):
             session_id = model_id.partition(":")[0]
             if session_id not in self._seen and not self._models.is_live(model_id):
-                await self._store.retire_model(model_id, time.time())
+                await self._store.models.retire(model_id, time.time())
 
     async def welcome_back(self) -> None:
         """After a start: every active session has its time to show up again."""
-        for session in await self._store.active_sessions():
+        for session in await self._store.sessions.active():
             if time.time() - session.last_seen_at < self._config.session_timeout_seconds:
                 self._seen[session.session_id] = time.time()
 

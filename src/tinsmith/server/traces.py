@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinsmith.server.store.base import Store
+from tinsmith.server.store.store import Store
 
 _MICROSECONDS = 1_000_000
 
 
 async def session_trace(store: Store, session_id: str) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
-    for track, model in enumerate(await store.models_of_session(session_id)):
+    for track, model in enumerate(await store.models.of_session(session_id)):
         events.append(
             {
                 "name": "thread_name",
@@ -25,7 +25,7 @@ async def session_trace(store: Store, session_id: str) -> dict[str, Any]:
                 "args": {"name": model.model_id},
             }
         )
-        for operation in await store.read_log(model.model_id, -1):
+        for operation in await store.log.read(model.model_id, -1):
             end = operation.finished_at or operation.created_at
             events.append(
                 {

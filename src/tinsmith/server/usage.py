@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
-from tinsmith.server.store.base import Store, UsageRecord
+from tinsmith.server.store.records import UsageRecord
+from tinsmith.server.store.store import Store
 
 
 class Usage:
@@ -29,7 +30,7 @@ class Usage:
         if not entries:
             return
         try:
-            await self._store.add_usage(entries)
+            await self._store.account.add_usage(entries)
         except Exception:
             for key, count in counts.items():
                 self._counts[key] += count

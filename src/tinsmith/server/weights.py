@@ -15,7 +15,8 @@ from pathlib import Path
 
 from tinsmith import disk
 from tinsmith.engine.base import SnapshotInfo, SnapshotKind
-from tinsmith.server.store.base import ModelRecord, Store, WeightsRecord
+from tinsmith.server.store.records import ModelRecord, WeightsRecord
+from tinsmith.server.store.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +53,16 @@ class WeightsFolders:
 
     async def sweep(self) -> None:
         """Delete the folders that nothing refers to."""
-        stray = await self._store.unreferenced_weights()
+        stray = await self._store.weights.unreferenced()
         if stray:
-            gone = await self._store.forget_weights(stray)
+            gone = await self._store.weights.forget(stray)
             await asyncio.to_thread(self._delete, [self.folder(name) for name in gone])
 
     async def sweep_unknown(self, min_age_seconds: float = _STRAY_SECONDS) -> None:
         """Delete folders without a record, left behind when a save did not end."""
         unknown = await asyncio.to_thread(self._old_folders, time.time() - min_age_seconds)
         if unknown:
-            known = set(await self._store.list_weights())
+            known = set(await self._store.weights.ids())
             await asyncio.to_thread(self._delete, [f for f in unknown if f.name not in known])
 
     async def sweep_drafts(self) -> None:

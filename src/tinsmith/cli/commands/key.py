@@ -15,7 +15,7 @@ from tinsmith.cli.output import Output, Table, time_text, with_output
 
 if TYPE_CHECKING:
     from tinsmith.server.config import ServerConfig
-    from tinsmith.server.store.base import KeyRecord
+    from tinsmith.server.store.records import KeyRecord
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import orjson
 
-from tinsmith.server.store.base import KeyRecord, Store
+from tinsmith.server.store.records import KeyRecord
+from tinsmith.server.store.store import Store
 
 KEY_PREFIX = "tml-"
 TOKEN_PREFIX = "eyJ"
@@ -133,7 +134,7 @@ class Auth:
             if self._read_at > asked_at:
                 return
             began, change = time.monotonic(), self._last_change()
-            keys = [k for k in await self._store.list_keys() if k.is_good(time.time())]
+            keys = [k for k in await self._store.keys.list() if k.is_good(time.time())]
             self._by_hash = {k.key_hash: k for k in keys}
             self._by_id = {k.key_id: k for k in keys}
             self._read_at, self._seen_change = began, change
@@ -198,7 +199,7 @@ async def create_key(
         created_at=now,
         expires_at=None if seconds is None else now + seconds,
     )
-    return key, await store.add_key(record)
+    return key, await store.keys.add(record)
 
 
 def note_key_change(data_dir: Path) -> None:

@@ -22,7 +22,7 @@ from tinsmith.errors import EngineError, TooLargeError, ValidationError
 from tinsmith.server.edge.admission import LARGE_BODY_BYTES
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.service import Service
-from tinsmith.server.store.base import StoreUnavailableError
+from tinsmith.server.store.errors import StoreUnavailableError
 from tinsmith.wire import json, zstd
 from tinsmith.wire.dialects import PROTO_TYPE, media_type
 

@@ -17,7 +17,9 @@ from tinsmith.server.operations.execution import outcome_of
 from tinsmith.server.operations.kinds import Operation
 from tinsmith.server.operations.live_models import LiveModel, LiveModels
 from tinsmith.server.operations.snapshots import Snapshots
-from tinsmith.server.store.base import Finish, Store, StoreConflictError
+from tinsmith.server.store.errors import StoreConflictError
+from tinsmith.server.store.records import Finish
+from tinsmith.server.store.store import Store
 from tinsmith.server.usage import Usage
 
 logger = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ class Endings:
         while model.finishes:
             batch = model.finishes[:size]
             try:
-                await self._store.finish(batch)
+                await self._store.log.finish(batch)
             except StoreConflictError as error:
                 # One of them contradicts what is there: find it, and let the others through.
                 if len(batch) == 1:

@@ -18,14 +18,14 @@ from tinsmith.server.futures import Outcome
 from tinsmith.server.operations.kinds import LoadRequest, Operation, PassRequest, decode, pass_data
 from tinsmith.server.operations.live_models import LiveModel
 from tinsmith.server.sampling.samplers import Samplers
-from tinsmith.server.store.base import (
+from tinsmith.server.store.records import (
     AuditRecord,
     CheckpointRecord,
     Finish,
     SamplerRecord,
-    Store,
     WeightsRecord,
 )
+from tinsmith.server.store.store import Store
 from tinsmith.server.weights import WeightsFolders, weights_record
 from tinsmith.types import (
     AdamParams,
@@ -62,7 +62,7 @@ class Executor:
     async def request_of(self, operation: Operation) -> object:
         """The operation's request, read from the store if need be."""
         if operation.request is None:
-            body = await self.store.read_payload(operation.record.request_id)
+            body = await self.store.log.read_payload(operation.record.request_id)
             record = operation.record
             operation.request = decode(record.kind, body, record.content_type, self.limits)
         return operation.request
@@ -74,7 +74,7 @@ class Executor:
         custom_loss = None
         if loss_fn == "custom":
             loss_id = config.pop("loss_id", None)
-            found = await self.store.get_custom_loss(str(loss_id))
+            found = await self.store.losses.get(str(loss_id))
             if found is None or found.owner != model.record.owner:
                 return Failure(f"no custom loss called {str(loss_id)[:80]!r}", "user")
             custom_loss = CustomLoss(
@@ -125,7 +125,7 @@ class Executor:
                 raise ValidationError(f"{path} holds no optimizer state; load it without")
             # From here on they stay, though the checkpoint be deleted: a replay needs them.
             request_id, weights_id = operation.record.request_id, weights.weights_id
-            if not await self.store.hold_weights(request_id, weights_id):
+            if not await self.store.weights.hold(request_id, weights_id):
                 raise ValidationError(f"{path} has just been deleted")
         except ValidationError as error:
             return failed(operation, Failure(str(error), "user"))
@@ -145,7 +145,7 @@ class Executor:
         self, engine: Engine, model: LiveModel, operation: Operation, request: SaveWeightsRequest
     ) -> Finish:
         checkpoint_id = f"weights/{checkpoint_name(request.path, operation.seq_id)}"
-        existing = await self.store.get_checkpoint(model.model_id, checkpoint_id)
+        existing = await self.store.checkpoints.get(model.model_id, checkpoint_id)
         if existing is not None and not request.overwrite:
             return failed(operation, _exists(existing))
         weights = await self._snapshot(engine, model, "training")
@@ -175,7 +175,7 @@ class Executor:
                 engine, model, operation, request.sampling_session_seq_id
             )
         checkpoint_id = f"sampler_weights/{checkpoint_name(request.path, operation.seq_id)}"
-        existing = await self.store.get_checkpoint(model.model_id, checkpoint_id)
+        existing = await self.store.checkpoints.get(model.model_id, checkpoint_id)
         if existing is not None:
             return failed(operation, _exists(existing))
         weights = await self._snapshot(engine, model, "sampler")
@@ -195,7 +195,7 @@ class Executor:
         session_id = model.record.session_id
         assert session_id is not None
         sampler_id = f"{session_id}:sample:{sampling_seq_id}"
-        if await self.store.get_sampler(sampler_id) is not None:
+        if await self.store.samplers.get(sampler_id) is not None:
             return failed(operation, Failure(f"sampler {sampler_id} exists already", "user"))
         weights = await self._snapshot(engine, model, "sampler")
         if isinstance(weights, Failure):
@@ -224,7 +224,7 @@ class Executor:
         request: SaveWeightsExternalRequest,
     ) -> Finish:
         checkpoint_id = f"external_weights/{checkpoint_name(request.path, operation.seq_id)}"
-        existing = await self.store.get_checkpoint(model.model_id, checkpoint_id)
+        existing = await self.store.checkpoints.get(model.model_id, checkpoint_id)
         if existing is not None:
             return failed(operation, _exists(existing))
         weights = await self._snapshot(engine, model, "sampler")

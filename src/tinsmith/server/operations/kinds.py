@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tinsmith.server.store.base import OperationRecord
+from tinsmith.server.store.records import OperationRecord
 from tinsmith.types import (
     CreateModelRequest,
     Datum,

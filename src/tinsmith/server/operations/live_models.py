@@ -11,7 +11,8 @@ from tinsmith.engine.base import Failure
 from tinsmith.server.futures import Promises
 from tinsmith.server.operations.kinds import Operation
 from tinsmith.server.operations.queue import SequenceQueue
-from tinsmith.server.store.base import Finish, ModelRecord, Store
+from tinsmith.server.store.records import Finish, ModelRecord
+from tinsmith.server.store.store import Store
 from tinsmith.types import LoraConfig
 
 
@@ -118,10 +119,10 @@ class LiveModels:
         return await asyncio.shield(self._reading[model_id])
 
     async def _read(self, model_id: str) -> LiveModel | None:
-        record = await self._store.get_model(model_id)
+        record = await self._store.models.get(model_id)
         if record is None:
             return None
-        log = await self._store.read_log(model_id, record.snapshot_seq_id)
+        log = await self._store.log.read(model_id, record.snapshot_seq_id)
         queue = SequenceQueue(
             record.snapshot_seq_id + 1, [o.seq_id for o in log if o.status != "pending"]
         )

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from tinsmith.server.futures import Promises
 from tinsmith.server.operations.kinds import REFUSED, Operation
 from tinsmith.server.operations.live_models import LiveModel, LiveModels
-from tinsmith.server.store.base import ModelRecord, OperationRecord, Store
+from tinsmith.server.store.records import ModelRecord, OperationRecord
+from tinsmith.server.store.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class Recorder:
         self, operation: OperationRecord, request: object, new_model: ModelRecord | None
     ) -> str:
         if new_model is not None:
-            recorded, is_new = await self._store.record(operation, new_model)
+            recorded, is_new = await self._store.log.record(operation, new_model)
             if not is_new:
                 # Reading a model that is not live yet puts what is pending into its queue.
                 found = await self._models.get(operation.model_id)
@@ -124,7 +125,7 @@ class Recorder:
             model = found
             model.num_recording += 1
             try:
-                recorded, is_new = await self._store.record(operation)
+                recorded, is_new = await self._store.log.record(operation)
             finally:
                 model.num_recording -= 1
             if not is_new:

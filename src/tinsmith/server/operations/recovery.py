@@ -14,7 +14,8 @@ from tinsmith.errors import TinkerError
 from tinsmith.server.operations.execution import Executor
 from tinsmith.server.operations.kinds import LoadRequest, Operation
 from tinsmith.server.operations.live_models import LiveModel
-from tinsmith.server.store.base import ModelRecord, OperationRecord, StoreDamagedError
+from tinsmith.server.store.errors import StoreDamagedError
+from tinsmith.server.store.records import ModelRecord, OperationRecord
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class Recovery:
     async def rebuild(self, engine: Engine, model: LiveModel) -> None:
         """Bring the model's adapter in `engine` to where its log says it is."""
         await model.recorded()
-        record = await self._executor.store.get_model(model.model_id)
+        record = await self._executor.store.models.get(model.model_id)
         assert record is not None
         model.record = record
         if (failure := await self._restore(engine, model)) is not None:
@@ -41,7 +42,7 @@ class Recovery:
             logger.error("the newest snapshot of %s is damaged: %s", model.model_id, failure)
             record = await self._revert(model)
             _check(await self._restore(engine, model), "restore the snapshots of")
-        log = await self._executor.store.read_log(model.model_id, record.snapshot_seq_id)
+        log = await self._executor.store.log.read(model.model_id, record.snapshot_seq_id)
         replayed = [Operation(o) for o in log if _touched_the_model(o)]
         logger.info("rebuilding %s: %d operations to replay", model.model_id, len(replayed))
         try:
@@ -62,8 +63,8 @@ class Recovery:
 
     async def _revert(self, model: LiveModel) -> ModelRecord:
         """Go back to the previous snapshot; the log since then is still there."""
-        await self._executor.store.revert_snapshot(model.model_id)
-        record = await self._executor.store.get_model(model.model_id)
+        await self._executor.store.models.revert_snapshot(model.model_id)
+        record = await self._executor.store.models.get(model.model_id)
         assert record is not None
         model.record = record
         model.is_changed = model.wants_snapshot = True

@@ -40,7 +40,9 @@ from tinsmith.server.operations.kinds import Operation
 from tinsmith.server.operations.live_models import LiveModel, LiveModels
 from tinsmith.server.operations.recovery import RebuildError, Recovery
 from tinsmith.server.operations.snapshots import Snapshots
-from tinsmith.server.store.base import Finish, Store, StoreUnavailableError
+from tinsmith.server.store.errors import StoreUnavailableError
+from tinsmith.server.store.records import Finish
+from tinsmith.server.store.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -410,7 +412,7 @@ class Scheduler:
         except RebuildError as error:
             logger.exception("model %s cannot be rebuilt", model.model_id)
             model.failure = Failure(f"model {model.model_id} is lost: {error}", "server")
-            await self._store.set_model(model.model_id, {"is_corrupted": True})
+            await self._store.models.update(model.model_id, {"is_corrupted": True})
         except Exception as error:
             logger.exception("rebuilding model %s failed", model.model_id)
             problem = f"model {model.model_id} could not be loaded: {type(error).__name__}"

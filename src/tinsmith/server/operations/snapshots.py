@@ -16,7 +16,7 @@ from tinsmith.errors import TinkerError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.operations.kinds import Operation
 from tinsmith.server.operations.live_models import LiveModel
-from tinsmith.server.store.base import Store
+from tinsmith.server.store.store import Store
 from tinsmith.server.weights import WeightsFolders, weights_record
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Snapshots:
         if isinstance(info, Failure):
             raise SnapshotError(f"no snapshot of {model.model_id} could be taken: {info.message}")
         record = weights_record(weights_id, model.record, "exact", info, time.time())
-        await self._store.record_snapshot(model.model_id, seq_id, record)
+        await self._store.models.record_snapshot(model.model_id, seq_id, record)
         model.is_changed = model.wants_snapshot = False
         model.steps_since_snapshot = 0
         model.bytes_since_snapshot = 0

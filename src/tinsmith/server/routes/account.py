@@ -17,7 +17,7 @@ from tinsmith.errors import ValidationError
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, answer, nothing, route
 from tinsmith.server.service import Service
-from tinsmith.server.store.base import AuditRecord, UsageRecord
+from tinsmith.server.store.records import AuditRecord, UsageRecord
 from tinsmith.types import (
     ApiKeyDetails,
     AuditLogEntry,
@@ -53,7 +53,7 @@ async def get_own_key(service: Service, caller: Caller, request: Request) -> Res
 async def delete_own_key(service: Service, caller: Caller, request: Request) -> Response:
     if not service.config.auth:
         raise Refusal(400, "this server runs without authentication; there is no key to revoke")
-    await service.store.revoke_key(caller.key_id, now())
+    await service.store.keys.revoke(caller.key_id, now())
     service.auth.forget_keys()
     return nothing()
 
@@ -70,7 +70,7 @@ async def audit(service: Service, caller: Caller, request: Request) -> Response:
             raise ValidationError(f"expected YYYY-MM-DD, got {day[:40]!r}", "day") from None
         until = since + timedelta(days=1).total_seconds()
     wanted = None if area == "all" else area
-    entries = await service.store.list_audit(caller.owner, wanted, since, until)
+    entries = await service.store.account.list_audit(caller.owner, wanted, since, until)
     return answer(AuditLogResponse(entries=[_entry(e) for e in entries]))
 
 
@@ -83,7 +83,7 @@ async def usage_events(service: Service, caller: Caller, request: Request) -> Re
             "ending_before",
         )
     await service.usage.flush()
-    found = await service.store.list_usage(
+    found = await service.store.account.list_usage(
         caller.owner, int(start.timestamp() // 3600), int(end.timestamp() // 3600)
     )
     sessions: dict[str, Any] = {}
@@ -101,7 +101,7 @@ async def usage_events(service: Service, caller: Caller, request: Request) -> Re
 
 
 async def current_storage(service: Service, caller: Caller, request: Request) -> Response:
-    count, size = await service.store.storage_of(caller.owner)
+    count, size = await service.store.checkpoints.storage_of_owner(caller.owner)
     item = CurrentCheckpointStorageUsageItem(
         project_id=request.query_params.get("project_id"),
         org_user_urn=caller.user_urn,

@@ -28,7 +28,7 @@ from tinsmith.server.edge.http import (
     signed_url,
 )
 from tinsmith.server.service import Service
-from tinsmith.server.store.base import CheckpointRecord
+from tinsmith.server.store.records import CheckpointRecord
 from tinsmith.types import (
     Checkpoint,
     CheckpointArchiveUrlResponse,
@@ -45,17 +45,17 @@ _CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 async def list_run_checkpoints(service: Service, caller: Caller, request: Request) -> Response:
     run_id = request.path_params["run_id"]
-    model = await service.store.get_model(run_id)
+    model = await service.store.models.get(run_id)
     if model is None or model.owner != caller.owner:
         raise not_found("training run", run_id)
-    found = await service.store.list_checkpoints(run_id)
+    found = await service.store.checkpoints.of_model(run_id)
     return answer(CheckpointsListResponse(checkpoints=[checkpoint_message(c) for c in found]))
 
 
 async def list_checkpoints(service: Service, caller: Caller, request: Request) -> Response:
     limit = query_int(request, "limit", 100, most=1000)
     offset = query_int(request, "offset", 0, most=2**53)
-    page = await service.store.list_owner_checkpoints(caller.owner, limit, offset)
+    page = await service.store.checkpoints.page_of_owner(caller.owner, limit, offset)
     return answer(
         CheckpointsListResponse(
             checkpoints=[checkpoint_message(c) for c in page.items],

@@ -28,9 +28,10 @@ from tinsmith.server.edge.http import (
 from tinsmith.server.futures import Outcome, Promise, Promises
 from tinsmith.server.sampling.requests import REQUEST_PREFIX
 from tinsmith.server.service import Service
-from tinsmith.server.store.base import OperationRecord
+from tinsmith.server.store.records import OperationRecord
 from tinsmith.types import (
     CancelFutureRequest,
+    CreateCustomLossResponse,
     FutureRetrieveRequest,
     FuturesRetrieveRequest,
     FuturesRetrieveResponse,
@@ -39,7 +40,10 @@ from tinsmith.types import (
     RequestFailedResponse,
     TryAgainResponse,
 )
-from tinsmith.wire import dialects, proto
+from tinsmith.wire import dialects, json, proto
+
+UNLOAD_PREFIX = "unload-"
+"""A model is unloaded as soon as that was asked for, so the request id says all there is."""
 
 
 async def retrieve_future(service: Service, caller: Caller, request: Request) -> Response:
@@ -113,14 +117,22 @@ async def _trained(
         outcome = await _held(service, service.promises, promise, request)
         if outcome is not None:
             promise.retrieved_at = time.time()
+    elif request_id.startswith(UNLOAD_PREFIX):
+        return await _unloaded(service, caller, request_id)
     else:
-        operation = await service.store.get_operation(request_id)
-        if operation is None or operation.owner != caller.owner:
-            raise not_found("request", request_id)
-        outcome = _stored(operation)
+        outcome = await _stored(service, caller, request_id)
     if outcome is not None:
         service.retrieved[request_id] = time.time()
     return outcome
+
+
+async def _unloaded(service: Service, caller: Caller, request_id: str) -> Outcome:
+    model_id = request_id.removeprefix(UNLOAD_PREFIX)
+    model = await service.store.models.get(model_id)
+    if model is None or model.owner != caller.owner:
+        raise not_found("request", request_id)
+    body = json.encode({"model_id": model_id, "type": "unload_model"})
+    return Outcome(result_type="json", body=body)
 
 
 async def _held(
@@ -136,7 +148,19 @@ async def _held(
         leaving.cancel()
 
 
-def _stored(operation: OperationRecord) -> Outcome | None:
+async def _stored(service: Service, caller: Caller, request_id: str) -> Outcome | None:
+    operation = await service.store.log.get(request_id)
+    if operation is not None and operation.owner == caller.owner:
+        return _end_of(operation)
+    loss = await service.store.losses.of_request(request_id)
+    if loss is None or loss.owner != caller.owner:
+        raise not_found("request", request_id)
+    return Outcome(
+        result_type="json", body=json.encode(CreateCustomLossResponse(loss_id=loss.loss_id))
+    )
+
+
+def _end_of(operation: OperationRecord) -> Outcome | None:
     if operation.status == "pending":
         return None
     if operation.status == "failed":

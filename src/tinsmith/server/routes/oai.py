@@ -38,7 +38,7 @@ from tinsmith.server.edge.http import (
     while_known,
 )
 from tinsmith.server.service import Service
-from tinsmith.server.store.base import SamplerRecord
+from tinsmith.server.store.records import SamplerRecord
 from tinsmith.types import ModelInput, SampledSequence, SampleResponse
 from tinsmith.wire import json
 
@@ -47,7 +47,7 @@ PREFIX = "/oai/api/v1"
 
 async def list_models(service: Service, caller: Caller, request: Request) -> Response:
     models = (await service.capabilities()).models
-    page = await service.store.list_owner_checkpoints(caller.owner, 1000, 0)
+    page = await service.store.checkpoints.page_of_owner(caller.owner, 1000, 0)
     names = [m.name for m in models if m.is_sampleable]
     names += [c.tinker_path for c in page.items if c.checkpoint_type == "sampler"]
     data = [{"id": name, "object": "model", "created": 0, "owned_by": "tinsmith"} for name in names]

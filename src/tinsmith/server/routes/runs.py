@@ -12,7 +12,7 @@ from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import answer, not_found, query_int, route
 from tinsmith.server.routes.checkpoints import checkpoint_message
 from tinsmith.server.service import Service
-from tinsmith.server.store.base import CheckpointRecord, ModelRecord
+from tinsmith.server.store.records import CheckpointRecord, ModelRecord
 from tinsmith.types import Checkpoint, Cursor, LoraConfig, TrainingRun, TrainingRunsResponse
 
 
@@ -21,7 +21,7 @@ async def list_training_runs(service: Service, caller: Caller, request: Request)
     limit = query_int(request, "limit", 20, most=1000)
     offset = query_int(request, "offset", 0, most=2**53)
     project_id = request.query_params.get("project_id")
-    page = await service.store.list_models(caller.owner, limit, offset, project_id)
+    page = await service.store.models.page_of_owner(caller.owner, limit, offset, project_id)
     return answer(
         TrainingRunsResponse(
             training_runs=[await _run(service, model) for model in page.items],
@@ -33,10 +33,10 @@ async def list_training_runs(service: Service, caller: Caller, request: Request)
 async def get_training_run(service: Service, caller: Caller, request: Request) -> Response:
     run_id = request.path_params["run_id"]
     is_accessible = _check_scope(request) == "accessible"
-    model = await service.store.get_model(run_id)
+    model = await service.store.models.get(run_id)
     if model is not None and model.owner != caller.owner:
         # What is published may be looked at by those who say that they mean others' runs too.
-        checkpoints = await service.store.list_checkpoints(run_id) if is_accessible else []
+        checkpoints = await service.store.checkpoints.of_model(run_id) if is_accessible else []
         model = model if any(c.is_public for c in checkpoints) else None
     if model is None:
         raise not_found("training run", run_id)
@@ -46,7 +46,7 @@ async def get_training_run(service: Service, caller: Caller, request: Request) -
 async def _run(service: Service, model: ModelRecord, *, only_public: bool = False) -> TrainingRun:
     checkpoints = [
         c
-        for c in await service.store.list_checkpoints(model.model_id)
+        for c in await service.store.checkpoints.of_model(model.model_id)
         if c.is_public or not only_public
     ]
     return TrainingRun(

@@ -19,7 +19,7 @@ from tinsmith.server.routes.sessions import active_session
 from tinsmith.server.routes.training import check_base_model, tokenizer_location
 from tinsmith.server.sampling.requests import sample_job
 from tinsmith.server.service import Service
-from tinsmith.server.store.base import SamplerRecord
+from tinsmith.server.store.records import SamplerRecord
 from tinsmith.types import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -63,7 +63,7 @@ async def join_sampling_session(service: Service, caller: Caller, request: Reque
     body = await read_body(service, request)
     message = dialects.decode(JoinSamplingSessionRequest, body, service.limits)
     sampler = await _owned_sampler(service, caller, message.sampling_session_id)
-    counter = await service.store.join_sampler(sampler.sampler_id)
+    counter = await service.store.samplers.join(sampler.sampler_id)
     return answer(JoinSamplingSessionResponse(client_counter=counter))
 
 

@@ -23,7 +23,7 @@ from tinsmith.server.edge.http import (
     signed_url,
 )
 from tinsmith.server.service import Service
-from tinsmith.server.store.base import SessionRecord
+from tinsmith.server.store.records import SessionRecord
 from tinsmith.server.traces import session_trace
 from tinsmith.types import (
     AccessibleSearchOwner,
@@ -78,7 +78,7 @@ async def finish_session(service: Service, caller: Caller, request: Request) -> 
 
 
 async def list_sessions(service: Service, caller: Caller, request: Request) -> Response:
-    page = await service.store.list_sessions(
+    page = await service.store.sessions.page_of_owner(
         caller.owner,
         query_int(request, "limit", 20, most=1000),
         query_int(request, "offset", 0, most=2**53),
@@ -88,8 +88,8 @@ async def list_sessions(service: Service, caller: Caller, request: Request) -> R
 
 async def get_session(service: Service, caller: Caller, request: Request) -> Response:
     session = await owned_session(service, caller, request.path_params["session_id"])
-    models = await service.store.models_of_session(session.session_id)
-    samplers = await service.store.samplers_of_session(session.session_id)
+    models = await service.store.models.of_session(session.session_id)
+    samplers = await service.store.samplers.of_session(session.session_id)
     return answer(
         GetSessionResponse(
             training_run_ids=[m.model_id for m in models],
@@ -105,8 +105,8 @@ async def assign_project(service: Service, caller: Caller, request: Request) -> 
     body = await read_body(service, request)
     message = dialects.decode(AssignSessionProjectRequest, body, service.limits)
     await service.sessions.set(session, {"project_id": message.project_id})
-    for model in await service.store.models_of_session(session.session_id):
-        await service.store.set_model(model.model_id, {"project_id": message.project_id})
+    for model in await service.store.models.of_session(session.session_id):
+        await service.store.models.update(model.model_id, {"project_id": message.project_id})
     return nothing()
 
 
@@ -132,7 +132,7 @@ async def search_sessions(service: Service, caller: Caller, request: Request) ->
         visible = caller.user_urn in owner.owner_urns
     else:
         visible = True
-    found = await service.store.sessions_of(caller.owner) if visible else []
+    found = await service.store.sessions.of_owner(caller.owner) if visible else []
     matching = [s for s in found if _matches(s, query)]
     page = matching[: query.limit]
     summaries = [await _summary(service, caller, s) for s in page]
@@ -191,8 +191,8 @@ def _has_status(session: SessionRecord, status: SessionStatusQuery) -> bool:
 async def _summary(service: Service, caller: Caller, session: SessionRecord) -> SessionSummary:
     checkpoints = [
         checkpoint
-        for model in await service.store.models_of_session(session.session_id)
-        for checkpoint in await service.store.list_checkpoints(model.model_id)
+        for model in await service.store.models.of_session(session.session_id)
+        for checkpoint in await service.store.checkpoints.of_model(model.model_id)
     ]
     return SessionSummary(
         session_id=session.session_id,

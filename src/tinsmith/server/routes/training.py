@@ -14,19 +14,18 @@ from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, answer, body_start, read_body, route
 from tinsmith.server.operations.intake import owned_model, refuse_unread, submit
+from tinsmith.server.routes.futures import UNLOAD_PREFIX
 from tinsmith.server.routes.sessions import active_session
 from tinsmith.server.service import Service
-from tinsmith.server.store.base import (
+from tinsmith.server.store.records import (
     CustomLossRecord,
     ModelRecord,
-    OperationRecord,
     SessionRecord,
 )
 from tinsmith.types import (
     AdamOptimizerConfig,
     AdamParams,
     CreateCustomLossRequest,
-    CreateCustomLossResponse,
     CreateModelRequest,
     ForwardBackwardRequest,
     ForwardRequest,
@@ -40,7 +39,7 @@ from tinsmith.types import (
     UntypedAPIFuture,
 )
 from tinsmith.types.custom_loss import CustomLossInput
-from tinsmith.wire import dialects, json
+from tinsmith.wire import dialects
 
 
 async def create_model(service: Service, caller: Caller, request: Request) -> Response:
@@ -152,22 +151,9 @@ async def unload_model(service: Service, caller: Caller, request: Request) -> Re
     model = await owned_model(service, caller, message.model_id)
     model.wants_unload = True
     service.scheduler.wake(model)
-    # The request has no number, so it is no part of the log: its promise is kept right away.
-    operation = OperationRecord(
-        request_id=uuid.uuid4().hex,
-        model_id=f"{model.model_id}:unload",
-        seq_id=time.time_ns(),
-        owner=caller.owner,
-        kind="unload_model",
-        content_type=dialects.JSON_TYPE,
-        created_at=time.time(),
-        status="done",
-        finished_at=time.time(),
-        result_type="json",
-        result=json.encode({"model_id": model.model_id, "type": "unload_model"}),
-    )
-    await service.store.record(operation)
-    return answer(UntypedAPIFuture(request_id=operation.request_id, model_id=model.model_id))
+    # The request has no number, so it is no part of the log; its promise is kept already.
+    request_id = f"{UNLOAD_PREFIX}{model.model_id}"
+    return answer(UntypedAPIFuture(request_id=request_id, model_id=model.model_id))
 
 
 async def create_custom_loss(service: Service, caller: Caller, request: Request) -> Response:
@@ -175,10 +161,9 @@ async def create_custom_loss(service: Service, caller: Caller, request: Request)
     message = dialects.decode(CreateCustomLossRequest, body, service.limits)
     session = await active_session(service, caller, message.session_id)
     _check_loss_inputs(message.inputs)
-    at = time.time()
-    loss_id = f"{session.session_id}:loss:{message.custom_loss_seq_id}"
     loss = CustomLossRecord(
-        loss_id=loss_id,
+        loss_id=f"{session.session_id}:loss:{message.custom_loss_seq_id}",
+        request_id=uuid.uuid4().hex,
         session_id=session.session_id,
         custom_loss_seq_id=message.custom_loss_seq_id,
         owner=caller.owner,
@@ -187,25 +172,15 @@ async def create_custom_loss(service: Service, caller: Caller, request: Request)
             "inputs": [i.to_wire() for i in message.inputs],
             "graph": message.graph.to_wire(),
         },
-        created_at=at,
+        created_at=time.time(),
     )
-    result = json.encode(CreateCustomLossResponse(loss_id=loss_id))
-    operation = OperationRecord(
-        request_id=uuid.uuid4().hex,
-        # Uploads are numbered within their session, as operations are within their model.
-        model_id=f"{session.session_id}:loss",
-        seq_id=message.custom_loss_seq_id,
-        owner=caller.owner,
-        kind="create_custom_loss",
-        content_type=dialects.JSON_TYPE,
-        created_at=at,
-        status="done",
-        finished_at=at,
-        result_type="json",
-        result=result,
-        result_bytes=len(result),
-    )
-    recorded = await service.store.add_custom_loss(loss, operation)
+    recorded = await service.store.losses.add(loss)
+    if (recorded.name, recorded.definition) != (loss.name, loss.definition):
+        raise ValidationError(
+            f"{loss.custom_loss_seq_id} is the number of another loss of this session; "
+            "take the next one",
+            "custom_loss_seq_id",
+        )
     return answer(UntypedAPIFuture(request_id=recorded.request_id))
 
 
@@ -231,9 +206,9 @@ async def check_model_limit(service: Service, caller: Caller) -> None:
     if limit is None:
         return
     count = 0
-    for session in await service.store.active_sessions():
+    for session in await service.store.sessions.active():
         if session.owner == caller.owner:
-            count += len(await service.store.models_of_session(session.session_id))
+            count += len(await service.store.models.of_session(session.session_id))
     if count >= limit:
         raise Refusal(
             403, f"this key has {count} models in active sessions; at most {limit} may be"

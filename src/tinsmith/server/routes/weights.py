@@ -19,7 +19,7 @@ from tinsmith.server.routes.training import (
     new_model,
 )
 from tinsmith.server.service import Service
-from tinsmith.server.store.base import CheckpointRecord
+from tinsmith.server.store.records import CheckpointRecord
 from tinsmith.types import (
     CopyWeightsRequest,
     CopyWeightsResponse,
@@ -66,7 +66,10 @@ async def _save(
                 "age_encryption_recipients",
             )
         limit = service.config.key_max_stored_bytes
-        if limit is not None and (await service.store.storage_of(caller.owner))[1] >= limit:
+        if (
+            limit is not None
+            and (await service.store.checkpoints.storage_of_owner(caller.owner))[1] >= limit
+        ):
             raise Refusal(403, f"this key's checkpoints have reached the limit of {limit} bytes")
 
     return await submit(

@@ -24,7 +24,7 @@ from tinsmith.server.engines import EngineSupervisor
 from tinsmith.server.futures import Outcome, Promise, Promises
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.sampling.samplers import Samplers
-from tinsmith.server.store.base import SamplerRecord
+from tinsmith.server.store.records import SamplerRecord
 from tinsmith.server.usage import Usage
 from tinsmith.types import (
     FutureCompletion,

@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass, field
 
 from tinsmith.engine.base import Engine, Failure
-from tinsmith.server.store.base import SamplerRecord, Store
+from tinsmith.server.store.records import SamplerRecord
+from tinsmith.server.store.store import Store
 from tinsmith.server.weights import WeightsFolders
 
 
@@ -35,14 +36,14 @@ class Samplers:
 
     async def get(self, sampler_id: str, owner: str) -> SamplerRecord | None:
         """The owner's sampler; None when there is none, or it is somebody else's."""
-        record = self._records.get(sampler_id) or await self._store.get_sampler(sampler_id)
+        record = self._records.get(sampler_id) or await self._store.samplers.get(sampler_id)
         if record is None or record.owner != owner:
             return None
         self._records.setdefault(sampler_id, record)
         return record
 
     async def create(self, record: SamplerRecord) -> SamplerRecord:
-        return await self._store.add_sampler(record)
+        return await self._store.samplers.add(record)
 
     async def acquire(
         self, engine: Engine, generation: int, sampler: SamplerRecord

@@ -11,47 +11,62 @@ A file's name ends with a checksum of what it held, so that damage is noticed an
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 from tinsmith import disk
-from tinsmith.server.store.base import StoreDamagedError
+from tinsmith.server.store.errors import StoreDamagedError
 
 INLINE_BYTES = 64 * 1024
 """Largest payload or result that is kept in its row."""
 
 
 class Blobs:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, in_thread: Callable[..., Awaitable[Any]]) -> None:
+        """`in_thread` calls a function where it may wait for the disk."""
         self._folder = folder
-        disk.create_folder(folder)
+        self._in_thread = in_thread
 
-    def write(self, name: str, data: bytes) -> str:
+    async def write(self, name: str, data: bytes) -> str:
         """Keep `data` for good; the name to read it by, which begins with `name` (two letters or
         more). Written twice, as when a commit has to be tried again, it is there once."""
         name = f"{name}.{_checksum(data)}"
-        path = self._path(name)
-        disk.create_folder(path.parent)
-        disk.publish_file(path, data)
+        await self._in_thread(self._write, name, data)
         return name
 
-    def read(self, name: str) -> bytes:
-        data = self._path(name).read_bytes()
+    async def read(self, name: str) -> bytes:
+        data: bytes = await self._in_thread(self._read, name)
         _, dot, expected = name.rpartition(".")
         if dot and expected != _checksum(data):
             raise StoreDamagedError(f"file {name} is damaged: its checksum differs")
         return data
 
-    def delete(self, names: Collection[str]) -> None:
-        for name in names:
-            disk.discard_file(self._path(name))
+    async def delete(self, names: Collection[str]) -> None:
+        if names:
+            await self._in_thread(self._delete, [self._path(name) for name in names])
 
-    def sweep(self, known: Collection[str]) -> int:
-        """Delete every file that is not known; how many there were."""
-        stray = [f for f in self._folder.glob("??/*") if f.name not in known]
-        for file in stray:
-            disk.discard_file(file)
-        return len(stray)
+    async def sweep(self, known: Collection[str]) -> None:
+        """Delete every file that is not known."""
+        await self._in_thread(self._sweep, known)
+
+    def _write(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        disk.create_folder(path.parent)
+        disk.publish_file(path, data)
+
+    def _read(self, name: str) -> bytes:
+        try:
+            return self._path(name).read_bytes()
+        except FileNotFoundError:
+            raise StoreDamagedError(f"file {name} is missing") from None
+
+    def _delete(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            disk.discard_file(path)
+
+    def _sweep(self, known: Collection[str]) -> None:
+        self._delete(f for f in self._folder.glob("??/*") if f.name not in known)
 
     def _path(self, name: str) -> Path:
         return self._folder / name[:2] / name

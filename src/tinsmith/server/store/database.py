@@ -1,5 +1,5 @@
 """One database, SQLite or Postgres: connections, the writing thread, and the few statements that
-all the tables' modules are built from.
+the parts of the store are built from.
 
 SQLite runs in WAL mode with full sync: a commit is on disk when it returns. All writes go through
 one thread (`writer`), reads through a few more, so the event loop never waits for a disk.
@@ -17,15 +17,13 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from tinsmith.server.store import schema
-from tinsmith.server.store.base import (
-    Page,
+from tinsmith.server.store.errors import (
     StoreConflictError,
     StoreInUseError,
     StoreUnavailableError,
 )
-from tinsmith.server.store.blobs import Blobs
 from tinsmith.server.store.migrate import migrate
+from tinsmith.server.store.records import Page
 from tinsmith.server.store.writer import Writer
 
 T = TypeVar("T")
@@ -52,30 +50,19 @@ def sqlite_url(file: Path) -> str:
 
 
 class Database:
-    def __init__(
-        self,
-        url: str,
-        blob_folder: Path,
-        on_commit: Callable[[float, int], None] = lambda seconds, writes: None,
-    ) -> None:
-        """Opens the database, creating or migrating its tables as needed. Blocks; call it once."""
+    def __init__(self, url: str, on_commit: Callable[[float, int], None]) -> None:
         self._engine = _create_engine(url)
         self.insert = sqlite.insert if self._engine.dialect.name == "sqlite" else postgresql.insert
         migrate(self._engine)
         self._put_new: dict[str, sa.Executable] = {}
-        self.blobs = Blobs(blob_folder)
         self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="store-reader")
         self._writer = Writer(self._engine, on_commit)
 
-    async def prepare(self) -> None:
-        await self.read(self._prepare)
-
-    def _prepare(self) -> None:
+    async def keep_others_out(self) -> None:
+        """A file's lock keeps other servers off a data folder; this keeps them off a Postgres
+        database. It goes with the connection, so it is held by the one that writes."""
         if self._engine.dialect.name == "postgresql":
-            # A file's lock keeps others off a data folder; this keeps them off a database. It
-            # goes with the connection, so it is held by the one that everything is written on.
-            self._writer.claim(self._lock_soon)
-        self.blobs.sweep(self._known_blobs())
+            await self.in_thread(self._writer.claim, self._lock_soon)
 
     def _lock_soon(self, connection: sa.Connection) -> None:
         """Take the lock; the database may not have noticed yet that its last holder is dead."""
@@ -117,8 +104,8 @@ class Database:
         if rows:
             await self.write(lambda connection: connection.execute(statement, rows))
 
-    async def read(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function that reads the database, or reads or writes a file beside it."""
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function that waits for the disk or the database, in a reader's thread."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
         except _TROUBLE as error:
@@ -129,7 +116,7 @@ class Database:
             with self.connect() as connection:
                 return [kind(**row._mapping) for row in connection.execute(query)]
 
-        return await self.read(read)
+        return await self.in_thread(read)
 
     async def one(self, kind: Callable[..., R], query: sa.Select[Any]) -> R | None:
         found = await self.all(kind, query)
@@ -140,7 +127,7 @@ class Database:
             with self.connect() as connection:
                 return list(connection.execute(query).scalars())
 
-        return await self.read(read)
+        return await self.in_thread(read)
 
     async def page(
         self,
@@ -149,17 +136,17 @@ class Database:
         order: list[sa.Column[Any]],
         limit: int,
         offset: int,
-    ) -> Page:
+    ) -> Page[R]:
         newest_first = query.order_by(*(column.desc() for column in order))
 
-        def read() -> Page:
+        def read() -> Page[R]:
             with self.connect() as connection:
                 rows = connection.execute(newest_first.limit(limit).offset(offset))
                 items = [kind(**row._mapping) for row in rows]
                 counted = sa.select(sa.func.count()).select_from(query.subquery())
                 return Page(items, connection.execute(counted).scalar_one())
 
-        return await self.read(read)
+        return await self.in_thread(read)
 
     def put_new(self, connection: sa.Connection, table: sa.Table, values: dict[str, Any]) -> bool:
         """Insert a row unless one with the same key is there; whether it was inserted."""
@@ -178,15 +165,6 @@ class Database:
                 index_elements=list(table.primary_key.columns), set_=values
             )
         )
-
-    def _known_blobs(self) -> set[str]:
-        table = schema.operations
-        names: set[str] = set()
-        with self.connect() as connection:
-            for column in (table.c.payload_file, table.c.result_file):
-                rows = connection.execute(sa.select(column).where(column.is_not(None)))
-                names.update(rows.scalars())
-        return names
 
 
 def _create_engine(url: str) -> sa.Engine:
@@ -224,6 +202,6 @@ def _unavailable(error: BaseException) -> StoreUnavailableError:
     return StoreUnavailableError(f"the store cannot be used now: {reason}")
 
 
-def fields(record: Any) -> dict[str, Any]:
+def row_of(record: Any) -> dict[str, Any]:
     """A record as a row; unlike `asdict` it does not copy payloads."""
     return {name: getattr(record, name) for name in record.__dataclass_fields__}

@@ -14,7 +14,7 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from tinsmith.server.store.base import StoreTooNewError
+from tinsmith.server.store.errors import StoreTooNewError
 
 
 def migrate(engine: sa.Engine) -> None:

@@ -1,10 +1,14 @@
-"""The tables, once for both databases.
+"""The tables, once for both databases: each is made of the fields of its record.
 
 Moments are seconds since the epoch in double precision, because SQLite has no type for them and
-comparisons are all we do. The columns are the fields of the records in `base`.
+comparisons are all we do.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import types
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sqlalchemy import (
     JSON,
@@ -21,6 +25,10 @@ from sqlalchemy import (
     UniqueConstraint,
     text,
 )
+from sqlalchemy.schema import SchemaItem
+from sqlalchemy.types import TypeEngine
+
+from tinsmith.server.store import records
 
 metadata = MetaData(
     naming_convention={
@@ -30,6 +38,44 @@ metadata = MetaData(
     }
 )
 
+Types = dict[str, type[TypeEngine[Any]]]
+
+_TYPES: dict[type, type[TypeEngine[Any]]] = {
+    str: Text,
+    int: BigInteger,
+    float: Double,
+    bool: Boolean,
+    bytes: LargeBinary,
+    list: JSON,
+    dict: JSON,
+}
+
+
+def _table(
+    name: str,
+    record: type,
+    key: tuple[str, ...],
+    *more: SchemaItem,
+    types: Types | None = None,
+) -> Table:
+    """A table with a column for each field of a record; `types` are those the field's own type
+    does not tell."""
+    hints = get_type_hints(record)
+    columns = [
+        _column(field.name, hints[field.name], field.name in key, types or {})
+        for field in dataclasses.fields(record)
+    ]
+    return Table(name, metadata, *columns, *more)
+
+
+def _column(name: str, hint: Any, is_key: bool, given: Types) -> Column[Any]:
+    kinds = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kind = next(k for k in kinds if k is not type(None))
+    plain = str if get_origin(kind) is Literal else get_origin(kind) or kind
+    is_nullable = type(None) in kinds
+    return Column(name, given.get(name, _TYPES[plain]), primary_key=is_key, nullable=is_nullable)
+
+
 secrets = Table(
     "secrets",
     metadata,
@@ -37,87 +83,34 @@ secrets = Table(
     Column("value", LargeBinary, nullable=False),
 )
 
-keys = Table(
+identity = _table("identity", records.IdentityRecord, ("store_id",))
+
+keys = _table(
     "keys",
-    metadata,
-    Column("key_id", Integer, primary_key=True, autoincrement=True),
-    Column("owner", Text, nullable=False),
-    Column("name", Text, nullable=False),
-    Column("note", Text, nullable=False),
-    Column("key_hash", Text, nullable=False, unique=True),
-    Column("created_at", Double, nullable=False),
-    Column("revoked_at", Double),
-    Column("expires_at", Double),
+    records.KeyRecord,
+    ("key_id",),
+    UniqueConstraint("key_hash"),
+    types={"key_id": Integer},
 )
 
-sessions = Table(
-    "sessions",
-    metadata,
-    Column("session_id", Text, primary_key=True),
-    Column("owner", Text, nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("last_seen_at", Double, nullable=False),
-    Column("sdk_version", Text, nullable=False),
-    Column("tags", JSON, nullable=False),
-    Column("user_metadata", JSON, nullable=False),
-    Column("project_id", Text),
-    Column("display_name", Text),
-    Column("state", Text, nullable=False),
-    Column("finish_reason", Text),
-    Column("finish_detail", Text),
-    Index(None, "owner", "created_at"),
+sessions = _table(
+    "sessions", records.SessionRecord, ("session_id",), Index(None, "owner", "created_at")
 )
 
-models = Table(
+models = _table(
     "models",
-    metadata,
-    Column("model_id", Text, primary_key=True),
-    Column("session_id", Text),
-    Column("model_seq_id", BigInteger),
-    Column("owner", Text, nullable=False),
-    Column("base_model", Text, nullable=False),
-    Column("lora", JSON, nullable=False),
-    Column("optimizer", JSON, nullable=False),
-    Column("user_metadata", JSON),
-    Column("project_id", Text),
-    Column("created_at", Double, nullable=False),
-    Column("last_request_at", Double, nullable=False),
-    Column("snapshot_seq_id", BigInteger, nullable=False),
-    Column("snapshot_weights_id", Text),
-    Column("previous_snapshot_seq_id", BigInteger, nullable=False, server_default="-1"),
-    Column("previous_snapshot_weights_id", Text),
-    Column("is_corrupted", Boolean, nullable=False),
-    Column("retired_at", Double),
+    records.ModelRecord,
+    ("model_id",),
     UniqueConstraint("session_id", "model_seq_id"),
     Index(None, "owner", "created_at"),
     Index(None, "snapshot_weights_id"),
     Index(None, "previous_snapshot_weights_id"),
 )
 
-operations = Table(
+operations = _table(
     "operations",
-    metadata,
-    Column("request_id", Text, primary_key=True),
-    Column("model_id", Text, nullable=False),
-    Column("seq_id", BigInteger, nullable=False),
-    Column("owner", Text, nullable=False),
-    Column("kind", Text, nullable=False),
-    Column("content_type", Text, nullable=False),
-    Column("payload", LargeBinary),
-    Column("payload_file", Text),
-    Column("payload_bytes", BigInteger, nullable=False),
-    Column("num_tokens", BigInteger, nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("status", Text, nullable=False),
-    Column("finished_at", Double),
-    Column("result_type", Text),
-    Column("result", LargeBinary),
-    Column("result_file", Text),
-    Column("result_bytes", BigInteger, nullable=False),
-    Column("retrieved_at", Double),
-    Column("error", Text),
-    Column("category", Text),
-    Column("weights_id", Text),
+    records.OperationRecord,
+    ("request_id",),
     UniqueConstraint("model_id", "seq_id"),
     Index(None, "status", "finished_at"),
     # Few operations have weights, and each set of weights is looked up here every few seconds.
@@ -129,83 +122,45 @@ operations = Table(
     ),
 )
 
-weights = Table(
-    "weights",
-    metadata,
-    Column("weights_id", Text, primary_key=True),
-    Column("kind", Text, nullable=False),
-    Column("base_model", Text, nullable=False),
-    Column("lora", JSON, nullable=False),
-    Column("optimizer", JSON, nullable=False),
-    Column("size_bytes", BigInteger, nullable=False),
-    Column("created_at", Double, nullable=False),
-)
+weights = _table("weights", records.WeightsRecord, ("weights_id",))
 
-checkpoints = Table(
+checkpoints = _table(
     "checkpoints",
-    metadata,
-    Column("model_id", Text, primary_key=True),
-    Column("checkpoint_id", Text, primary_key=True),
-    Column("owner", Text, nullable=False),
-    Column("checkpoint_type", Text, nullable=False),
-    Column("weights_id", Text, nullable=False, index=True),
-    Column("size_bytes", BigInteger, nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("is_public", Boolean, nullable=False),
-    Column("user_metadata", JSON),
-    Column("expires_at", Double),
+    records.CheckpointRecord,
+    ("model_id", "checkpoint_id"),
+    Index(None, "weights_id"),
     Index(None, "owner", "created_at"),
 )
 
-samplers = Table(
+samplers = _table(
     "samplers",
-    metadata,
-    Column("sampler_id", Text, primary_key=True),
-    Column("session_id", Text, nullable=False),
-    Column("sampling_session_seq_id", BigInteger, nullable=False),
-    Column("owner", Text, nullable=False),
-    Column("base_model", Text, nullable=False),
-    Column("model_path", Text),
-    Column("weights_id", Text, index=True),
-    Column("num_clients", Integer, nullable=False),
-    Column("created_at", Double, nullable=False),
+    records.SamplerRecord,
+    ("sampler_id",),
     UniqueConstraint("session_id", "sampling_session_seq_id"),
+    Index(None, "weights_id"),
+    Index(None, "owner"),
+    types={"num_clients": Integer},
 )
 
-custom_losses = Table(
+custom_losses = _table(
     "custom_losses",
-    metadata,
-    Column("loss_id", Text, primary_key=True),
-    Column("session_id", Text, nullable=False),
-    Column("custom_loss_seq_id", BigInteger, nullable=False),
-    Column("owner", Text, nullable=False),
-    Column("name", Text, nullable=False),
-    Column("definition", JSON, nullable=False),
-    Column("created_at", Double, nullable=False),
+    records.CustomLossRecord,
+    ("loss_id",),
     UniqueConstraint("session_id", "custom_loss_seq_id"),
+    Index(None, "request_id", unique=True),
 )
 
-audit = Table(
+audit = _table(
     "audit",
-    metadata,
+    records.AuditRecord,
+    (),
     Column("entry_id", Integer, primary_key=True, autoincrement=True),
-    Column("owner", Text, nullable=False),
-    Column("at", Double, nullable=False),
-    Column("area", Text, nullable=False),
-    Column("event", Text, nullable=False),
-    Column("details", JSON, nullable=False),
-    Column("model_id", Text),
-    Column("tinker_path", Text),
     Index(None, "owner", "at"),
 )
 
-usage = Table(
+usage = _table(
     "usage",
-    metadata,
-    Column("owner", Text, primary_key=True),
-    Column("hour", Integer, primary_key=True),
-    Column("base_model", Text, primary_key=True),
-    Column("session_id", Text, primary_key=True),
-    Column("kind", Text, primary_key=True),
-    Column("count", BigInteger, nullable=False),
+    records.UsageRecord,
+    ("owner", "hour", "base_model", "session_id", "kind"),
+    types={"hour": Integer},
 )

@@ -1,0 +1,51 @@
+"""The audit log and counted usage of each owner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from tinsmith.server.store import schema
+from tinsmith.server.store.database import Database, row_of
+from tinsmith.server.store.records import AuditRecord, UsageRecord
+
+
+class Account:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add_audit(self, entry: AuditRecord) -> None:
+        await self._database.execute(sa.insert(schema.audit).values(row_of(entry)))
+
+    async def list_audit(
+        self, owner: str, area: str | None, since: float, until: float
+    ) -> Sequence[AuditRecord]:
+        table = schema.audit
+        query = sa.select(*[c for c in table.c if c.name != "entry_id"]).where(
+            table.c.owner == owner, table.c.at >= since, table.c.at < until
+        )
+        if area is not None:
+            query = query.where(table.c.area == area)
+        return await self._database.all(
+            AuditRecord, query.order_by(table.c.at.desc(), table.c.entry_id.desc())
+        )
+
+    async def add_usage(self, usage: Sequence[UsageRecord]) -> None:
+        table = schema.usage
+        statement = self._database.insert(table)
+        adding = statement.on_conflict_do_update(
+            index_elements=list(table.primary_key.columns),
+            set_={"count": table.c.count + statement.excluded["count"]},
+        )
+        await self._database.execute_many(adding, [row_of(entry) for entry in usage])
+
+    async def list_usage(self, owner: str, first_hour: int, end_hour: int) -> Sequence[UsageRecord]:
+        table = schema.usage
+        query = sa.select(table).where(
+            table.c.owner == owner, table.c.hour >= first_hour, table.c.hour < end_hour
+        )
+        return await self._database.all(
+            UsageRecord,
+            query.order_by(table.c.hour, table.c.session_id, table.c.base_model, table.c.kind),
+        )

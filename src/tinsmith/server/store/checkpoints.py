@@ -1,0 +1,89 @@
+"""Checkpoints: names for weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from tinsmith.server.store import schema
+from tinsmith.server.store.database import Database, row_of
+from tinsmith.server.store.records import AuditRecord, CheckpointRecord, ModelRecord, Page
+
+
+class Checkpoints:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add(
+        self, checkpoint: CheckpointRecord, model: ModelRecord | None, audit: AuditRecord
+    ) -> None:
+        def write(connection: sa.Connection) -> None:
+            if model is not None:
+                connection.execute(sa.insert(schema.models).values(row_of(model)))
+            self._database.replace(connection, schema.checkpoints, row_of(checkpoint))
+            connection.execute(sa.insert(schema.audit).values(row_of(audit)))
+
+        await self._database.write(write)
+
+    async def get(self, model_id: str, checkpoint_id: str) -> CheckpointRecord | None:
+        query = sa.select(schema.checkpoints).where(_checkpoint(model_id, checkpoint_id))
+        return await self._database.one(CheckpointRecord, query)
+
+    async def of_model(self, model_id: str) -> Sequence[CheckpointRecord]:
+        table = schema.checkpoints
+        query = sa.select(table).where(table.c.model_id == model_id)
+        return await self._database.all(CheckpointRecord, query.order_by(table.c.created_at.desc()))
+
+    async def page_of_owner(self, owner: str, limit: int, offset: int) -> Page[CheckpointRecord]:
+        table = schema.checkpoints
+        query = sa.select(table).where(table.c.owner == owner)
+        order = [table.c.created_at, table.c.model_id, table.c.checkpoint_id]
+        return await self._database.page(CheckpointRecord, query, order, limit, offset)
+
+    async def update(
+        self, model_id: str, checkpoint_id: str, values: Mapping[str, Any], audit: AuditRecord
+    ) -> None:
+        def write(connection: sa.Connection) -> None:
+            connection.execute(
+                sa.update(schema.checkpoints)
+                .where(_checkpoint(model_id, checkpoint_id))
+                .values(dict(values))
+            )
+            connection.execute(sa.insert(schema.audit).values(row_of(audit)))
+
+        await self._database.write(write)
+
+    async def delete(self, model_id: str, checkpoint_id: str, audit: AuditRecord) -> bool:
+        def write(connection: sa.Connection) -> bool:
+            where = _checkpoint(model_id, checkpoint_id)
+            found = connection.execute(sa.delete(schema.checkpoints).where(where)).rowcount == 1
+            if found:
+                connection.execute(sa.insert(schema.audit).values(row_of(audit)))
+            return found
+
+        return await self._database.write(write)
+
+    async def expired(self, now: float) -> Sequence[CheckpointRecord]:
+        table = schema.checkpoints
+        return await self._database.all(
+            CheckpointRecord, sa.select(table).where(table.c.expires_at <= now)
+        )
+
+    async def storage_of_owner(self, owner: str) -> tuple[int, int]:
+        """How many checkpoints an owner has, and their bytes."""
+        table = schema.checkpoints
+        query = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(table.c.size_bytes), 0))
+
+        def read() -> tuple[int, int]:
+            with self._database.connect() as connection:
+                row = connection.execute(query.where(table.c.owner == owner)).one()
+            return int(row[0]), int(row[1])
+
+        return await self._database.in_thread(read)
+
+
+def _checkpoint(model_id: str, checkpoint_id: str) -> sa.ColumnElement[bool]:
+    table = schema.checkpoints
+    return sa.and_(table.c.model_id == model_id, table.c.checkpoint_id == checkpoint_id)

@@ -1,0 +1,26 @@
+"""What can go wrong with a store."""
+
+from __future__ import annotations
+
+from tinsmith.errors import TinkerError
+
+
+class StoreConflictError(TinkerError):
+    """What was to be written contradicts what is there; writing it again will not help."""
+
+
+class StoreInUseError(TinkerError):
+    """Another server works on the same database."""
+
+
+class StoreUnavailableError(TinkerError):
+    """The database or its disk cannot be read or written now. Trying again later may help, and
+    what was to be written may be there or not."""
+
+
+class StoreDamagedError(TinkerError):
+    """What is on disk is not what was written."""
+
+
+class StoreTooNewError(TinkerError):
+    """A later version of this software has written the database."""

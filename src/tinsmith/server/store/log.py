@@ -1,0 +1,219 @@
+"""The log: operations from their recording to the end of their results."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from tinsmith.server.store import schema
+from tinsmith.server.store.blobs import INLINE_BYTES, Blobs
+from tinsmith.server.store.database import Database, row_of
+from tinsmith.server.store.errors import StoreDamagedError
+from tinsmith.server.store.records import Finish, ModelRecord, OperationRecord
+
+logger = logging.getLogger(__name__)
+
+_USED = (
+    sa.update(schema.models)
+    .where(schema.models.c.model_id == sa.bindparam("of_model"))
+    .values(last_request_at=sa.bindparam("at"))
+)
+_ENDED = sa.update(schema.operations).where(
+    schema.operations.c.request_id == sa.bindparam("of_request"),
+    schema.operations.c.status == "pending",
+)
+"""Statements that run for every operation; built once, because that costs more than they do."""
+
+_DROPPED_AT_ONCE = 500
+_LIGHT_COLUMNS = [c for c in schema.operations.c if c.name not in ("payload", "result")]
+
+
+class Log:
+    def __init__(self, database: Database, blobs: Blobs) -> None:
+        self._database = database
+        self._blobs = blobs
+
+    async def record(
+        self, operation: OperationRecord, model: ModelRecord | None = None
+    ) -> tuple[OperationRecord, bool]:
+        """Enter an operation (and the model that it creates) into the log.
+
+        When its (model_id, seq_id) is taken, nothing changes, and the answer is the first
+        operation and False.
+        """
+        values = row_of(operation)
+        if operation.payload is not None and len(operation.payload) > INLINE_BYTES:
+            name = f"{operation.request_id}.payload"
+            values["payload_file"] = await self._blobs.write(name, operation.payload)
+            values["payload"] = None
+
+        def write(connection: sa.Connection) -> tuple[OperationRecord, bool]:
+            is_new = self._database.put_new(connection, schema.operations, values)
+            if is_new and model is not None:
+                connection.execute(sa.insert(schema.models).values(row_of(model)))
+            elif is_new:
+                used = {"of_model": operation.model_id, "at": operation.created_at}
+                connection.execute(_USED, used)
+            return (operation if is_new else self._first(connection, operation)), is_new
+
+        recorded, is_new = await self._database.write(write)
+        if not is_new and values["payload_file"] is not None:
+            await self._blobs.delete([values["payload_file"]])
+        return recorded, is_new
+
+    async def finish(self, finishes: Sequence[Finish]) -> None:
+        """Record ends, all or none. An operation that has ended already is left as it is."""
+        rows = [await self._end_row(finish) for finish in finishes]
+
+        def write(connection: sa.Connection) -> None:
+            for finish, row in zip(finishes, rows, strict=True):
+                self._finish_one(connection, finish, row)
+
+        await self._database.write(write)
+
+    async def _end_row(self, finish: Finish) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "status": finish.status,
+            "finished_at": finish.finished_at,
+            "result_type": finish.result_type,
+            "result": finish.result,
+            "result_bytes": len(finish.result or b""),
+            "error": finish.error,
+            "category": finish.category,
+            "weights_id": finish.used_weights_id,
+        }
+        if finish.result is not None and len(finish.result) > INLINE_BYTES:
+            name = f"{finish.request_id}.result"
+            row["result_file"] = await self._blobs.write(name, finish.result)
+            row["result"] = None
+        return row
+
+    def _finish_one(self, connection: sa.Connection, finish: Finish, row: dict[str, Any]) -> None:
+        ended = connection.execute(_ENDED, {"of_request": finish.request_id, **row})
+        if ended.rowcount != 1:
+            return
+        if finish.weights is not None:
+            connection.execute(sa.insert(schema.weights).values(row_of(finish.weights)))
+        if finish.checkpoint is not None:
+            self._database.replace(connection, schema.checkpoints, row_of(finish.checkpoint))
+        if finish.sampler is not None:
+            connection.execute(sa.insert(schema.samplers).values(row_of(finish.sampler)))
+        if finish.audit is not None:
+            connection.execute(sa.insert(schema.audit).values(row_of(finish.audit)))
+
+    async def get(self, request_id: str) -> OperationRecord | None:
+        table = schema.operations
+        columns = [c for c in table.c if c.name != "payload"]
+        query = sa.select(*columns).where(table.c.request_id == request_id)
+        found = await self._database.one(OperationRecord, query)
+        if found is None or found.result_file is None:
+            return found
+        try:
+            result = await self._blobs.read(found.result_file)
+        except StoreDamagedError:
+            logger.exception("the result of %s is lost", request_id)
+            return dataclasses.replace(found, result_type="dropped")
+        return dataclasses.replace(found, result=result)
+
+    async def read(self, model_id: str, after_seq_id: int) -> Sequence[OperationRecord]:
+        """The operations above `after_seq_id`, in order, without payloads and results."""
+        table = schema.operations
+        query = sa.select(*_LIGHT_COLUMNS).where(
+            table.c.model_id == model_id, table.c.seq_id > after_seq_id
+        )
+        return await self._database.all(OperationRecord, query.order_by(table.c.seq_id))
+
+    async def read_payload(self, request_id: str) -> bytes:
+        table = schema.operations
+        query = sa.select(table.c.payload, table.c.payload_file)
+
+        def read() -> Any:
+            with self._database.connect() as connection:
+                return connection.execute(query.where(table.c.request_id == request_id)).one()
+
+        row = await self._database.in_thread(read)
+        if row.payload_file is not None:
+            return await self._blobs.read(row.payload_file)
+        return bytes(row.payload)
+
+    async def blob_names(self) -> set[str]:
+        """The files that operations refer to."""
+        table = schema.operations
+        return {
+            name
+            for column in (table.c.payload_file, table.c.result_file)
+            for name in await self._database.column(sa.select(column).where(column.is_not(None)))
+        }
+
+    async def models_with_pending(self) -> Sequence[str]:
+        table = schema.operations
+        query = sa.select(table.c.model_id).where(table.c.status == "pending").distinct()
+        return await self._database.column(query)
+
+    async def mark_retrieved(self, retrieved: Mapping[str, float]) -> None:
+        table = schema.operations
+        statement = (
+            sa.update(table)
+            .where(table.c.request_id == sa.bindparam("id"))
+            .values(retrieved_at=sa.bindparam("at"))
+        )
+        rows = [{"id": key, "at": at} for key, at in retrieved.items()]
+        await self._database.execute_many(statement, rows)
+
+    async def drop_results(
+        self, *, retrieved_before: float, finished_before: float, max_bytes: int
+    ) -> int:
+        """Forget results that were fetched, or ended, before a moment, and the oldest beyond
+        `max_bytes`; how many there were."""
+        table = schema.operations
+        is_old = sa.or_(
+            table.c.finished_at < finished_before,
+            sa.func.coalesce(table.c.retrieved_at, math.inf) < retrieved_before,
+        )
+        kept = sa.and_(table.c.result_bytes > 0, ~is_old)
+        newest_first = sa.func.sum(table.c.result_bytes).over(
+            order_by=[table.c.finished_at.desc(), table.c.request_id]
+        )
+        sized = sa.select(
+            table.c.request_id, table.c.result_file, newest_first.label("together")
+        ).where(kept)
+
+        def read() -> list[tuple[str, str | None]]:
+            # Outside of the writing thread: whole tables are looked at, and others want to write.
+            with self._database.connect() as connection:
+                old = sa.select(table.c.request_id, table.c.result_file)
+                drop = [*connection.execute(old.where(table.c.result_bytes > 0, is_old))]
+                held = connection.execute(
+                    sa.select(sa.func.coalesce(sa.func.sum(table.c.result_bytes), 0)).where(kept)
+                ).scalar_one()
+                if held > max_bytes:
+                    beyond = sized.subquery()
+                    excess = sa.select(beyond.c.request_id, beyond.c.result_file)
+                    drop += connection.execute(excess.where(beyond.c.together > max_bytes))
+            return [(row.request_id, row.result_file) for row in drop]
+
+        drop = await self._database.in_thread(read)
+        for start in range(0, len(drop), _DROPPED_AT_ONCE):
+            part = drop[start : start + _DROPPED_AT_ONCE]
+            ids = [request_id for request_id, _ in part]
+            await self._database.execute(
+                sa.update(table)
+                .where(table.c.request_id.in_(ids))
+                .values(result=None, result_file=None, result_bytes=0, result_type="dropped")
+            )
+            await self._blobs.delete([name for _, name in part if name])
+        return len(drop)
+
+    def _first(self, connection: sa.Connection, operation: OperationRecord) -> OperationRecord:
+        table = schema.operations
+        found = connection.execute(
+            sa.select(*_LIGHT_COLUMNS).where(
+                table.c.model_id == operation.model_id, table.c.seq_id == operation.seq_id
+            )
+        )
+        return OperationRecord(**found.one()._mapping)

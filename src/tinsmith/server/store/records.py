@@ -1,0 +1,241 @@
+"""The store's records: one plain value per row.
+
+The tables in `schema` are made of these fields, so a column is written here and nowhere else (and
+once in the migration that adds it). Moments are seconds since the epoch (UTC).
+
+The log of a model is its operations in the order of `seq_id`; the row of seq_id 0 created it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+R = TypeVar("R")
+
+OperationStatus = Literal["pending", "done", "failed"]
+SessionState = Literal["active", "finished"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdentityRecord:
+    """Which store this is; the data folder that belongs to it says the same."""
+
+    store_id: str
+    epoch: int
+    """Counts up while the store is used, so that an older copy of it is noticed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRecord:
+    """An API key. Only its hash is kept."""
+
+    key_id: int = 0
+    owner: str
+    name: str
+    note: str = ""
+    key_hash: str
+    created_at: float
+    revoked_at: float | None = None
+    expires_at: float | None = None
+
+    def is_good(self, now: float) -> bool:
+        """Whether it still opens anything."""
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRecord:
+    session_id: str
+    owner: str
+    created_at: float
+    last_seen_at: float
+    sdk_version: str
+    tags: list[str] = field(default_factory=list)
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+    project_id: str | None = None
+    display_name: str | None = None
+    state: SessionState = "active"
+    finish_reason: str | None = None
+    finish_detail: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRecord:
+    """A model, which is also a training run. Copies of checkpoints have no session."""
+
+    model_id: str
+    session_id: str | None
+    model_seq_id: int | None
+    owner: str
+    base_model: str
+    lora: dict[str, Any]
+    optimizer: dict[str, Any]
+    user_metadata: dict[str, Any] | None = None
+    project_id: str | None = None
+    created_at: float
+    last_request_at: float
+    snapshot_seq_id: int = -1
+    """The last operation whose effect the snapshot holds; -1 when there is none."""
+    snapshot_weights_id: str | None = None
+    previous_snapshot_seq_id: int = -1
+    """The same of the snapshot before, which is kept in case the newest turns out damaged; the
+    payloads of the log are kept from here on."""
+    previous_snapshot_weights_id: str | None = None
+    trimmed_seq_id: int = -1
+    """The log has no operations up to this one any more: they ended long ago."""
+    is_corrupted: bool = False
+    retired_at: float | None = None
+    """When the state was dropped because nobody had used it for very long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationRecord:
+    """One entry of a model's log. `payload` is the request as it came."""
+
+    request_id: str
+    model_id: str
+    seq_id: int
+    owner: str
+    kind: str
+    content_type: str
+    payload: bytes | None = None
+    payload_file: str | None = None
+    payload_bytes: int = 0
+    num_tokens: int = 0
+    created_at: float
+    status: OperationStatus = "pending"
+    finished_at: float | None = None
+    result_type: str | None = None
+    result: bytes | None = None
+    result_file: str | None = None
+    result_bytes: int = 0
+    retrieved_at: float | None = None
+    error: str | None = None
+    category: str | None = None
+    weights_id: str | None = None
+    """The weights that a load takes, kept for as long as the load may be replayed."""
+
+    @property
+    def log_fields(self) -> dict[str, Any]:
+        """What a line in the log should say about the operation."""
+        return {
+            "request_id": self.request_id,
+            "model_id": self.model_id,
+            "seq_id": self.seq_id,
+            "kind": self.kind,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsRecord:
+    """A folder of weights. Checkpoints, samplers, snapshots and loads refer to it."""
+
+    weights_id: str
+    kind: str
+    base_model: str
+    lora: dict[str, Any]
+    optimizer: dict[str, Any]
+    size_bytes: int
+    created_at: float
+    deleted_checkpoint: dict[str, Any] | None = None
+    """The fields of the last checkpoint with these weights that was deleted, for bringing it
+    back from the trash."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRecord:
+    """A name for weights: `tinker://<model_id>/<checkpoint_id>`."""
+
+    model_id: str
+    checkpoint_id: str
+    owner: str
+    checkpoint_type: str
+    weights_id: str
+    size_bytes: int
+    created_at: float
+    is_public: bool = False
+    user_metadata: dict[str, str] | None = None
+    expires_at: float | None = None
+
+    @property
+    def tinker_path(self) -> str:
+        return f"tinker://{self.model_id}/{self.checkpoint_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerRecord:
+    """A sampling session: a base model, or frozen weights of it."""
+
+    sampler_id: str
+    session_id: str
+    sampling_session_seq_id: int
+    owner: str
+    base_model: str
+    model_path: str | None = None
+    weights_id: str | None = None
+    num_clients: int = 1
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomLossRecord:
+    loss_id: str
+    request_id: str
+    """What the client asks for the result of its upload by."""
+    session_id: str
+    custom_loss_seq_id: int
+    owner: str
+    name: str
+    definition: dict[str, Any]
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRecord:
+    owner: str
+    at: float
+    area: str
+    event: str
+    details: dict[str, Any] = field(default_factory=dict)
+    model_id: str | None = None
+    tinker_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRecord:
+    """Tokens (or checkpoints) counted for one owner in one hour."""
+
+    owner: str
+    hour: int
+    base_model: str
+    session_id: str
+    kind: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The end of an operation, and what it brought into being; recorded together or not at all."""
+
+    request_id: str
+    status: OperationStatus
+    finished_at: float
+    result_type: str | None = None
+    result: bytes | None = None
+    error: str | None = None
+    category: str | None = None
+    used_weights_id: str | None = None
+    weights: WeightsRecord | None = None
+    checkpoint: CheckpointRecord | None = None
+    sampler: SamplerRecord | None = None
+    audit: AuditRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[R]):
+    """A part of a list, and how long the whole is."""
+
+    items: Sequence[R]
+    total: int

@@ -1,0 +1,74 @@
+"""Samplers, named or not, and the clients that share one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from tinsmith.server.store import schema
+from tinsmith.server.store.database import Database, row_of
+from tinsmith.server.store.records import SamplerRecord
+
+
+class Samplers:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add(self, sampler: SamplerRecord) -> SamplerRecord:
+        """The sampler, or the earlier one with the same session and sequence number."""
+        table = schema.samplers
+
+        def write(connection: sa.Connection) -> SamplerRecord:
+            if self._database.put_new(connection, table, row_of(sampler)):
+                return sampler
+            found = connection.execute(
+                sa.select(table).where(
+                    table.c.session_id == sampler.session_id,
+                    table.c.sampling_session_seq_id == sampler.sampling_session_seq_id,
+                )
+            )
+            return SamplerRecord(**found.one()._mapping)
+
+        return await self._database.write(write)
+
+    async def get(self, sampler_id: str) -> SamplerRecord | None:
+        table = schema.samplers
+        return await self._database.one(
+            SamplerRecord, sa.select(table).where(table.c.sampler_id == sampler_id)
+        )
+
+    async def of_session(self, session_id: str) -> Sequence[SamplerRecord]:
+        table = schema.samplers
+        query = sa.select(table).where(table.c.session_id == session_id)
+        return await self._database.all(
+            SamplerRecord, query.order_by(table.c.sampling_session_seq_id)
+        )
+
+    async def join(self, sampler_id: str) -> int:
+        """A number for one more client of the sampler; the first client has 0."""
+        table = schema.samplers
+
+        def write(connection: sa.Connection) -> int:
+            row = connection.execute(
+                sa.update(table)
+                .where(table.c.sampler_id == sampler_id)
+                .values(num_clients=table.c.num_clients + 1)
+                .returning(table.c.num_clients)
+            )
+            return int(row.scalar_one()) - 1
+
+        return await self._database.write(write)
+
+    async def silent_sessions(self, seen_before: float) -> Sequence[str]:
+        """Sessions with samplers that gave no sign of life since a moment."""
+        sessions, samplers = schema.sessions, schema.samplers
+        query = sa.select(sessions.c.session_id).where(
+            sessions.c.last_seen_at < seen_before,
+            sa.exists().where(samplers.c.session_id == sessions.c.session_id),
+        )
+        return await self._database.column(query)
+
+    async def forget(self, session_id: str) -> None:
+        table = schema.samplers
+        await self._database.execute(sa.delete(table).where(table.c.session_id == session_id))
