@@ -303,6 +303,22 @@ def test_rates_are_changes_over_time() -> None:
     assert now.mean("nothing", before) is None
 
 
+def test_a_quantile_is_the_end_of_a_bucket_of_what_was_observed_meanwhile() -> None:
+    from tinsmith.cli.server_metrics import parse
+
+    def reading(*counts: int) -> str:
+        ends = ("0.01", "0.1", "+Inf")
+        lines = zip(ends, counts, strict=True)
+        return "\n".join(f'tinsmith_x_seconds_bucket{{le="{e}"}} {n}' for e, n in lines)
+
+    before, now = parse(reading(100, 100, 100), 0.0), parse(reading(100, 199, 200), 1.0)
+    assert now.quantile("x_seconds", 0.5, before) == 0.1
+    assert now.quantile("x_seconds", 0.99, before) == 0.1
+    assert now.quantile("x_seconds", 1.0, before) == float("inf")
+    assert before.quantile("x_seconds", 0.99, before) == 0.01, "all of it, if nothing was new"
+    assert now.quantile("nothing", 0.99, before) is None
+
+
 @pytest.mark.parametrize(
     ("shell", "words", "word", "wanted"),
     [

@@ -38,6 +38,26 @@ class Reading:
             count, total = self.get(f"{name}_count"), self.get(f"{name}_sum")
         return total / count if count > 0 else None
 
+    def quantile(self, name: str, share: float, before: Reading) -> float | None:
+        """A bound below which that share of what was observed since `before` lies.
+
+        It is the upper end of a histogram's bucket: infinite beyond the last one.
+        """
+        buckets = self._buckets(name)
+        earlier = before._buckets(name)
+        counts = {end: count - earlier.get(end, 0.0) for end, count in buckets.items()}
+        total = max(counts.values(), default=0.0)
+        if total <= 0:
+            counts, total = buckets, max(buckets.values(), default=0.0)
+        if total <= 0:
+            return None
+        return min(end for end, count in counts.items() if count >= share * total)
+
+    def _buckets(self, name: str) -> dict[float, float]:
+        """How many were observed up to each end."""
+        found = self.by_label.get(f"{name}_bucket", {})
+        return {float(label.split('"')[1]): count for label, count in found.items()}
+
 
 def read(url: str) -> Reading:
     """The server's numbers now."""

@@ -20,7 +20,7 @@ Status = Literal["ok", "note", "problem"]
 
 _EXTRAS = {
     "cli": ("click", "rich"),
-    "server": ("starlette", "uvicorn", "httptools", "sqlalchemy", "alembic"),
+    "server": ("starlette", "uvicorn", "httptools", "sqlalchemy", "alembic", "prometheus_client"),
     "engine": ("torch", "transformers", "safetensors", "gguf"),
 }
 _ENOUGH_BYTES = 2 * 1024**3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,14 @@ def describe(now: Reading, before: Reading) -> dict[str, tuple[Any, str]]:
             return None, "N/A"
         return round(1000 * mean, 2), f"{1000 * mean:.1f} ms"
 
+    def slowest(name: str) -> tuple[float | None, str]:
+        bound = now.quantile(name, 0.99, before)
+        if bound is None:
+            return None, "N/A"
+        if math.isinf(bound):
+            return None, "more than 500 s"
+        return round(1000 * bound, 2), f"at most {1000 * bound:g} ms"
+
     is_up = now.get("engine_up") > 0
     restarts = int(now.get("engine_restarts"))
     engine = ("up" if is_up else "DOWN") + (f", restarted {restarts} times" if restarts else "")
@@ -77,7 +86,9 @@ def describe(now: Reading, before: Reading) -> dict[str, tuple[Any, str]]:
         "Operations per second": rate("operations_total"),
         "Refusals": number("refusals_total"),
         "Operation time": milliseconds("operation_seconds"),
+        "Operation time p99": slowest("operation_seconds"),
         "Sample time": milliseconds("sample_seconds"),
+        "Sample time p99": slowest("sample_seconds"),
         "Commit time": milliseconds("store_commit_seconds"),
         "Kept samples": (result_bytes, size_text(result_bytes)),
     }

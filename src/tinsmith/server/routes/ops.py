@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from tinsmith.server.edge.http import API, answer, open_route
 from tinsmith.server.service import Service
@@ -22,7 +22,7 @@ async def readyz(service: Service, request: Request) -> Response:
 
 
 async def metrics(service: Service, request: Request) -> Response:
-    return PlainTextResponse(service.metrics.render(), media_type="text/plain; version=0.0.4")
+    return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
 
 
 ROUTES = [

@@ -1,0 +1,33 @@
+"""The table of what owners share: each row has a bound and tests that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "explanation" / "sharing.md"
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.read_text().splitlines()
+    if line.startswith("| ") and not line.startswith("| resource ")
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_every_shared_resource_has_a_bound_and_tests_that_exist(row: list[str]) -> None:
+    resource, bound, beyond, tests = row
+    assert resource and bound and beyond
+    named = re.findall(r"`(tests/\S+\.py)::(test_\w+)`", tests)
+    assert named, f"{resource} names no test"
+    for file, function in named:
+        assert re.search(rf"^(async )?def {function}\(", (ROOT / file).read_text(), re.MULTILINE), (
+            f"{file} has no {function}"
+        )
+
+
+def test_no_resource_is_listed_twice() -> None:
+    names = [row[0] for row in ROWS]
+    assert names and len(names) == len(set(names))
