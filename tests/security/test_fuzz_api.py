@@ -23,16 +23,17 @@ from hypothesis import strategies as st
 
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
 from tinsmith.server.config import build_config
-from tinsmith.server.edge.app import ROUTES, build_app
+from tinsmith.server.edge.app import build_app
 from tinsmith.server.edge.auth import create_key
 from tinsmith.server.edge.openapi import description
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
 from tinsmith.server.serving import open_store
+from tinsmith.wire.endpoints import ENDPOINTS
 
 MODEL = "tinsmith/fake"
 MAX_CPU_SECONDS = 1.0
-SCHEMA = schemathesis.openapi.from_dict(description(ROUTES, "0"))
+SCHEMA = schemathesis.openapi.from_dict(description("0"))
 OPERATIONS = [result.ok() for result in SCHEMA.get_all_operations()]
 SKIPPED = {"delete_own_key"}
 """After it there is nobody left to ask."""
@@ -234,10 +235,10 @@ ANYTHING = st.recursive(
     ),
     max_leaves=25,
 )
-WITH_BODY = [r for r in ROUTES if r.method in ("POST", "PUT")]
+WITH_BODY = [r for r in ENDPOINTS.values() if r.method in ("POST", "PUT")]
 
 
-@pytest.mark.parametrize("route", WITH_BODY, ids=lambda r: r.path)
+@pytest.mark.parametrize("route", WITH_BODY, ids=lambda r: r.full_path)
 @quick
 @given(data=st.data())
 def test_a_request_of_anything_is_answered(
@@ -252,13 +253,13 @@ def test_a_request_of_anything_is_answered(
             name: fuzzed.ids[name]
             for name in ("model", "model_id", "session_id", "sampling_session_id")
         }
-    url = route.path
+    url = route.full_path
     for name, value in fuzzed.ids.items():
         url = url.replace("{" + name + "}", value)
     fuzzed.try_request(route.method, url, _json(body), {"content-type": "application/json"})
 
 
-@pytest.mark.parametrize("route", WITH_BODY, ids=lambda r: r.path)
+@pytest.mark.parametrize("route", WITH_BODY, ids=lambda r: r.full_path)
 @quick
 @given(
     body=st.binary(max_size=200),
@@ -268,14 +269,16 @@ def test_a_request_of_anything_is_answered(
 def test_a_request_of_bytes_is_answered(
     fuzzed: FuzzedServer, route: Any, body: bytes, content_type: str, encoding: str
 ) -> None:
-    url = route.path
+    url = route.full_path
     for name, value in fuzzed.ids.items():
         url = url.replace("{" + name + "}", value)
     headers = {"content-type": content_type, "content-encoding": encoding.encode()}
     fuzzed.try_request(route.method, url, body, headers)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("route", [r for r in ROUTES if r.method == "GET"], ids=lambda r: r.path)
+@pytest.mark.parametrize(
+    "route", [r for r in ENDPOINTS.values() if r.method == "GET"], ids=lambda r: r.full_path
+)
 @quick
 @given(
     query=st.dictionaries(
@@ -313,7 +316,7 @@ def test_a_request_of_bytes_is_answered(
 def test_a_query_of_anything_is_answered(
     fuzzed: FuzzedServer, route: Any, query: dict[str, str]
 ) -> None:
-    url = route.path
+    url = route.full_path
     for name, value in {**fuzzed.ids, "weights_id": "a" * 32}.items():
         url = url.replace("{" + name + "}", value)
     url = url.replace("{name:path}", "x")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tinsmith.server.edge.app import ROUTES
 from tinsmith.types import ForwardBackwardInput, ForwardBackwardRequest
 from tinsmith.types.model import Model
 from tinsmith.wire import proto
+from tinsmith.wire.endpoints import ENDPOINTS, NOTHING
 
 if TYPE_CHECKING:
     import httpx
@@ -82,7 +82,7 @@ BODIES: dict[str, Any] = {
         "model_path": "{tinker_path}",
     },
     "join_sampling_session": {"sampling_session_id": "{sampler_id}"},
-    "asample": {"sampling_session_id": "{sampler_id}", "seq_id": 50, **SAMPLE},
+    "sample": {"sampling_session_id": "{sampler_id}", "seq_id": 50, **SAMPLE},
     "sample_stream": {"sampling_session_id": "{sampler_id}", "seq_id": 51, **SAMPLE},
     "retrieve_future": {"request_id": "{request_id}"},
     "retrieve_futures": {
@@ -94,8 +94,11 @@ BODIES: dict[str, Any] = {
     "cancel_future": {"request_id": "{sample_request_id}"},
     "set_ttl": {"ttl_seconds": 7200},
     "publish": {},
-    "completions": {"model": "{tinker_path}", "prompt": "a"},
-    "chat_completions": {"model": "{tinker_path}", "messages": [{"role": "user", "content": "a"}]},
+    "openai_completions": {"model": "{tinker_path}", "prompt": "a"},
+    "openai_chat_completions": {
+        "model": "{tinker_path}",
+        "messages": [{"role": "user", "content": "a"}],
+    },
 }
 PATH_IDS = {
     # Which of a user's ids stands at each place of a path.
@@ -128,13 +131,13 @@ ELSEWHERE = {
     # A load names a model, or the session of a new one: the former has tests of its own below.
     ("load_weights", "model_id"),
     # Nothing is sampled but by the id of a sampling session.
-    ("asample", "model_path"),
+    ("sample", "model_path"),
     ("sample_stream", "model_path"),
     # No client sends it, and no route reads it.
     ("copy_weights", "session_id"),
 }
 DESTROYING = {"delete_checkpoint", "delete_own_key", "finish_session"}
-KEYED = [route for route in ROUTES if not route.is_open]
+KEYED = {name: row for name, row in ENDPOINTS.items() if row.access == "key"}
 
 
 def _ids_in(value: Any) -> set[str]:
@@ -197,24 +200,24 @@ async def _ids_of(api: Api) -> dict[str, str]:
 
 
 async def _ask(api: Api, name: str, ids: dict[str, str]) -> httpx.Response:
-    route = next(r for r in KEYED if r.name == name)
+    row = KEYED[name]
     body = BODIES.get(name)
     return await api.http.request(
-        route.method,
-        _url(route.path, ids),
+        row.method,
+        _url(row.full_path, ids),
         headers={**api.headers, "content-type": "application/json"},
         json=None if body is None else _filled(body, ids),
     )
 
 
 def test_every_route_is_known_here() -> None:
-    for route in KEYED:
-        assert route.name in BODIES or route.method in ("GET", "DELETE"), (
-            f"say in BODIES what a request to {route.path} looks like"
+    for endpoint, row in KEYED.items():
+        assert endpoint in BODIES or row.method in ("GET", "DELETE"), (
+            f"say in BODIES what a request to {row.path} looks like"
         )
-        for name in re.findall(r"{(\w+)", route.path):
-            assert name in PATH_IDS, f"say in PATH_IDS what {name} in {route.path} stands for"
-    assert set(BODIES) <= {route.name for route in KEYED}, "BODIES names a route that is gone"
+        for name in re.findall(r"{(\w+)", row.path):
+            assert name in PATH_IDS, f"say in PATH_IDS what {name} in {row.path} stands for"
+    assert set(BODIES) <= set(KEYED), "BODIES names an endpoint that is gone"
 
 
 def _field_names(message: type) -> list[str]:
@@ -223,21 +226,25 @@ def _field_names(message: type) -> list[str]:
     return [field.name for field in dataclasses.fields(message)]
 
 
-@pytest.mark.parametrize("route", [r for r in KEYED if r.takes is not None], ids=lambda r: r.name)
-def test_every_id_that_a_message_can_hold_is_tried(route: Any) -> None:
+WITH_MESSAGE = [n for n, row in KEYED.items() if row.request not in (NOTHING, dict)]
+
+
+@pytest.mark.parametrize("endpoint", WITH_MESSAGE)
+def test_every_id_that_a_message_can_hold_is_tried(endpoint: str) -> None:
     looks_like_id = re.compile(r".*(_id|_ids|path)$")
-    named = {n for n in _field_names(route.takes) if looks_like_id.fullmatch(n)} - LABELS
-    written = str(BODIES[route.name])
+    fields = _field_names(KEYED[endpoint].request)
+    named = {n for n in fields if looks_like_id.fullmatch(n)} - LABELS
+    written = str(BODIES[endpoint])
     for name in named:
-        assert f"'{name}'" in written or (route.name, name) in ELSEWHERE, (
-            f"{route.name}: an id could be given in {name}, which nobody tries"
+        assert f"'{name}'" in written or (endpoint, name) in ELSEWHERE, (
+            f"{endpoint}: an id could be given in {name}, which nobody tries"
         )
 
 
 ATTEMPTS = [
-    (route.name, wanted)
-    for route in KEYED
-    for wanted in sorted(_path_ids(route.path) | _ids_in(BODIES.get(route.name)))
+    (name, wanted)
+    for name, row in KEYED.items()
+    for wanted in sorted(_path_ids(row.path) | _ids_in(BODIES.get(name)))
 ]
 
 
@@ -280,7 +287,7 @@ async def test_an_owner_is_not_hindered_by_the_attempts(
     names = [name for name in dict(ATTEMPTS) if name not in DESTROYING]
     for name in [*names, "delete_checkpoint", "finish_session"]:
         response = await _ask(owner, name, victim)
-        if name in ("completions", "chat_completions"):
+        if name.startswith("openai_"):
             assert "tokenizer" in response.text, "the fake model has none; the id was accepted"
         else:
             assert response.status_code < 400, f"{name}: {response.status_code} {response.text}"
@@ -328,12 +335,12 @@ async def test_lists_and_counts_hold_ones_own_only(
     users: tuple[Api, dict[str, str], Api, dict[str, str]],
 ) -> None:
     _, victim, other, own = users
-    for route in KEYED:
-        if route.method != "GET" or "{" in route.path:
+    for row in KEYED.values():
+        if row.method != "GET" or "{" in row.path:
             continue
         hours = "starting_on=2026-01-01T00:00:00Z&ending_before=2026-01-02T00:00:00Z"
-        response = await other.http.get(f"{route.path}?{hours}", headers=other.headers)
-        assert response.status_code == 200, f"{route.path}: {response.text}"
+        response = await other.http.get(f"{row.full_path}?{hours}", headers=other.headers)
+        assert response.status_code == 200, f"{row.path}: {response.text}"
         for value in victim.values():
-            assert value not in response.text, f"{route.path} shows another's {value}"
+            assert value not in response.text, f"{row.path} shows another's {value}"
         assert own["weights_id"] != victim["weights_id"]

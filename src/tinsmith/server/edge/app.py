@@ -13,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tinsmith.server.edge.http import ApiRoute, answer, detail_body, open_route
+from tinsmith.server.edge.http import answer, detail_body
 from tinsmith.server.edge.openapi import description
+from tinsmith.server.edge.routing import ApiRoute, open_route
 from tinsmith.server.routes import (
     account,
     checkpoints,
@@ -32,6 +33,12 @@ from tinsmith.server.routes import (
     service as service_routes,
 )
 from tinsmith.server.service import Service
+from tinsmith.wire import endpoints
+
+
+async def openapi(service: Service, request: Request) -> dict[str, Any]:
+    return description(version("tinsmith"))
+
 
 ROUTES = [
     *service_routes.ROUTES,
@@ -46,11 +53,8 @@ ROUTES = [
     *telemetry.ROUTES,
     *oai.ROUTES,
     *ops.ROUTES,
+    open_route(endpoints.OPENAPI, openapi),
 ]
-
-
-async def openapi(service: Service, request: Request) -> Response:
-    return answer(description(ROUTES, version("tinsmith")))
 
 
 class Application(Starlette):
@@ -63,7 +67,9 @@ class Application(Starlette):
     def __init__(self, routes: list[ApiRoute], **options: Any) -> None:
         super().__init__(routes=routes, **options)
         self._direct = {
-            (route.method, route.path): route.answer for route in routes if "{" not in route.path
+            (route.row.method, route.path): route.respond
+            for route in routes
+            if "{" not in route.path
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,7 +94,7 @@ def build_app(service: Service) -> Starlette:
             await service.stop()
 
     app = Application(
-        routes=[*ROUTES, open_route("GET", "/openapi.json", openapi, prefix="")],
+        routes=ROUTES,
         lifespan=lifespan,
         exception_handlers={HTTPException: _http_error},
     )

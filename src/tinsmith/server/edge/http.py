@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from tinsmith.errors import EngineError, TooLargeError, ValidationError
 from tinsmith.server.edge.admission import LARGE_BODY_BYTES
@@ -25,26 +23,19 @@ from tinsmith.server.service import Service
 from tinsmith.server.store.errors import StoreUnavailableError
 from tinsmith.wire import json, zstd
 from tinsmith.wire.dialects import PROTO_TYPE, media_type
+from tinsmith.wire.endpoints import API
 
 logger = logging.getLogger(__name__)
 
-API = "/api/v1"
-
-Handler = Callable[[Service, Caller, Request], Awaitable[Response]]
-OpenHandler = Callable[[Service, Request], Awaitable[Response]]
 ErrorBody = Callable[[int, str], Any]
 T = TypeVar("T")
 
-_WAIT = {"retry-after-ms": "1000", "retry-after": "1"}
-_TOO_FAST_SECONDS = 1.0
-"""The least that a request too many waits; up to three times as long, so that they do not come
-back all at once."""
-
+WAIT = {"retry-after-ms": "1000", "retry-after": "1"}
 _BODY_PAUSE_SECONDS = 60.0
 """How long a client may be silent in the middle of a body."""
 
 _UNFOLD_IN_THREAD_BYTES = 256 * 1024
-_OWNER, _BODY_BYTES = "tinsmith.owner", "tinsmith.body_bytes"
+OWNER, _BODY_BYTES = "tinsmith.owner", "tinsmith.body_bytes"
 _BODY_START = "tinsmith.body_start"
 """What a request's scope holds for us: whose it is, and the memory its body was given."""
 
@@ -66,86 +57,6 @@ def not_found(what: str, name: str) -> Refusal:
 
 def detail_body(status: int, detail: str) -> Any:
     return {"detail": detail}
-
-
-class ApiRoute(Route):
-    """A route that knows which messages it takes and gives, for the description of the API."""
-
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        endpoint: Callable[[Request], Awaitable[Response]],
-        handler: Callable[..., Awaitable[Response]],
-        *,
-        takes: type | None,
-        gives: type | None,
-        is_open: bool,
-    ) -> None:
-        super().__init__(path, endpoint, methods=[method], name=handler.__name__)
-        self.method = method
-        self.answer = endpoint
-        self.takes = takes
-        self.gives = gives
-        self.is_open = is_open
-        self.summary = (handler.__doc__ or "").strip().partition("\n")[0]
-
-
-def route(
-    method: str,
-    path: str,
-    handler: Handler,
-    *,
-    takes: type | None = None,
-    gives: type | None = None,
-    prefix: str = API,
-    errors: ErrorBody = detail_body,
-    is_counted: bool = True,
-) -> ApiRoute:
-    """A route whose callers must say who they are.
-
-    Where too many requests are under way, those of a counted route are refused. Questions for
-    results are not counted: they mostly wait, and old clients do not survive a refusal.
-    """
-
-    async def authorised(service: Service, request: Request) -> Response:
-        caller = await _known(service, request)
-        request.scope[_OWNER] = caller.owner
-        is_too_fast = service.admission.is_too_fast(caller.owner)
-        if is_too_fast:
-            # Whoever ignores refusals would send the next one at once: that much is prevented.
-            await asyncio.sleep(_TOO_FAST_SECONDS * (1 + 2 * random.random()))
-        if not is_counted:
-            return await handler(service, caller, request)
-        if is_too_fast or not service.admission.enter():
-            raise Refusal(429, "too many requests are under way; send this one again", _WAIT)
-        try:
-            return await handler(service, caller, request)
-        finally:
-            service.admission.leave()
-
-    async def endpoint(request: Request) -> Response:
-        return await _answer(authorised, request, errors)
-
-    return ApiRoute(
-        method, prefix + path, endpoint, handler, takes=takes, gives=gives, is_open=False
-    )
-
-
-def open_route(
-    method: str,
-    path: str,
-    handler: OpenHandler,
-    *,
-    gives: type | None = None,
-    prefix: str = API,
-) -> ApiRoute:
-    """A route for everybody."""
-
-    async def endpoint(request: Request) -> Response:
-        return await _answer(handler, request, detail_body)
-
-    return ApiRoute(method, prefix + path, endpoint, handler, takes=None, gives=gives, is_open=True)
 
 
 def answer(message: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -219,20 +130,20 @@ def _take_memory(service: Service, request: Request, wanted: int) -> None:
     held = request.scope.get(_BODY_BYTES, 0)
     if wanted <= held:
         return
-    if not service.admission.take_bytes(request.scope[_OWNER], wanted - held):
-        raise Refusal(429, "too many large requests are under way; send this one again", _WAIT)
+    if not service.admission.take_bytes(request.scope[OWNER], wanted - held):
+        raise Refusal(429, "too many large requests are under way; send this one again", WAIT)
     request.scope[_BODY_BYTES] = wanted
 
 
 def _give_memory_back(service: Service, request: Request) -> None:
     held = request.scope.pop(_BODY_BYTES, 0)
     if held:
-        service.admission.give_back_bytes(request.scope[_OWNER], held)
+        service.admission.give_back_bytes(request.scope[OWNER], held)
 
 
 async def check_still_known(service: Service, request: Request) -> None:
     """For answers that took their time: the key may have been revoked while its owner waited."""
-    await _known(service, request)
+    await known_caller(service, request)
 
 
 async def while_known(
@@ -268,7 +179,7 @@ async def gone(request: Request) -> None:
         pass
 
 
-async def _known(service: Service, request: Request) -> Caller:
+async def known_caller(service: Service, request: Request) -> Caller:
     caller = await service.auth.caller(request.headers)
     if caller is None:
         raise Refusal(401, "the API key is missing or not known to this server")
@@ -286,7 +197,7 @@ async def body_start(request: Request) -> bytes:
     return start
 
 
-async def _answer(
+async def guarded(
     handler: Callable[[Service, Request], Awaitable[Response]], request: Request, errors: ErrorBody
 ) -> Response:
     service: Service = request.app.state.service

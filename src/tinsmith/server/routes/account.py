@@ -11,11 +11,11 @@ from time import time as now
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from tinsmith.errors import ValidationError
 from tinsmith.server.edge.auth import Caller
-from tinsmith.server.edge.http import Refusal, answer, nothing, route
+from tinsmith.server.edge.http import Refusal
+from tinsmith.server.edge.routing import bare_route
 from tinsmith.server.service import Service
 from tinsmith.server.store.records import AuditRecord, UsageRecord
 from tinsmith.types import (
@@ -30,35 +30,33 @@ from tinsmith.types import (
     SelfApiKeyResponse,
     UserDetails,
 )
+from tinsmith.wire import endpoints
 
 AREAS = ("all", "checkpoints", "projects", "teams", "organizations")
 _LONGEST_USAGE_DAYS = 14
 _GIGABYTE = 1024**3
 
 
-async def get_own_key(service: Service, caller: Caller, request: Request) -> Response:
-    return answer(
-        SelfApiKeyResponse(
-            key_id=caller.key_id,
-            name=caller.key_name,
-            note=caller.key_note,
-            details=ApiKeyDetails(
-                org_details=OrganizationDetails(name=caller.owner),
-                user_details=UserDetails(email=""),
-            ),
-        )
+async def get_own_key(service: Service, caller: Caller, request: Request) -> SelfApiKeyResponse:
+    return SelfApiKeyResponse(
+        key_id=caller.key_id,
+        name=caller.key_name,
+        note=caller.key_note,
+        details=ApiKeyDetails(
+            org_details=OrganizationDetails(name=caller.owner),
+            user_details=UserDetails(email=""),
+        ),
     )
 
 
-async def delete_own_key(service: Service, caller: Caller, request: Request) -> Response:
+async def delete_own_key(service: Service, caller: Caller, request: Request) -> None:
     if not service.config.auth:
         raise Refusal(400, "this server runs without authentication; there is no key to revoke")
     await service.store.keys.revoke(caller.key_id, now())
     service.auth.forget_keys()
-    return nothing()
 
 
-async def audit(service: Service, caller: Caller, request: Request) -> Response:
+async def audit(service: Service, caller: Caller, request: Request) -> AuditLogResponse:
     area = request.query_params.get("event_type", "all")
     if area not in AREAS:
         raise ValidationError(f"must be one of {', '.join(AREAS)}, got {area[:40]!r}", "event_type")
@@ -71,10 +69,10 @@ async def audit(service: Service, caller: Caller, request: Request) -> Response:
         until = since + timedelta(days=1).total_seconds()
     wanted = None if area == "all" else area
     entries = await service.store.account.list_audit(caller.owner, wanted, since, until)
-    return answer(AuditLogResponse(entries=[_entry(e) for e in entries]))
+    return AuditLogResponse(entries=[_entry(e) for e in entries])
 
 
-async def usage_events(service: Service, caller: Caller, request: Request) -> Response:
+async def usage_events(service: Service, caller: Caller, request: Request) -> BillingUsageResponse:
     start = _hour(request, "starting_on")
     end = _hour(request, "ending_before")
     if not timedelta(0) < end - start <= timedelta(days=_LONGEST_USAGE_DAYS):
@@ -93,14 +91,14 @@ async def usage_events(service: Service, caller: Caller, request: Request) -> Re
         sessions[session_id] = {
             "user_metadata": metadata and {k: str(v) for k, v in metadata.items()}
         }
-    return answer(
-        BillingUsageResponse.model_validate(
-            {"data": [_usage_event(caller, u) for u in found], "sessions": sessions}
-        )
+    return BillingUsageResponse.model_validate(
+        {"data": [_usage_event(caller, u) for u in found], "sessions": sessions}
     )
 
 
-async def current_storage(service: Service, caller: Caller, request: Request) -> Response:
+async def current_storage(
+    service: Service, caller: Caller, request: Request
+) -> CurrentCheckpointStorageUsageResponse:
     count, size = await service.store.checkpoints.storage_of_owner(caller.owner)
     item = CurrentCheckpointStorageUsageItem(
         project_id=request.query_params.get("project_id"),
@@ -110,7 +108,7 @@ async def current_storage(service: Service, caller: Caller, request: Request) ->
         size_bytes=size,
         size_gigabytes=size / _GIGABYTE,
     )
-    return answer(CurrentCheckpointStorageUsageResponse(data=[item] if count else []))
+    return CurrentCheckpointStorageUsageResponse(data=[item] if count else [])
 
 
 def _entry(entry: AuditRecord) -> AuditLogEntry:
@@ -158,14 +156,9 @@ def _hour(request: Request, name: str) -> datetime:
 
 
 ROUTES = [
-    route("GET", "/auth/apikey/me", get_own_key, gives=SelfApiKeyResponse),
-    route("DELETE", "/auth/apikey/me", delete_own_key),
-    route("GET", "/audit", audit, gives=AuditLogResponse),
-    route("GET", "/billing/usage/events", usage_events, gives=BillingUsageResponse),
-    route(
-        "GET",
-        "/billing/usage/checkpoints/current",
-        current_storage,
-        gives=CurrentCheckpointStorageUsageResponse,
-    ),
+    bare_route(endpoints.GET_OWN_KEY, get_own_key),
+    bare_route(endpoints.DELETE_OWN_KEY, delete_own_key),
+    bare_route(endpoints.AUDIT, audit),
+    bare_route(endpoints.USAGE_EVENTS, usage_events),
+    bare_route(endpoints.CURRENT_STORAGE, current_storage),
 ]

@@ -16,17 +16,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from tinsmith.server.edge.auth import Caller
-from tinsmith.server.edge.http import (
-    answer,
-    check_signature,
-    not_found,
-    nothing,
-    open_route,
-    query_int,
-    read_body,
-    route,
-    signed_url,
-)
+from tinsmith.server.edge.http import check_signature, not_found, query_int, signed_url
+from tinsmith.server.edge.routing import bare_route, open_route, route
 from tinsmith.server.service import Service
 from tinsmith.server.store.records import CheckpointRecord
 from tinsmith.types import (
@@ -37,75 +28,77 @@ from tinsmith.types import (
     ExternalWeightsUrlsResponse,
     SetCheckpointTtlRequest,
 )
-from tinsmith.wire import dialects
+from tinsmith.wire import endpoints
 
 _TAR_PART_BYTES = 1024 * 1024
 _CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
-async def list_run_checkpoints(service: Service, caller: Caller, request: Request) -> Response:
+async def list_run_checkpoints(
+    service: Service, caller: Caller, request: Request
+) -> CheckpointsListResponse:
     run_id = request.path_params["run_id"]
     model = await service.store.models.get(run_id)
     if model is None or model.owner != caller.owner:
         raise not_found("training run", run_id)
     found = await service.store.checkpoints.of_model(run_id)
-    return answer(CheckpointsListResponse(checkpoints=[checkpoint_message(c) for c in found]))
+    return CheckpointsListResponse(checkpoints=[checkpoint_message(c) for c in found])
 
 
-async def list_checkpoints(service: Service, caller: Caller, request: Request) -> Response:
+async def list_checkpoints(
+    service: Service, caller: Caller, request: Request
+) -> CheckpointsListResponse:
     limit = query_int(request, "limit", 100, most=1000)
     offset = query_int(request, "offset", 0, most=2**53)
     page = await service.store.checkpoints.page_of_owner(caller.owner, limit, offset)
-    return answer(
-        CheckpointsListResponse(
-            checkpoints=[checkpoint_message(c) for c in page.items],
-            cursor=Cursor(offset=offset, limit=limit, total_count=page.total),
-        )
+    return CheckpointsListResponse(
+        checkpoints=[checkpoint_message(c) for c in page.items],
+        cursor=Cursor(offset=offset, limit=limit, total_count=page.total),
     )
 
 
-async def delete_checkpoint(service: Service, caller: Caller, request: Request) -> Response:
+async def delete_checkpoint(service: Service, caller: Caller, request: Request) -> None:
     await service.checkpoints.delete(await _owned(service, caller, request))
-    return nothing()
 
 
-async def publish(service: Service, caller: Caller, request: Request) -> Response:
+async def publish(service: Service, caller: Caller, request: Request) -> None:
     # Publishing what is public already changes nothing; a 409 would be retried for minutes.
     await service.checkpoints.publish(await _owned(service, caller, request), is_public=True)
-    return nothing()
 
 
-async def unpublish(service: Service, caller: Caller, request: Request) -> Response:
+async def unpublish(service: Service, caller: Caller, request: Request) -> None:
     await service.checkpoints.publish(await _owned(service, caller, request), is_public=False)
-    return nothing()
 
 
-async def set_ttl(service: Service, caller: Caller, request: Request) -> Response:
+async def set_ttl(
+    service: Service, caller: Caller, request: Request, message: SetCheckpointTtlRequest
+) -> None:
     checkpoint = await _owned(service, caller, request)
-    body = await read_body(service, request)
-    message = dialects.decode(SetCheckpointTtlRequest, body, service.limits)
     await service.checkpoints.set_ttl(checkpoint, message.ttl_seconds)
-    return nothing()
 
 
-async def external_weights_urls(service: Service, caller: Caller, request: Request) -> Response:
+async def external_weights_urls(
+    service: Service, caller: Caller, request: Request
+) -> ExternalWeightsUrlsResponse:
     checkpoint = await _owned(service, caller, request)
     expires = int(time.time()) + service.config.signed_url_seconds
     urls = {
         name: signed_url(service, f"/files/{checkpoint.weights_id}/{quote(name)}", expires)
         for name in service.weights.files(checkpoint.weights_id)
     }
-    return answer(ExternalWeightsUrlsResponse(urls=urls, expires=_moment(expires)))
+    return ExternalWeightsUrlsResponse(urls=urls, expires=_moment(expires))
 
 
-async def archive(service: Service, caller: Caller, request: Request) -> Response:
+async def archive(
+    service: Service, caller: Caller, request: Request
+) -> CheckpointArchiveUrlResponse | Response:
     """For clients up to 0.35.0: the place of a tar file, as JSON or as a redirect."""
     checkpoint = await _owned(service, caller, request)
     expires = int(time.time()) + service.config.signed_url_seconds
     url = signed_url(service, f"/archives/{checkpoint.weights_id}.tar", expires)
     # Releases up to 0.22.1 read the redirect only; they send two Accept headers.
     if "application/gzip" not in ",".join(request.headers.getlist("accept")):
-        return answer(CheckpointArchiveUrlResponse(url=url, expires=_moment(expires)))
+        return CheckpointArchiveUrlResponse(url=url, expires=_moment(expires))
     when = format_datetime(_moment(expires), usegmt=True)
     return Response(status_code=302, headers={"location": url, "expires": when})
 
@@ -183,27 +176,15 @@ def _moment(at: float) -> datetime:
 
 
 ROUTES = [
-    route("GET", "/checkpoints", list_checkpoints, gives=CheckpointsListResponse),
-    route(
-        "GET",
-        "/training_runs/{run_id}/checkpoints",
-        list_run_checkpoints,
-        gives=CheckpointsListResponse,
-    ),
-    route(
-        "GET", "/models/{run_id}/checkpoints", list_run_checkpoints, gives=CheckpointsListResponse
-    ),
-    route("POST", f"{_CHECKPOINT}/publish", publish),
-    route("DELETE", f"{_CHECKPOINT}/publish", unpublish),
-    route("PUT", f"{_CHECKPOINT}/ttl", set_ttl, takes=SetCheckpointTtlRequest),
-    route(
-        "GET",
-        f"{_CHECKPOINT}/external_weights_urls",
-        external_weights_urls,
-        gives=ExternalWeightsUrlsResponse,
-    ),
-    route("GET", f"{_CHECKPOINT}/archive", archive, gives=CheckpointArchiveUrlResponse),
-    route("DELETE", _CHECKPOINT, delete_checkpoint),
-    open_route("GET", "/files/{weights_id}/{name:path}", get_file),
-    open_route("GET", "/archives/{weights_id}.tar", get_archive),
+    bare_route(endpoints.LIST_CHECKPOINTS, list_checkpoints),
+    bare_route(endpoints.LIST_RUN_CHECKPOINTS, list_run_checkpoints),
+    bare_route(endpoints.LIST_MODEL_CHECKPOINTS, list_run_checkpoints),
+    bare_route(endpoints.PUBLISH, publish),
+    bare_route(endpoints.UNPUBLISH, unpublish),
+    route(endpoints.SET_TTL, set_ttl),
+    bare_route(endpoints.EXTERNAL_WEIGHTS_URLS, external_weights_urls),
+    bare_route(endpoints.ARCHIVE, archive),
+    bare_route(endpoints.DELETE_CHECKPOINT, delete_checkpoint),
+    open_route(endpoints.GET_FILE, get_file),
+    open_route(endpoints.GET_ARCHIVE, get_archive),
 ]

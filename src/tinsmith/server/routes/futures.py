@@ -20,11 +20,9 @@ from tinsmith.server.edge.http import (
     check_still_known,
     gone,
     not_found,
-    nothing,
-    read_body,
-    route,
     while_connected,
 )
+from tinsmith.server.edge.routing import route
 from tinsmith.server.futures import Outcome, Promise, Promises
 from tinsmith.server.sampling.requests import REQUEST_PREFIX
 from tinsmith.server.service import Service
@@ -40,15 +38,15 @@ from tinsmith.types import (
     RequestFailedResponse,
     TryAgainResponse,
 )
-from tinsmith.wire import dialects, json, proto
+from tinsmith.wire import dialects, endpoints, json, proto
 
 UNLOAD_PREFIX = "unload-"
 """A model is unloaded as soon as that was asked for, so the request id says all there is."""
 
 
-async def retrieve_future(service: Service, caller: Caller, request: Request) -> Response:
-    body = await read_body(service, request)
-    message = dialects.decode(FutureRetrieveRequest, body, service.limits)
+async def retrieve_future(
+    service: Service, caller: Caller, request: Request, message: FutureRetrieveRequest
+) -> RequestFailedResponse | MetadataOnlyResponse | Response:
     request_id = message.request_id
     if request_id.startswith(REQUEST_PREFIX):
         outcome = await _sampled(service, caller, request, request_id)
@@ -59,15 +57,15 @@ async def retrieve_future(service: Service, caller: Caller, request: Request) ->
         return _try_again(service, request_id)
     if outcome.error is not None:
         category = RequestErrorCategory(outcome.category)
-        return answer(RequestFailedResponse(error=outcome.error, category=category))
+        return RequestFailedResponse(error=outcome.error, category=category)
     if message.allow_metadata_only and len(outcome.body) > service.config.metadata_only_bytes:
-        return answer(MetadataOnlyResponse(response_payload_size=len(outcome.body)))
+        return MetadataOnlyResponse(response_payload_size=len(outcome.body))
     return _result(outcome, request.headers.get("accept", ""))
 
 
-async def retrieve_futures(service: Service, caller: Caller, request: Request) -> Response:
-    body = await read_body(service, request)
-    message = dialects.decode(FuturesRetrieveRequest, body, service.limits)
+async def retrieve_futures(
+    service: Service, caller: Caller, request: Request, message: FuturesRetrieveRequest
+) -> FuturesRetrieveResponse:
     target = message.target
     sampler = await service.samplers.get(target.sampling_session_id, caller.owner)
     if sampler is None:
@@ -84,15 +82,14 @@ async def retrieve_futures(service: Service, caller: Caller, request: Request) -
     found = await while_connected(request, completions)
     await check_still_known(service, request)
     cursor = max((number for number, _ in found), default=message.prev_cursor)
-    return answer(FuturesRetrieveResponse(completions=[c for _, c in found], cursor=cursor))
+    return FuturesRetrieveResponse(completions=[c for _, c in found], cursor=cursor)
 
 
-async def cancel_future(service: Service, caller: Caller, request: Request) -> Response:
-    body = await read_body(service, request)
-    message = dialects.decode(CancelFutureRequest, body, service.limits)
+async def cancel_future(
+    service: Service, caller: Caller, request: Request, message: CancelFutureRequest
+) -> None:
     if _is_own_sample(service, caller, message.request_id):
         await service.sampling.cancel(message.request_id)
-    return nothing()
 
 
 async def _sampled(
@@ -201,20 +198,7 @@ def _is_own_sample(service: Service, caller: Caller, request_id: str) -> bool:
 
 
 ROUTES = [
-    route(
-        "POST",
-        "/retrieve_future",
-        retrieve_future,
-        takes=FutureRetrieveRequest,
-        is_counted=False,
-    ),
-    route(
-        "POST",
-        "/retrieve_futures",
-        retrieve_futures,
-        takes=FuturesRetrieveRequest,
-        gives=FuturesRetrieveResponse,
-        is_counted=False,
-    ),
-    route("POST", "/cancel_future", cancel_future, takes=CancelFutureRequest),
+    route(endpoints.RETRIEVE_FUTURE, retrieve_future),
+    route(endpoints.RETRIEVE_FUTURES, retrieve_futures),
+    route(endpoints.CANCEL_FUTURE, cancel_future),
 ]

@@ -32,36 +32,35 @@ from tinsmith.server.edge.http import (
     Refusal,
     answer,
     check_still_known,
-    read_body,
-    route,
     while_connected,
     while_known,
 )
+from tinsmith.server.edge.routing import bare_route, route
 from tinsmith.server.service import Service
 from tinsmith.server.store.records import SamplerRecord
 from tinsmith.types import ModelInput, SampledSequence, SampleResponse
-from tinsmith.wire import json
-
-PREFIX = "/oai/api/v1"
+from tinsmith.wire import endpoints, json
 
 
-async def list_models(service: Service, caller: Caller, request: Request) -> Response:
+async def list_models(service: Service, caller: Caller, request: Request) -> dict[str, Any]:
     models = (await service.capabilities()).models
     page = await service.store.checkpoints.page_of_owner(caller.owner, 1000, 0)
     names = [m.name for m in models if m.is_sampleable]
     names += [c.tinker_path for c in page.items if c.checkpoint_type == "sampler"]
     data = [{"id": name, "object": "model", "created": 0, "owned_by": "tinsmith"} for name in names]
-    return answer({"object": "list", "data": data})
+    return {"object": "list", "data": data}
 
 
-async def completions(service: Service, caller: Caller, request: Request) -> Response:
-    fields = json.parse(await read_body(service, request), service.limits)
-    return await _respond(service, caller, request, read_completion(fields))
+async def completions(
+    service: Service, caller: Caller, request: Request, message: dict[str, Any]
+) -> Response:
+    return await _respond(service, caller, request, read_completion(message))
 
 
-async def chat_completions(service: Service, caller: Caller, request: Request) -> Response:
-    fields = json.parse(await read_body(service, request), service.limits)
-    return await _respond(service, caller, request, read_chat(fields))
+async def chat_completions(
+    service: Service, caller: Caller, request: Request, message: dict[str, Any]
+) -> Response:
+    return await _respond(service, caller, request, read_chat(message))
 
 
 async def _respond(service: Service, caller: Caller, request: Request, ask: Ask) -> Response:
@@ -229,7 +228,7 @@ def _event(data: dict[str, Any]) -> bytes:
 
 
 ROUTES = [
-    route("GET", "/models", list_models, prefix=PREFIX, errors=error_body),
-    route("POST", "/completions", completions, prefix=PREFIX, errors=error_body),
-    route("POST", "/chat/completions", chat_completions, prefix=PREFIX, errors=error_body),
+    bare_route(endpoints.OPENAI_MODELS, list_models, errors=error_body),
+    route(endpoints.OPENAI_COMPLETIONS, completions, errors=error_body),
+    route(endpoints.OPENAI_CHAT_COMPLETIONS, chat_completions, errors=error_body),
 ]

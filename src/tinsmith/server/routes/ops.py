@@ -5,13 +5,15 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.server.edge.http import API, answer, open_route
+from tinsmith.server.edge.http import answer
+from tinsmith.server.edge.routing import open_route
 from tinsmith.server.service import Service
 from tinsmith.types import HealthResponse
+from tinsmith.wire import endpoints
 
 
-async def healthz(service: Service, request: Request) -> Response:
-    return answer(HealthResponse(status="ok"))
+async def healthz(service: Service, request: Request) -> HealthResponse:
+    return HealthResponse(status="ok")
 
 
 async def readyz(service: Service, request: Request) -> Response:
@@ -26,8 +28,8 @@ async def metrics(service: Service, request: Request) -> Response:
 
 
 ROUTES = [
-    open_route("GET", "/healthz", healthz, prefix=API, gives=HealthResponse),
-    open_route("GET", "/healthz", healthz, prefix="", gives=HealthResponse),
-    open_route("GET", "/readyz", readyz, prefix=""),
-    open_route("GET", "/metrics", metrics, prefix=""),
+    open_route(endpoints.API_HEALTHZ, healthz),
+    open_route(endpoints.HEALTHZ, healthz),
+    open_route(endpoints.READYZ, readyz),
+    open_route(endpoints.METRICS, metrics),
 ]

@@ -5,32 +5,33 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from tinsmith.errors import ValidationError
 from tinsmith.server.edge.auth import Caller
-from tinsmith.server.edge.http import answer, not_found, query_int, route
+from tinsmith.server.edge.http import not_found, query_int
+from tinsmith.server.edge.routing import bare_route
 from tinsmith.server.routes.checkpoints import checkpoint_message
 from tinsmith.server.service import Service
 from tinsmith.server.store.records import CheckpointRecord, ModelRecord
 from tinsmith.types import Checkpoint, Cursor, LoraConfig, TrainingRun, TrainingRunsResponse
+from tinsmith.wire import endpoints
 
 
-async def list_training_runs(service: Service, caller: Caller, request: Request) -> Response:
+async def list_training_runs(
+    service: Service, caller: Caller, request: Request
+) -> TrainingRunsResponse:
     _check_scope(request)
     limit = query_int(request, "limit", 20, most=1000)
     offset = query_int(request, "offset", 0, most=2**53)
     project_id = request.query_params.get("project_id")
     page = await service.store.models.page_of_owner(caller.owner, limit, offset, project_id)
-    return answer(
-        TrainingRunsResponse(
-            training_runs=[await _run(service, model) for model in page.items],
-            cursor=Cursor(offset=offset, limit=limit, total_count=page.total),
-        )
+    return TrainingRunsResponse(
+        training_runs=[await _run(service, model) for model in page.items],
+        cursor=Cursor(offset=offset, limit=limit, total_count=page.total),
     )
 
 
-async def get_training_run(service: Service, caller: Caller, request: Request) -> Response:
+async def get_training_run(service: Service, caller: Caller, request: Request) -> TrainingRun:
     run_id = request.path_params["run_id"]
     is_accessible = _check_scope(request) == "accessible"
     model = await service.store.models.get(run_id)
@@ -40,7 +41,7 @@ async def get_training_run(service: Service, caller: Caller, request: Request) -
         model = model if any(c.is_public for c in checkpoints) else None
     if model is None:
         raise not_found("training run", run_id)
-    return answer(await _run(service, model, only_public=model.owner != caller.owner))
+    return await _run(service, model, only_public=model.owner != caller.owner)
 
 
 async def _run(service: Service, model: ModelRecord, *, only_public: bool = False) -> TrainingRun:
@@ -78,6 +79,6 @@ def _check_scope(request: Request) -> str:
 
 
 ROUTES = [
-    route("GET", "/training_runs", list_training_runs, gives=TrainingRunsResponse),
-    route("GET", "/training_runs/{run_id}", get_training_run, gives=TrainingRun),
+    bare_route(endpoints.LIST_TRAINING_RUNS, list_training_runs),
+    bare_route(endpoints.GET_TRAINING_RUN, get_training_run),
 ]

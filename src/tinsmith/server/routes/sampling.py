@@ -14,7 +14,8 @@ from starlette.responses import Response, StreamingResponse
 from tinsmith.engine.base import SampleJob, TokensSampled
 from tinsmith.errors import EngineError, ValidationError
 from tinsmith.server.edge.auth import Caller
-from tinsmith.server.edge.http import Refusal, answer, not_found, read_body, route, while_known
+from tinsmith.server.edge.http import Refusal, not_found, while_known
+from tinsmith.server.edge.routing import bare_route, route
 from tinsmith.server.routes.sessions import active_session
 from tinsmith.server.routes.training import check_base_model, tokenizer_location
 from tinsmith.server.sampling.requests import sample_job
@@ -23,7 +24,6 @@ from tinsmith.server.store.records import SamplerRecord
 from tinsmith.types import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
-    GetSamplerResponse,
     JoinSamplingSessionRequest,
     JoinSamplingSessionResponse,
     SampleRequest,
@@ -31,7 +31,7 @@ from tinsmith.types import (
     UntypedAPIFuture,
 )
 from tinsmith.types.sampling import SamplerInfo
-from tinsmith.wire import dialects, json
+from tinsmith.wire import endpoints, json
 
 MAX_SAMPLES = 4096
 """Most continuations of one prompt in one request."""
@@ -39,9 +39,9 @@ MAX_SAMPLES = 4096
 _RETRY_AFTER_MS = "1000"
 
 
-async def create_sampling_session(service: Service, caller: Caller, request: Request) -> Response:
-    body = await read_body(service, request)
-    message = dialects.decode(CreateSamplingSessionRequest, body, service.limits)
+async def create_sampling_session(
+    service: Service, caller: Caller, request: Request, message: CreateSamplingSessionRequest
+) -> CreateSamplingSessionResponse:
     session = await active_session(service, caller, message.session_id)
     base_model, weights_id = await _source(service, caller, message)
     sampler = await service.samplers.create(
@@ -56,32 +56,30 @@ async def create_sampling_session(service: Service, caller: Caller, request: Req
             created_at=time.time(),
         )
     )
-    return answer(CreateSamplingSessionResponse(sampling_session_id=sampler.sampler_id))
+    return CreateSamplingSessionResponse(sampling_session_id=sampler.sampler_id)
 
 
-async def join_sampling_session(service: Service, caller: Caller, request: Request) -> Response:
-    body = await read_body(service, request)
-    message = dialects.decode(JoinSamplingSessionRequest, body, service.limits)
+async def join_sampling_session(
+    service: Service, caller: Caller, request: Request, message: JoinSamplingSessionRequest
+) -> JoinSamplingSessionResponse:
     sampler = await _owned_sampler(service, caller, message.sampling_session_id)
     counter = await service.store.samplers.join(sampler.sampler_id)
-    return answer(JoinSamplingSessionResponse(client_counter=counter))
+    return JoinSamplingSessionResponse(client_counter=counter)
 
 
-async def get_sampler(service: Service, caller: Caller, request: Request) -> Response:
+async def get_sampler(service: Service, caller: Caller, request: Request) -> SamplerInfo:
     sampler = await _owned_sampler(service, caller, request.path_params["sampler_id"])
-    return answer(
-        SamplerInfo(
-            sampler_id=sampler.sampler_id,
-            base_model=sampler.base_model,
-            model_path=sampler.model_path,
-            tokenizer_id=tokenizer_location(service, await service.base_model(sampler.base_model)),
-        )
+    return SamplerInfo(
+        sampler_id=sampler.sampler_id,
+        base_model=sampler.base_model,
+        model_path=sampler.model_path,
+        tokenizer_id=tokenizer_location(service, await service.base_model(sampler.base_model)),
     )
 
 
-async def asample(service: Service, caller: Caller, request: Request) -> Response:
-    body = await read_body(service, request)
-    message = dialects.decode(SampleRequest, body, service.limits)
+async def asample(
+    service: Service, caller: Caller, request: Request, message: SampleRequest
+) -> UntypedAPIFuture:
     sampler = await _sampler_of(service, caller, message)
     promise = None
     if message.seq_id is not None:
@@ -90,16 +88,16 @@ async def asample(service: Service, caller: Caller, request: Request) -> Respons
         _check_room(service)
         promise = service.sampling.submit(sampler, message)
     ids = [f"{promise.request_id}:{index}" for index in range(message.num_samples)]
-    return answer(UntypedAPIFuture(request_id=promise.request_id, sample_sequence_ids=ids))
+    return UntypedAPIFuture(request_id=promise.request_id, sample_sequence_ids=ids)
 
 
-async def sample_stream(service: Service, caller: Caller, request: Request) -> Response:
+async def sample_stream(
+    service: Service, caller: Caller, request: Request, message: SampleRequest
+) -> Response:
     """A sample token by token, as server-sent events: `tokens`, `finish` and `error`.
 
     Beside the protocol: the official client has no such call. A client that leaves frees its place.
     """
-    body = await read_body(service, request)
-    message = dialects.decode(SampleRequest, body, service.limits)
     sampler = await _sampler_of(service, caller, message)
     _check_room(service)
     job = replace(sample_job(uuid.uuid4().hex, sampler, message), stream=True)
@@ -189,21 +187,9 @@ def _check(message: SampleRequest) -> None:
 
 
 ROUTES = [
-    route(
-        "POST",
-        "/create_sampling_session",
-        create_sampling_session,
-        takes=CreateSamplingSessionRequest,
-        gives=CreateSamplingSessionResponse,
-    ),
-    route(
-        "POST",
-        "/join_sampling_session",
-        join_sampling_session,
-        takes=JoinSamplingSessionRequest,
-        gives=JoinSamplingSessionResponse,
-    ),
-    route("GET", "/samplers/{sampler_id}", get_sampler, gives=GetSamplerResponse),
-    route("POST", "/asample", asample, takes=SampleRequest, gives=UntypedAPIFuture),
-    route("POST", "/sample_stream", sample_stream, takes=SampleRequest),
+    route(endpoints.CREATE_SAMPLING_SESSION, create_sampling_session),
+    route(endpoints.JOIN_SAMPLING_SESSION, join_sampling_session),
+    bare_route(endpoints.GET_SAMPLER, get_sampler),
+    route(endpoints.SAMPLE, asample),
+    route(endpoints.SAMPLE_STREAM, sample_stream),
 ]

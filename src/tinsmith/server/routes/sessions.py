@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
+from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from tinsmith.errors import ValidationError
 from tinsmith.server.edge.auth import Caller
-from tinsmith.server.edge.http import (
-    Refusal,
-    answer,
-    check_signature,
-    not_found,
-    nothing,
-    open_route,
-    query_int,
-    read_body,
-    route,
-    signed_url,
-)
+from tinsmith.server.edge.http import Refusal, check_signature, not_found, query_int, signed_url
+from tinsmith.server.edge.routing import bare_route, open_route, route
 from tinsmith.server.service import Service
 from tinsmith.server.store.records import SessionRecord
 from tinsmith.server.traces import session_trace
@@ -46,87 +36,83 @@ from tinsmith.types import (
     SessionSummary,
     TraceExportResponse,
 )
-from tinsmith.wire import dialects
+from tinsmith.wire import endpoints
 
 DEFAULT_PROJECT = "default"
 
 
-async def create_session(service: Service, caller: Caller, request: Request) -> Response:
-    body = await read_body(service, request)
-    message = dialects.decode(CreateSessionRequest, body, service.limits)
+async def create_session(
+    service: Service, caller: Caller, request: Request, message: CreateSessionRequest
+) -> CreateSessionResponse:
     session = await service.sessions.create(caller.owner, message)
-    return answer(CreateSessionResponse(session_id=session.session_id))
+    return CreateSessionResponse(session_id=session.session_id)
 
 
-async def session_heartbeat(service: Service, caller: Caller, request: Request) -> Response:
-    body = await read_body(service, request)
-    message = dialects.decode(SessionHeartbeatRequest, body, service.limits)
+async def session_heartbeat(
+    service: Service, caller: Caller, request: Request, message: SessionHeartbeatRequest
+) -> SessionHeartbeatResponse:
     session = await owned_session(service, caller, message.session_id)
     if session.state != "active":
         raise Refusal(410, "the session is finished")
     service.sessions.touch(session.session_id)
-    return answer(SessionHeartbeatResponse())
+    return SessionHeartbeatResponse()
 
 
-async def finish_session(service: Service, caller: Caller, request: Request) -> Response:
+async def finish_session(
+    service: Service, caller: Caller, request: Request, message: FinishSessionRequest
+) -> None:
     session = await owned_session(service, caller, request.path_params["session_id"])
-    body = await read_body(service, request)
-    message = dialects.decode(FinishSessionRequest, body, service.limits)
     await service.sessions.finish(session, message.reason.type, message.detail)
     service.scheduler.wake_all()
-    return nothing()
 
 
-async def list_sessions(service: Service, caller: Caller, request: Request) -> Response:
+async def list_sessions(service: Service, caller: Caller, request: Request) -> ListSessionsResponse:
     page = await service.store.sessions.page_of_owner(
         caller.owner,
         query_int(request, "limit", 20, most=1000),
         query_int(request, "offset", 0, most=2**53),
     )
-    return answer(ListSessionsResponse(sessions=[s.session_id for s in page.items]))
+    return ListSessionsResponse(sessions=[s.session_id for s in page.items])
 
 
-async def get_session(service: Service, caller: Caller, request: Request) -> Response:
+async def get_session(service: Service, caller: Caller, request: Request) -> GetSessionResponse:
     session = await owned_session(service, caller, request.path_params["session_id"])
     models = await service.store.models.of_session(session.session_id)
     samplers = await service.store.samplers.of_session(session.session_id)
-    return answer(
-        GetSessionResponse(
-            training_run_ids=[m.model_id for m in models],
-            sampler_ids=[s.sampler_id for s in samplers],
-            user_metadata=_texts(session.user_metadata),
-            display_name=session.display_name,
-        )
+    return GetSessionResponse(
+        training_run_ids=[m.model_id for m in models],
+        sampler_ids=[s.sampler_id for s in samplers],
+        user_metadata=_texts(session.user_metadata),
+        display_name=session.display_name,
     )
 
 
-async def assign_project(service: Service, caller: Caller, request: Request) -> Response:
+async def assign_project(
+    service: Service, caller: Caller, request: Request, message: AssignSessionProjectRequest
+) -> None:
     session = await owned_session(service, caller, request.path_params["session_id"])
-    body = await read_body(service, request)
-    message = dialects.decode(AssignSessionProjectRequest, body, service.limits)
     await service.sessions.set(session, {"project_id": message.project_id})
     for model in await service.store.models.of_session(session.session_id):
         await service.store.models.update(model.model_id, {"project_id": message.project_id})
-    return nothing()
 
 
-async def trace_export(service: Service, caller: Caller, request: Request) -> Response:
+async def trace_export(service: Service, caller: Caller, request: Request) -> TraceExportResponse:
     """Where the session's operations can be fetched as a trace for a browser's viewer."""
     session = await owned_session(service, caller, request.path_params["session_id"])
     expires = int(time.time()) + service.config.signed_url_seconds
     url = signed_url(service, f"/traces/{session.session_id}.json", expires)
-    return answer(TraceExportResponse(status="ready", url=url))
+    return TraceExportResponse(status="ready", url=url)
 
 
-async def get_trace(service: Service, request: Request) -> Response:
+async def get_trace(service: Service, request: Request) -> dict[str, Any]:
     """A session's trace, for whoever has a signed URL."""
     check_signature(service, request)
-    return answer(await session_trace(service.store, request.path_params["session_id"]))
+    return await session_trace(service.store, request.path_params["session_id"])
 
 
-async def search_sessions(service: Service, caller: Caller, request: Request) -> Response:
-    body = await read_body(service, request)
-    query = dialects.decode(SessionSearchRequest, body, service.limits)
+async def search_sessions(
+    service: Service, caller: Caller, request: Request, query: SessionSearchRequest
+) -> SessionSearchResponse:
     owner = query.owner
     if not isinstance(owner, OwnSearchOwner | AccessibleSearchOwner):
         visible = caller.user_urn in owner.owner_urns
@@ -141,7 +127,7 @@ async def search_sessions(service: Service, caller: Caller, request: Request) ->
         cursor = SessionSearchCursor(
             last_created_at=_moment(page[-1].created_at), last_session_id=page[-1].session_id
         )
-    return answer(SessionSearchResponse(sessions=summaries, next_cursor=cursor))
+    return SessionSearchResponse(sessions=summaries, next_cursor=cursor)
 
 
 async def owned_session(service: Service, caller: Caller, session_id: str) -> SessionRecord:
@@ -228,33 +214,13 @@ def _moment(at: float) -> datetime:
 
 
 ROUTES = [
-    route(
-        "POST",
-        "/create_session",
-        create_session,
-        takes=CreateSessionRequest,
-        gives=CreateSessionResponse,
-    ),
-    route(
-        "POST",
-        "/session_heartbeat",
-        session_heartbeat,
-        takes=SessionHeartbeatRequest,
-        gives=SessionHeartbeatResponse,
-    ),
-    route(
-        "POST",
-        "/sessions/search",
-        search_sessions,
-        takes=SessionSearchRequest,
-        gives=SessionSearchResponse,
-    ),
-    route("GET", "/sessions", list_sessions, gives=ListSessionsResponse),
-    route("POST", "/sessions/{session_id}/finish", finish_session, takes=FinishSessionRequest),
-    route(
-        "PUT", "/sessions/{session_id}/project", assign_project, takes=AssignSessionProjectRequest
-    ),
-    route("GET", "/sessions/{session_id}/trace_export", trace_export, gives=TraceExportResponse),
-    route("GET", "/sessions/{session_id}", get_session, gives=GetSessionResponse),
-    open_route("GET", "/traces/{session_id}.json", get_trace),
+    route(endpoints.CREATE_SESSION, create_session),
+    route(endpoints.SESSION_HEARTBEAT, session_heartbeat),
+    route(endpoints.SEARCH_SESSIONS, search_sessions),
+    bare_route(endpoints.LIST_SESSIONS, list_sessions),
+    route(endpoints.FINISH_SESSION, finish_session),
+    route(endpoints.ASSIGN_PROJECT, assign_project),
+    bare_route(endpoints.TRACE_EXPORT, trace_export),
+    bare_route(endpoints.GET_SESSION, get_session),
+    open_route(endpoints.GET_TRACE, get_trace),
 ]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from tinsmith.errors import ValidationError
 from tinsmith.server.edge.auth import Caller
-from tinsmith.server.edge.http import answer, read_body, route
+from tinsmith.server.edge.http import read_body
+from tinsmith.server.edge.routing import bare_route
 from tinsmith.server.service import Service
-from tinsmith.types import TelemetryResponse, TelemetrySendRequest
-from tinsmith.wire import json
+from tinsmith.types import TelemetryResponse
+from tinsmith.wire import endpoints, json
 
 
-async def telemetry(service: Service, caller: Caller, request: Request) -> Response:
+async def telemetry(service: Service, caller: Caller, request: Request) -> TelemetryResponse:
     body = await read_body(service, request)
     try:
         events = json.parse(body, service.limits).get("events")
@@ -21,9 +21,9 @@ async def telemetry(service: Service, caller: Caller, request: Request) -> Respo
     except ValidationError:
         # Anything but "accepted" makes clients send the same batch for ever.
         service.metrics.count("telemetry_unreadable")
-    return answer(TelemetryResponse(status="accepted"))
+    return TelemetryResponse(status="accepted")
 
 
 ROUTES = [
-    route("POST", "/telemetry", telemetry, takes=TelemetrySendRequest, gives=TelemetryResponse)
+    bare_route(endpoints.TELEMETRY, telemetry),
 ]

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from tinsmith.engine.base import BaseModelInfo
 from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.server.edge.auth import Caller
-from tinsmith.server.edge.http import Refusal, answer, body_start, read_body, route
+from tinsmith.server.edge.http import Refusal, body_start, read_body
+from tinsmith.server.edge.routing import bare_route, route
 from tinsmith.server.operations.intake import owned_model, refuse_unread, submit
 from tinsmith.server.routes.futures import UNLOAD_PREFIX
 from tinsmith.server.routes.sessions import active_session
@@ -27,7 +28,6 @@ from tinsmith.types import (
     AdamParams,
     CreateCustomLossRequest,
     CreateModelRequest,
-    ForwardBackwardRequest,
     ForwardRequest,
     GetInfoRequest,
     GetInfoResponse,
@@ -39,10 +39,10 @@ from tinsmith.types import (
     UntypedAPIFuture,
 )
 from tinsmith.types.custom_loss import CustomLossInput
-from tinsmith.wire import dialects
+from tinsmith.wire import dialects, endpoints
 
 
-async def create_model(service: Service, caller: Caller, request: Request) -> Response:
+async def create_model(service: Service, caller: Caller, request: Request) -> UntypedAPIFuture:
     body = await read_body(service, request)
     message = dialects.decode(CreateModelRequest, body, service.limits)
     session = await active_session(service, caller, message.session_id)
@@ -73,26 +73,25 @@ async def create_model(service: Service, caller: Caller, request: Request) -> Re
         request=message,
         new_model=model,
     )
-    return answer(UntypedAPIFuture(request_id=request_id, model_id=model.model_id))
+    return UntypedAPIFuture(request_id=request_id, model_id=model.model_id)
 
 
-async def get_info(service: Service, caller: Caller, request: Request) -> Response:
-    message = dialects.decode(GetInfoRequest, await read_body(service, request), service.limits)
+async def get_info(
+    service: Service, caller: Caller, request: Request, message: GetInfoRequest
+) -> GetInfoResponse:
     model = await owned_model(service, caller, message.model_id)
     base = await service.base_model(model.record.base_model)
-    return answer(
-        GetInfoResponse(
-            type="get_info",
-            model_id=model.model_id,
+    return GetInfoResponse(
+        type="get_info",
+        model_id=model.model_id,
+        model_name=model.record.base_model,
+        model_data=ModelData(
+            arch=None if base is None else base.architecture,
             model_name=model.record.base_model,
-            model_data=ModelData(
-                arch=None if base is None else base.architecture,
-                model_name=model.record.base_model,
-                tokenizer_id=tokenizer_location(service, base),
-            ),
-            is_lora=True,
-            lora_rank=model.lora.rank,
-        )
+            tokenizer_id=tokenizer_location(service, base),
+        ),
+        is_lora=True,
+        lora_rank=model.lora.rank,
     )
 
 
@@ -144,21 +143,21 @@ async def optim_step(service: Service, caller: Caller, request: Request) -> Resp
     )
 
 
-async def unload_model(service: Service, caller: Caller, request: Request) -> Response:
+async def unload_model(
+    service: Service, caller: Caller, request: Request, message: UnloadModelRequest
+) -> UntypedAPIFuture:
     """Old clients say when they are done with a model; it goes to disk."""
-    body = await read_body(service, request)
-    message = dialects.decode(UnloadModelRequest, body, service.limits)
     model = await owned_model(service, caller, message.model_id)
     model.wants_unload = True
     service.scheduler.wake(model)
     # The request has no number, so it is no part of the log; its promise is kept already.
     request_id = f"{UNLOAD_PREFIX}{model.model_id}"
-    return answer(UntypedAPIFuture(request_id=request_id, model_id=model.model_id))
+    return UntypedAPIFuture(request_id=request_id, model_id=model.model_id)
 
 
-async def create_custom_loss(service: Service, caller: Caller, request: Request) -> Response:
-    body = await read_body(service, request)
-    message = dialects.decode(CreateCustomLossRequest, body, service.limits)
+async def create_custom_loss(
+    service: Service, caller: Caller, request: Request, message: CreateCustomLossRequest
+) -> UntypedAPIFuture:
     session = await active_session(service, caller, message.session_id)
     _check_loss_inputs(message.inputs)
     loss = CustomLossRecord(
@@ -181,7 +180,7 @@ async def create_custom_loss(service: Service, caller: Caller, request: Request)
             "take the next one",
             "custom_loss_seq_id",
         )
-    return answer(UntypedAPIFuture(request_id=recorded.request_id))
+    return UntypedAPIFuture(request_id=recorded.request_id)
 
 
 async def check_base_model(service: Service, name: str) -> None:
@@ -258,23 +257,11 @@ def _check_loss_inputs(inputs: list[CustomLossInput]) -> None:
 
 
 ROUTES = [
-    route("POST", "/create_model", create_model, takes=CreateModelRequest, gives=UntypedAPIFuture),
-    route("POST", "/get_info", get_info, takes=GetInfoRequest, gives=GetInfoResponse),
-    route(
-        "POST",
-        "/forward_backward",
-        forward_backward,
-        takes=ForwardBackwardRequest,
-        gives=UntypedAPIFuture,
-    ),
-    route("POST", "/forward", forward, takes=ForwardRequest, gives=UntypedAPIFuture),
-    route("POST", "/optim_step", optim_step, takes=OptimStepRequest, gives=UntypedAPIFuture),
-    route("POST", "/unload_model", unload_model, takes=UnloadModelRequest, gives=UntypedAPIFuture),
-    route(
-        "POST",
-        "/create_custom_loss",
-        create_custom_loss,
-        takes=CreateCustomLossRequest,
-        gives=UntypedAPIFuture,
-    ),
+    bare_route(endpoints.CREATE_MODEL, create_model),
+    route(endpoints.GET_INFO, get_info),
+    bare_route(endpoints.FORWARD_BACKWARD, forward_backward),
+    bare_route(endpoints.FORWARD, forward),
+    bare_route(endpoints.OPTIM_STEP, optim_step),
+    route(endpoints.UNLOAD_MODEL, unload_model),
+    route(endpoints.CREATE_CUSTOM_LOSS, create_custom_loss),
 ]

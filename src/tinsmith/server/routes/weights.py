@@ -8,7 +8,8 @@ from starlette.responses import Response
 from tinsmith.errors import ValidationError
 from tinsmith.server.checkpoints import check_ttl, checkpoint_name
 from tinsmith.server.edge.auth import Caller
-from tinsmith.server.edge.http import Refusal, answer, not_found, read_body, route
+from tinsmith.server.edge.http import Refusal, answer, not_found, read_body
+from tinsmith.server.edge.routing import bare_route, route
 from tinsmith.server.operations.intake import submit
 from tinsmith.server.operations.kinds import LoadRequest, encode_load
 from tinsmith.server.routes.sessions import active_session
@@ -32,7 +33,7 @@ from tinsmith.types import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
-from tinsmith.wire import dialects, json
+from tinsmith.wire import dialects, endpoints, json
 
 SaveRequest = SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest
 
@@ -142,27 +143,25 @@ async def _create_from_weights(service: Service, caller: Caller, body: bytes) ->
     return answer(UntypedAPIFuture(request_id=request_id, model_id=model.model_id))
 
 
-async def weights_info(service: Service, caller: Caller, request: Request) -> Response:
-    body = await read_body(service, request)
-    message = dialects.decode(WeightsInfoRequest, body, service.limits)
+async def weights_info(
+    service: Service, caller: Caller, request: Request, message: WeightsInfoRequest
+) -> WeightsInfoResponse:
     checkpoint = await _readable(service, message.tinker_path, caller.owner)
     weights = await service.checkpoints.weights_of(checkpoint)
     lora = LoraConfig(**weights.lora)
-    return answer(
-        WeightsInfoResponse(
-            base_model=weights.base_model,
-            is_lora=True,
-            lora_rank=lora.rank,
-            train_unembed=lora.train_unembed,
-            train_mlp=lora.train_mlp,
-            train_attn=lora.train_attn,
-        )
+    return WeightsInfoResponse(
+        base_model=weights.base_model,
+        is_lora=True,
+        lora_rank=lora.rank,
+        train_unembed=lora.train_unembed,
+        train_mlp=lora.train_mlp,
+        train_attn=lora.train_attn,
     )
 
 
-async def copy_weights(service: Service, caller: Caller, request: Request) -> Response:
-    body = await read_body(service, request)
-    message = dialects.decode(CopyWeightsRequest, body, service.limits)
+async def copy_weights(
+    service: Service, caller: Caller, request: Request, message: CopyWeightsRequest
+) -> CopyWeightsResponse:
     token = request.headers.get("x-tinker-weights-access-token") or message.weights_access_token
     reader = await _reader(service, caller, token)
     source = await _readable(service, message.source_path, reader)
@@ -173,7 +172,7 @@ async def copy_weights(service: Service, caller: Caller, request: Request) -> Re
         ttl_seconds=message.ttl_seconds,
         idempotency_key=request.headers.get("x-idempotency-key"),
     )
-    return answer(CopyWeightsResponse(tinker_path=copied.tinker_path))
+    return CopyWeightsResponse(tinker_path=copied.tinker_path)
 
 
 async def _readable(service: Service, tinker_path: str, reader: str) -> CheckpointRecord:
@@ -194,26 +193,10 @@ async def _reader(service: Service, caller: Caller, token: object) -> str:
 
 
 ROUTES = [
-    route("POST", "/save_weights", save_weights, takes=SaveWeightsRequest, gives=UntypedAPIFuture),
-    route(
-        "POST",
-        "/save_weights_for_sampler",
-        save_weights_for_sampler,
-        takes=SaveWeightsForSamplerRequest,
-        gives=UntypedAPIFuture,
-    ),
-    route(
-        "POST",
-        "/save_weights_external",
-        save_weights_external,
-        takes=SaveWeightsExternalRequest,
-        gives=UntypedAPIFuture,
-    ),
-    route("POST", "/load_weights", load_weights, takes=LoadWeightsRequest, gives=UntypedAPIFuture),
-    route(
-        "POST", "/weights_info", weights_info, takes=WeightsInfoRequest, gives=WeightsInfoResponse
-    ),
-    route(
-        "POST", "/copy_weights", copy_weights, takes=CopyWeightsRequest, gives=CopyWeightsResponse
-    ),
+    bare_route(endpoints.SAVE_WEIGHTS, save_weights),
+    bare_route(endpoints.SAVE_WEIGHTS_FOR_SAMPLER, save_weights_for_sampler),
+    bare_route(endpoints.SAVE_WEIGHTS_EXTERNAL, save_weights_external),
+    bare_route(endpoints.LOAD_WEIGHTS, load_weights),
+    route(endpoints.WEIGHTS_INFO, weights_info),
+    route(endpoints.COPY_WEIGHTS, copy_weights),
 ]
