@@ -150,9 +150,22 @@ async def test_a_step_reports_its_metrics_and_honours_its_parameters(engine: Eng
         moved = np.abs(await logprobs(engine, adapter_id) - before).max()
         assert (moved == 0) == (name == "still")
         assert name != "clipped" or moved < 1e-2
-    assert metrics["plain"]["grad_norm"] > 0
-    assert metrics["plain"]["update_norm"] > metrics["clipped"]["update_norm"] > 0
-    assert metrics["still"]["update_norm"] == 0
+    assert metrics["plain"]["unclipped_grad_l2:mean"] > 0
+    updates = {name: values["optim/update_norm"] for name, values in metrics.items()}
+    assert updates["plain"] > updates["clipped"] > updates["still"] == 0
+
+
+async def test_no_metric_of_a_step_has_a_name_that_callers_use_themselves(engine: Engine) -> None:
+    metrics = await step(engine, await create(engine))
+    assert metrics.keys().isdisjoint({"step", "learning_rate", "lr", "loss", "grad_norm"})
+    assert all(name.startswith("optim/") or name.count(":") == 1 for name in metrics)
+
+
+async def test_tokens_count_positions_and_weights_are_summed(engine: Engine, adapter: str) -> None:
+    some = datum([10, 40, 20, 60], weights=[0.0, 1.5, 0.5])
+    (output,) = await done(engine, forward_backward(adapter, some, datum([10, 40])))
+    assert output.metrics["tokens:sum"] == 3 + 1
+    assert output.metrics["weights:sum"] == 2.0 + 1.0
 
 
 POLICY = {
@@ -194,8 +207,8 @@ def loss_by_formula(
     loss_fn: str, p: np.ndarray, config: dict[str, float], inputs: dict[str, list[float]]
 ) -> float:
     """The formulas of the public documentation, token by token."""
-    low = config.get("clip_low_threshold", 0.8)
-    high = config.get("clip_high_threshold", 1.2)
+    low = config.get("clip_low_threshold", 0.0 if loss_fn == "cispo" else 0.8)
+    high = config.get("clip_high_threshold", 4.0 if loss_fn == "cispo" else 1.2)
     total = 0.0
     mask = inputs.get("sequence_ratio_mask", [1.0] * len(p))
     differences = [pt - qt for pt, qt, m in zip(p, inputs["logprobs"], mask, strict=True) if m]

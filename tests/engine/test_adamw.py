@@ -133,8 +133,8 @@ def test_a_step_without_pending_gradient_is_a_step_with_a_gradient_of_zero() -> 
     metrics = adamw_step(vectors, params[3])
     assert_close(vectors.flat, with_zero)
     assert vectors.step == 4
-    assert metrics["grad_norm"] == 0.0
-    assert metrics["update_norm"] > 0.0
+    assert metrics["unclipped_grad_l2:mean"] == 0.0
+    assert metrics["optim/update_norm"] > 0.0
 
 
 def test_the_first_step_without_gradient_leaves_the_weights_alone() -> None:
@@ -152,13 +152,12 @@ def test_metrics_tell_the_norms_the_learning_rate_and_the_step() -> None:
     gradient = gradients(1)[0]
     vectors.grad = gradient.clone()
     metrics = adamw_step(vectors, AdamParams(learning_rate=0.25, grad_clip_norm=1e-3))
-    assert metrics.keys() == {"grad_norm", "update_norm", "learning_rate", "step"}
-    assert metrics["grad_norm"] == pytest.approx(gradient.norm().item(), rel=1e-6)
-    assert metrics["update_norm"] == pytest.approx(
-        (vectors.flat - weights()).norm().item(), rel=1e-5
-    )
-    assert metrics["learning_rate"] == 0.25
-    assert metrics["step"] == 1.0
+    assert metrics == {
+        "unclipped_grad_l2:mean": pytest.approx(gradient.norm().item(), rel=1e-6),
+        "optim/update_norm": pytest.approx((vectors.flat - weights()).norm().item(), rel=1e-5),
+        "optim/learning_rate": 0.25,
+        "optim/step": 1.0,
+    }
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
@@ -168,12 +167,25 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_says_so(bad: float) -
     before = [t.clone() for t in (vectors.flat, vectors.exp_avg, vectors.exp_avg_sq)]
     vectors.grad = torch.ones(SIZE)
     vectors.grad[7] = bad
-    with pytest.raises(ValidationError, match=r"no step was taken.*unchanged.*dropped"):
+    with pytest.raises(ValidationError, match=r"No step was taken.*unchanged.*dropped"):
         adamw_step(vectors, AdamParams(learning_rate=1e-2))
     after = (vectors.flat, vectors.exp_avg, vectors.exp_avg_sq)
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert vectors.step == 2
     assert vectors.grad is None
+
+
+def test_a_step_whose_update_overflows_changes_nothing_and_says_so() -> None:
+    vectors = our_steps(weights(), [torch.full((SIZE,), 1e17)], [AdamParams(beta2=0.0)])
+    assert vectors.exp_avg is not None and vectors.exp_avg_sq is not None
+    vectors.grad = torch.zeros(SIZE)
+    before = [t.clone() for t in (vectors.flat, vectors.exp_avg, vectors.exp_avg_sq, vectors.grad)]
+    with pytest.raises(ValidationError, match=r"the update's norm.*unchanged.*learning_rate"):
+        adamw_step(vectors, AdamParams(beta2=0.0))
+    after = (vectors.flat, vectors.exp_avg, vectors.exp_avg_sq, vectors.grad)
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert vectors.step == 1
+    assert "optim/step" in adamw_step(vectors, AdamParams())
 
 
 @pytest.mark.parametrize(

@@ -441,6 +441,33 @@ def check_a_broken_tenant_fails_alone(
     assert_close(healthy.grad, alone.grad, 1e-6 if decoder.dtype == torch.float32 else 5e-2)
 
 
+class _Unreadable(TensorData):
+    """A loss input that cannot be turned into a tensor."""
+
+    def to_torch(self) -> Tensor:
+        raise RuntimeError("no such tensor")
+
+
+def test_an_exception_in_a_shared_micro_batch_fails_the_pass_that_raises_it_and_no_other(
+    tiny_decoder: Decoder, new_adapter: Callable[..., Adapter]
+) -> None:
+    raising, healthy, alone = (new_adapter(tiny_decoder, fill_seed=3) for _ in range(3))
+    good = RAGGED[0]
+    weights = _Unreadable(data=np.ones(17, np.float32), dtype="float32", shape=[17])
+    bad = Datum(
+        model_input=good.model_input, loss_fn_inputs={**good.loss_fn_inputs, "weights": weights}
+    )
+    passes = [
+        Pass(adapter_id="raising", data=[bad], loss_fn="cross_entropy"),
+        Pass(adapter_id="healthy", data=[good], loss_fn="cross_entropy"),
+    ]
+    failure, result = run(tiny_decoder, passes, {"raising": raising, "healthy": healthy})
+    assert isinstance(failure, Failure) and failure.category == "server"
+    assert result == succeed(tiny_decoder, [good], alone)
+    assert healthy.grad is not None and alone.grad is not None
+    assert torch.equal(healthy.grad, alone.grad)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_a_tenant_with_broken_weights_fails_alone(
     value: float, tiny_decoder: Decoder, new_adapter: Callable[..., Adapter]

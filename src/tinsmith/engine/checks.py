@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tinsmith.engine.base import CustomLoss, Pass, SampleJob
 from tinsmith.engine.loss_table import LossSpec, loss_named
 from tinsmith.errors import TooLargeError, ValidationError
-from tinsmith.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams, TensorData
+from tinsmith.types import Datum, LoraConfig, ModelInput, SamplingParams, TensorData
 
 MAX_SAMPLES = 4096
 """Continuations of one prompt in one request."""
@@ -29,9 +29,6 @@ MAX_TOPK = 1024
 
 MAX_TARGETS = 2**24
 """Cells of a (positions, K) matrix of targets; the answer holds a number for each."""
-
-SMALLEST_EPS = 1e-30
-"""Below, float32 would round the denominator of an untouched weight to zero: 0 / 0."""
 
 _FINITE_INPUTS = frozenset(
     {
@@ -69,22 +66,6 @@ def check_pass(request: Pass, *, vocab_size: int, max_context_length: int) -> No
                 _check_meaning(request.loss_fn, datum.loss_fn_inputs, spec, request.loss_fn_config)
         except ValidationError as error:
             raise error.under(f"data[{index}]") from None
-
-
-def check_adam_params(params: AdamParams) -> None:
-    """Refuse numbers with which a step would be meaningless, naming the field."""
-    for name, low, below in (
-        ("learning_rate", 0.0, math.inf),
-        ("beta1", 0.0, 1.0),
-        ("beta2", 0.0, 1.0),
-        ("eps", SMALLEST_EPS, math.inf),
-        ("weight_decay", 0.0, math.inf),
-        ("grad_clip_norm", 0.0, math.inf),
-    ):
-        value = getattr(params, name)
-        if not low <= value < below:
-            limit = "finite" if below == math.inf else f"below {below:g}"
-            raise ValidationError(f"must be at least {low:g} and {limit}, got {value}", name)
 
 
 def check_lora(lora: LoraConfig, max_rank: int) -> None:
@@ -264,7 +245,7 @@ def _check_meaning(
     if "clip_low_threshold" in spec.config:
         settings = {**spec.config, **config}
         bounds = [
-            inputs[name].numpy if name in inputs else np.float32(settings[name])
+            inputs[name].numpy if name in inputs else np.float64(settings[name])
             for name in ("clip_low_threshold", "clip_high_threshold")
         ]
         crossed = np.atleast_1d(bounds[0] > bounds[1])

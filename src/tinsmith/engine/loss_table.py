@@ -12,10 +12,6 @@ from dataclasses import dataclass, field
 
 from tinsmith.errors import ValidationError
 
-DEFAULT_BETA = 0.05
-DEFAULT_CLIP_LOW = 0.8
-DEFAULT_CLIP_HIGH = 1.2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
@@ -32,14 +28,15 @@ class LossSpec:
 
 _POLICY_INPUTS = ("logprobs", "advantages")
 _CLIP_INPUTS = ("clip_low_threshold", "clip_high_threshold")
-_CLIP_CONFIG = {"clip_low_threshold": DEFAULT_CLIP_LOW, "clip_high_threshold": DEFAULT_CLIP_HIGH}
+_CLIP_CONFIG = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_CISPO_CONFIG = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
 
 LOSSES: Mapping[str, LossSpec] = {
     "cross_entropy": LossSpec(optional=("weights",), target_ranks=(1, 2)),
     "importance_sampling": LossSpec(required=_POLICY_INPUTS),
     "ppo": LossSpec(required=_POLICY_INPUTS, optional=_CLIP_INPUTS, config=_CLIP_CONFIG),
-    "cispo": LossSpec(required=_POLICY_INPUTS, optional=_CLIP_INPUTS, config=_CLIP_CONFIG),
-    "dro": LossSpec(required=_POLICY_INPUTS, config={"beta": DEFAULT_BETA}),
+    "cispo": LossSpec(required=_POLICY_INPUTS, optional=_CLIP_INPUTS, config=_CISPO_CONFIG),
+    "dro": LossSpec(required=_POLICY_INPUTS, config={"beta": 0.05}),
     "gspo": LossSpec(
         required=(*_POLICY_INPUTS, "sequence_ratio_mask"),
         optional=_CLIP_INPUTS,

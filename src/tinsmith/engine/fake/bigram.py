@@ -17,7 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinsmith.engine.checks import check_adam_params
+from tinsmith.engine.optimizer import (
+    check_adam_params,
+    check_gradient_norm,
+    check_update_norm,
+    step_metrics,
+)
+from tinsmith.errors import ValidationError
 from tinsmith.types import AdamParams, LoraConfig
 
 Array = npt.NDArray[Any]
@@ -103,22 +109,24 @@ class BigramAdapter:
         check_adam_params(params)
         grad = np.zeros_like(self.weights) if self.grad is None else self.grad
         grad_norm = float(np.linalg.norm(grad))
+        try:
+            check_gradient_norm(grad_norm, self.step)
+        except ValidationError:
+            self.grad = None
+            raise
         if params.grad_clip_norm > 0 and grad_norm > params.grad_clip_norm:
             grad = grad * (params.grad_clip_norm / grad_norm)
         mean = np.zeros_like(grad) if self.exp_avg is None else self.exp_avg
         square = np.zeros_like(grad) if self.exp_avg_sq is None else self.exp_avg_sq
-        self.step += 1
-        self.exp_avg = params.beta1 * mean + (1 - params.beta1) * grad
-        self.exp_avg_sq = params.beta2 * square + (1 - params.beta2) * grad**2
-        corrected_mean = self.exp_avg / (1 - params.beta1**self.step)
-        corrected_square = self.exp_avg_sq / (1 - params.beta2**self.step)
+        mean = params.beta1 * mean + (1 - params.beta1) * grad
+        square = params.beta2 * square + (1 - params.beta2) * grad**2
+        corrected_mean = mean / (1 - params.beta1 ** (self.step + 1))
+        corrected_square = square / (1 - params.beta2 ** (self.step + 1))
         update = corrected_mean / (np.sqrt(corrected_square) + params.eps)
         update = params.learning_rate * (update + params.weight_decay * self.weights)
+        update_norm = float(np.linalg.norm(update))
+        check_update_norm(update_norm, params, self.step)
         self.weights = self.weights - update
-        self.grad = None
-        return {
-            "grad_norm": grad_norm,
-            "update_norm": float(np.linalg.norm(update)),
-            "learning_rate": params.learning_rate,
-            "step": float(self.step),
-        }
+        self.exp_avg, self.exp_avg_sq, self.grad = mean, square, None
+        self.step += 1
+        return step_metrics(params, self.step, grad_norm, update_norm)

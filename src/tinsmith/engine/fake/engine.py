@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from tinsmith.engine.base import (
 )
 from tinsmith.engine.fake import snapshots
 from tinsmith.engine.fake.bigram import Array, Bigram, BigramAdapter
-from tinsmith.engine.fake.losses import LOSSES
+from tinsmith.engine.fake.losses import LARGEST_LOSS, LOSSES
 from tinsmith.engine.fake.sampling import Continuation, PromptScores, TokenSource
 from tinsmith.engine.loss_table import loss_named
 from tinsmith.engine.stopping import StopRule, StopWatch
@@ -188,7 +188,7 @@ class FakeEngine:
         logprobs = adapter.logprobs()
         outputs: list[LossFnOutput] = []
         gradients: list[Array] = []
-        total, num_tokens = 0.0, 0
+        metrics: defaultdict[str, float] = defaultdict(float)
         for datum in item.data:
             inputs = {name: data.to_numpy() for name, data in datum.loss_fn_inputs.items()}
             targets = inputs.pop("target_tokens")
@@ -197,20 +197,25 @@ class FakeEngine:
                 previous = previous[:, None]
             cells = adapter.model.cells(previous, targets)
             policy = logprobs.ravel()[cells]
+            given = {name: values.astype(np.float64) for name, values in inputs.items()}
             with np.errstate(over="ignore", invalid="ignore"):
-                value, slopes = compute(policy, **{**settings, **inputs})
-            if not (math.isfinite(value) and np.isfinite(slopes).all()):
-                problem = f"data[{len(outputs)}]: the loss or its gradient is not finite"
+                value, slopes = compute(policy, **{**settings, **given})
+            if not (abs(value) <= LARGEST_LOSS and (np.abs(slopes) <= LARGEST_LOSS).all()):
+                problem = (
+                    f"data[{len(outputs)}].loss_fn_inputs: the loss is {value:.3g}; it and its "
+                    f"gradient must be within ±{LARGEST_LOSS:.2g}"
+                )
                 return Failure(problem, "user")
-            total += value
-            num_tokens += len(targets)
+            metrics["loss:sum"] += value
+            metrics["tokens:sum"] += len(targets)
+            if item.loss_fn == "cross_entropy":
+                metrics["weights:sum"] -= slopes.sum()
             outputs.append({"logprobs": TensorData.from_numpy(policy)})
             if not item.forward_only:
                 gradients.append(adapter.gradient(logprobs, cells, slopes))
         for gradient in gradients:
             adapter.accumulate(gradient)
-        metrics = {"loss:sum": total, "tokens:sum": float(num_tokens)}
-        return ForwardBackwardOutput("ArrayRecord", outputs, metrics)
+        return ForwardBackwardOutput("ArrayRecord", outputs, dict(metrics))
 
     async def step(self, steps: Sequence[Step]) -> list[dict[str, float] | Failure]:
         self._check_alive()

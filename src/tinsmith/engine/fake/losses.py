@@ -13,6 +13,9 @@ import numpy as np
 
 from tinsmith.engine.fake.bigram import Array
 
+LARGEST_LOSS = float(np.finfo(np.float32).max)
+"""As in the real engine, so that both refuse the same data."""
+
 
 def cross_entropy(policy: Array, *, weights: Array | None = None) -> tuple[float, Array]:
     slopes = -np.ones_like(policy) if weights is None else -weights.astype(np.float64)
@@ -54,7 +57,7 @@ def cispo(
     clip_high_threshold: Array | float,
 ) -> tuple[float, Array]:
     ratio = np.clip(_ratio(policy - logprobs, advantages), clip_low_threshold, clip_high_threshold)
-    return float(-(ratio * policy * advantages).sum()), -ratio * advantages
+    return float(-(ratio * (policy * advantages)).sum()), -ratio * advantages
 
 
 def dro(policy: Array, *, logprobs: Array, advantages: Array, beta: float) -> tuple[float, Array]:
@@ -73,8 +76,8 @@ def gspo(
     clip_high_threshold: Array | float,
 ) -> tuple[float, Array]:
     masked = sequence_ratio_mask != 0
-    mean = (policy - logprobs)[masked].mean() if masked.any() else 0.0
-    ratio = np.full_like(policy, np.exp(mean))
+    mean = (policy - logprobs)[masked].mean()
+    ratio = _ratio(np.full_like(policy, mean), advantages)
     return _clipped(ratio, advantages, clip_low_threshold, clip_high_threshold)
 
 

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from tinsmith.engine.checks import check_adam_params
+from tinsmith.engine.optimizer import (
+    LARGEST_NORM,
+    check_adam_params,
+    check_gradient_norm,
+    check_update_norm,
+    step_metrics,
+)
 from tinsmith.errors import ValidationError
 from tinsmith.types import AdamParams
 
@@ -50,28 +56,59 @@ def adamw_step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
     """Take one step and consume the pending gradient; returns the step's metrics.
 
     Without a pending gradient the step is taken with a gradient of zero: moments fade, decay
-    applies, the step counts. A gradient that is not finite leaves weights, moments and step
-    count as they were; it is dropped, because it could never be used, and the error says so.
-
-    Metrics: `grad_norm` (before clipping), `update_norm` (of the change in the weights),
-    `learning_rate`, and `step`, the number of steps taken so far.
+    applies, the step counts. A step that is refused leaves weights, moments and step count as they
+    were, and the gradient too, unless it is the gradient that could never be used.
     """
     check_adam_params(params)
     weights = adapter.flat
     gradient = adapter.grad if adapter.grad is not None else torch.zeros_like(weights)
-    grad_norm = torch.linalg.vector_norm(gradient).item()
-    if not math.isfinite(grad_norm):
+    exp_avg = adapter.exp_avg if adapter.exp_avg is not None else torch.zeros_like(weights)
+    exp_avg_sq = adapter.exp_avg_sq if adapter.exp_avg_sq is not None else torch.zeros_like(weights)
+    grad_norm, momentum = _sizes(gradient, adapter.exp_avg)
+    try:
+        check_gradient_norm(grad_norm, adapter.step)
+    except ValidationError:
         adapter.grad = None
-        raise ValidationError(
-            f"the gradient's norm is {grad_norm}, so no step was taken: weights, optimizer state "
-            f"and step count ({adapter.step}) are unchanged. The gradient has been dropped; look "
-            "for extreme advantages, weights or log-probabilities in the passes since the last step"
-        )
-    if adapter.exp_avg is None or adapter.exp_avg_sq is None:
-        adapter.exp_avg, adapter.exp_avg_sq = torch.zeros_like(weights), torch.zeros_like(weights)
-    adapter.grad = None
-    adapter.step += 1
+        raise
     scale = _clip_scale(grad_norm, params)
+    state = [weights, gradient, exp_avg, exp_avg_sq]
+    may_overflow = _may_overflow(max(momentum, grad_norm), adapter.step + 1, len(weights), params)
+    kept = [tensor.clone() for tensor in state] if may_overflow else []
+    update_norm = _update_all(state, adapter.step + 1, scale, params)
+    if kept:
+        try:
+            check_update_norm(update_norm, params, adapter.step)
+        except ValidationError:
+            for tensor, before in zip(state, kept, strict=True):
+                tensor.copy_(before)
+            raise
+    adapter.exp_avg, adapter.exp_avg_sq, adapter.grad = exp_avg, exp_avg_sq, None
+    adapter.step += 1
+    return step_metrics(params, adapter.step, grad_norm, update_norm)
+
+
+def _sizes(gradient: Tensor, exp_avg: Tensor | None) -> tuple[float, float]:
+    """The gradient's norm and the largest momentum, in one transfer from the device."""
+    norm = torch.linalg.vector_norm(gradient)
+    largest = norm.new_zeros(()) if exp_avg is None else torch.linalg.vector_norm(exp_avg, math.inf)
+    grad_norm, momentum = torch.stack([norm, largest]).tolist()
+    return grad_norm, momentum
+
+
+def _may_overflow(momentum: float, step: int, num_weights: int, params: AdamParams) -> bool:
+    """Whether the update could be beyond all bounds; only then is it worth a copy to undo it.
+
+    A weight moves by at most its momentum over eps, which is far from tight, and it is not decayed
+    beyond zero while learning rate times decay stays below one.
+    """
+    rate = params.learning_rate / (1 - params.beta1**step)
+    bound = rate * momentum / params.eps * math.sqrt(num_weights)
+    return not bound <= LARGEST_NORM or params.learning_rate * params.weight_decay > 1
+
+
+def _update_all(state: list[Tensor], step: int, scale: float, params: AdamParams) -> float:
+    """Update weights, gradient and moments in place; the norm of the change in the weights."""
+    weights = state[0]
     is_cpu = weights.device.type == "cpu"
     chunk = CHUNK if is_cpu else _DEVICE_CHUNK
     parts = [slice(start, start + chunk) for start in range(0, len(weights), chunk)]
@@ -80,22 +117,16 @@ def adamw_step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
         # One for all of them: memory that is new costs more to touch than to compute with.
         scratch = weights.new_empty(min(chunk, len(weights)))
         return [
-            _update(w[part], g[part], m[part], v[part], scratch, adapter.step, scale, params)
+            _update([tensor[part] for tensor in state], scratch, step, scale, params)
             for part in some
         ]
 
-    w, g, m, v = weights, gradient, adapter.exp_avg, adapter.exp_avg_sq
     moved = weights.new_zeros(())
     for change in _on_all_cores(update, parts) if is_cpu else update(parts):
         moved += change
     # The fused kernels do not count as a change to the weights, and copies of them go by that.
     torch.autograd.graph.increment_version(weights)
-    return {
-        "grad_norm": grad_norm,
-        "update_norm": math.sqrt(moved.item()),
-        "learning_rate": params.learning_rate,
-        "step": float(adapter.step),
-    }
+    return math.sqrt(moved.item()) if moved.isfinite() else math.inf
 
 
 def _on_all_cores(
@@ -134,16 +165,10 @@ def _clip_scale(grad_norm: float, params: AdamParams) -> float:
 
 
 def _update(
-    weights: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    scratch: Tensor,
-    step: int,
-    scale: float,
-    params: AdamParams,
+    state: list[Tensor], scratch: Tensor, step: int, scale: float, params: AdamParams
 ) -> Tensor:
     """Update one chunk in place; returns the squared length of the change."""
+    weights, gradient, exp_avg, exp_avg_sq = state
     before = scratch[: len(weights)].copy_(weights)
     if scale != 1.0:
         gradient.mul_(scale)

@@ -2,8 +2,9 @@
 
 Every loss looks at the same facts about a token: how likely the model finds it now (`policy`),
 how likely it was when sampled (`logprobs`), and how good it turned out to be (`advantages`).
-All tensors are float32 of shape (N,), or (N, K) for cross-entropy with K targets a position;
-every loss is a sum over tokens, never a mean. The formulas are the public ones of the service.
+All tensors have shape (N,), or (N, K) for cross-entropy with K targets a position. A loss returns
+what each token contributes; a datum's loss is their sum, never a mean. The formulas are the public
+ones of the service.
 
 Parameters after the first carry the names that loss inputs and config have on the wire, so that
 a call is a merge of dictionaries. None of this touches the model or the optimizer. What a loss
@@ -23,7 +24,10 @@ from tinsmith.engine.loss_table import loss_named
 from tinsmith.errors import ValidationError
 
 Stats = dict[str, Tensor]
-"""A datum's metrics: detached scalars by metric name; the suffix says how datums combine."""
+"""A datum's metrics: detached scalars by metric name; the suffix says how datums combine. A mean
+over nothing is left out."""
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 def datum_loss(
@@ -44,43 +48,79 @@ def datum_loss(
             raise ValidationError("loss 'custom' came without its graph", "loss_fn_config.loss_id")
         loss, stats = custom(logprobs, inputs)
     else:
-        spec = loss_named(loss_fn)
-        given = {name: value for name, value in inputs.items() if name != "target_tokens"}
-        loss, stats = _FUNCTIONS[loss_fn](logprobs, **{**spec.config, **config, **given})
+        loss, stats = _built_in_loss(loss_fn, logprobs, inputs, config)
+    if not loss.isfinite():
+        raise ValidationError(f"the loss is {loss.item()}; it must be within ±{LARGEST:.2g}")
     always = {"loss:sum": loss.detach(), "tokens:sum": _count(logprobs)}
     return loss, always | stats
+
+
+def _built_in_loss(
+    loss_fn: str,
+    logprobs: Tensor,
+    inputs: Mapping[str, Tensor],
+    config: Mapping[str, float | str],
+) -> tuple[Tensor, Stats]:
+    spec = loss_named(loss_fn)
+    given = {name: value for name, value in inputs.items() if name != "target_tokens"}
+    policy = logprobs
+    if "logprobs" in given:
+        # exp(p − q) may be beyond float32 where the loss is not: clipped, or of small advantage.
+        policy, given = policy.double(), {name: value.double() for name, value in given.items()}
+    terms, stats = _FUNCTIONS[loss_fn](policy, **{**spec.config, **config, **given})
+    wrong = ~(terms.detach().abs() <= LARGEST)
+    if wrong.any():
+        raise _beyond_float32(int(wrong.int().argmax()), terms, logprobs, given)
+    return terms.sum().float(), stats
+
+
+def _beyond_float32(
+    position: int, terms: Tensor, logprobs: Tensor, given: Mapping[str, Tensor]
+) -> ValidationError:
+    """The error that names the token whose loss is too large, and what made it so."""
+    facts = [f"{name} {value.flatten()[position].item():.6g}" for name, value in given.items()]
+    return ValidationError(
+        f"the loss of token {position} is {terms.detach().flatten()[position].item():.3g}; it must "
+        f"be within ±{LARGEST:.2g}. The model's log-probability is "
+        f"{logprobs.detach().flatten()[position].item():.6g}, the inputs are {', '.join(facts)}",
+        "loss_fn_inputs",
+    )
 
 
 def combine_metrics(stats: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     """The metrics of a pass from its datums' statistics: sums added, means averaged over datums.
 
-    The client weighs `:mean` values by number of datums when it joins passes, which is why a
-    mean here is over datums and not over tokens. Values leave the device in one transfer.
+    The client weighs `:mean` values by number of datums when it joins passes, which is why a mean
+    here is over datums and not over tokens. A datum that lacks a mean does not count in it.
+    Values leave the device in one transfer.
     """
-    if not stats:
+    columns: dict[str, list[Tensor]] = {}
+    for datum in stats:
+        for name, value in datum.items():
+            columns.setdefault(name, []).append(value.double())
+    if not columns:
         return {}
-    names = list(stats[0])
-    table = torch.stack([torch.stack([datum[name].float() for name in names]) for datum in stats])
-    columns = zip(*table.tolist(), strict=True)
-    return {
-        name: sum(column) / (len(stats) if name.endswith(":mean") else 1)
-        for name, column in zip(names, columns, strict=True)
-    }
+    values = iter(torch.stack([value for column in columns.values() for value in column]).tolist())
+    metrics = {}
+    for name, column in columns.items():
+        total = sum(next(values) for _ in column)
+        metrics[name] = total / len(column) if name.endswith(":mean") else total
+    return metrics
 
 
 def cross_entropy(policy: Tensor, *, weights: Tensor | None = None) -> tuple[Tensor, Stats]:
-    """Σ −p·w over all positions, and over all K targets of a position. Without weights w is 1."""
+    """−p·w for all positions, and all K targets of a position. Without weights w is 1."""
     if weights is None:
-        return -policy.sum(), {}
-    return -(policy * weights).sum(), {}
+        weights = torch.ones_like(policy)
+    return -(policy * weights), {"weights:sum": weights.double().sum()}
 
 
 def importance_sampling(
     policy: Tensor, *, logprobs: Tensor, advantages: Tensor
 ) -> tuple[Tensor, Stats]:
-    """Σ −r·A, the policy gradient for tokens that an older policy sampled."""
+    """−r·A, the policy gradient for tokens that an older policy sampled."""
     ratio = _ratio(policy - logprobs, ~_counts(advantages))
-    return -(ratio * advantages).sum(), _policy_stats(policy, logprobs, _counts(advantages))
+    return -(ratio * advantages), _policy_stats(policy - logprobs, _counts(advantages))
 
 
 def ppo(
@@ -91,13 +131,11 @@ def ppo(
     clip_low_threshold: Tensor | float,
     clip_high_threshold: Tensor | float,
 ) -> tuple[Tensor, Stats]:
-    """Σ −min(r·A, clip(r, low, high)·A); the thresholds bound r itself."""
-    loss, clipped = _clipped_objective(
+    """−min(r·A, clip(r, low, high)·A); the thresholds bound r itself."""
+    terms, clipped = _clipped_objective(
         policy - logprobs, advantages, clip_low_threshold, clip_high_threshold
     )
-    counted = _counts(advantages)
-    stats = _policy_stats(policy, logprobs, counted)
-    return loss, stats | {"clip_fraction:mean": _mean(clipped, counted)}
+    return terms, _policy_stats(policy - logprobs, _counts(advantages), clipped)
 
 
 def cispo(
@@ -108,22 +146,20 @@ def cispo(
     clip_low_threshold: Tensor | float,
     clip_high_threshold: Tensor | float,
 ) -> tuple[Tensor, Stats]:
-    """Σ −sg(clip(r, low, high))·p·A: clipping bounds a token's weight, never silences it."""
-    ratio = torch.exp(policy.detach() - logprobs)
+    """−sg(clip(r, low, high))·p·A: clipping bounds a token's weight, never silences it."""
+    log_ratio = policy.detach() - logprobs
+    ratio = torch.exp(log_ratio)
     low, high = _bounds(ratio, clip_low_threshold, clip_high_threshold)
-    counted = _counts(advantages)
-    stats = _policy_stats(policy, logprobs, counted)
-    stats["clip_fraction:mean"] = _mean((ratio < low) | (ratio > high), counted)
-    return -(ratio.clamp(low, high) * policy * advantages).sum(), stats
+    stats = _policy_stats(log_ratio, _counts(advantages), (ratio < low) | (ratio > high))
+    return -(ratio.clamp(low, high) * (policy * advantages)), stats
 
 
 def dro(
     policy: Tensor, *, logprobs: Tensor, advantages: Tensor, beta: float
 ) -> tuple[Tensor, Stats]:
-    """Σ −(p·A − ½·beta·(p − q)²). Tokens of advantage zero are held near q all the same."""
+    """−(p·A − ½·beta·(p − q)²). Tokens of advantage zero are held near q all the same."""
     penalty = 0.5 * beta * (policy - logprobs).square()
-    stats = _policy_stats(policy, logprobs, _counts(advantages))
-    return -(policy * advantages - penalty).sum(), stats
+    return penalty - policy * advantages, _policy_stats(policy - logprobs, _counts(advantages))
 
 
 def gspo(
@@ -138,21 +174,14 @@ def gspo(
     """PPO with one ratio for the sequence, s = exp(mean of p − q over the mask).
 
     s carries no gradient itself: each token's ratio is s·exp(p − sg(p)), equal to s in value
-    and with that token's gradient alone.
+    and with that token's gradient alone. All tokens have this ratio in the statistics, too.
     """
-    masked = sequence_ratio_mask != 0
-    log_sequence_ratio = _mean(policy.detach() - logprobs, masked)
-    loss, clipped = _clipped_objective(
-        log_sequence_ratio + policy - policy.detach(),
-        advantages,
-        clip_low_threshold,
-        clip_high_threshold,
+    log_sequence_ratio = (policy.detach() - logprobs)[sequence_ratio_mask != 0].mean()
+    log_ratio = log_sequence_ratio + (policy - policy.detach())
+    terms, clipped = _clipped_objective(
+        log_ratio, advantages, clip_low_threshold, clip_high_threshold
     )
-    return loss, {
-        "kl_q_p:mean": -log_sequence_ratio,
-        "ratio:mean": log_sequence_ratio.exp(),
-        "clip_fraction:mean": _mean(clipped, _counts(advantages)),
-    }
+    return terms, _policy_stats(log_ratio, _counts(advantages), clipped)
 
 
 _FUNCTIONS: Mapping[str, Callable[..., tuple[Tensor, Stats]]] = {
@@ -171,14 +200,14 @@ def _clipped_objective(
     low: Tensor | float,
     high: Tensor | float,
 ) -> tuple[Tensor, Tensor]:
-    """(Σ −min(r·A, clip(r)·A), which tokens are clipped); clipped tokens have no gradient."""
+    """(−min(r·A, clip(r)·A), which tokens are clipped); clipped tokens have no gradient."""
     ratio = torch.exp(log_ratio.detach())
     low, high = _bounds(ratio, low, high)
     clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
     bounded = torch.where(
         clipped, ratio.clamp(low, high), _ratio(log_ratio, clipped | ~_counts(advantages))
     )
-    return -(bounded * advantages).sum(), clipped
+    return -(bounded * advantages), clipped
 
 
 def _ratio(log_ratio: Tensor, ignored: Tensor) -> Tensor:
@@ -203,18 +232,22 @@ def _counts(advantages: Tensor) -> Tensor:
     return advantages != 0
 
 
-def _policy_stats(policy: Tensor, sampled: Tensor, counted: Tensor) -> Stats:
-    """How far the policy has moved: the estimate of KL(q, p) from q's samples, and the ratio."""
-    log_ratio = (policy.detach() - sampled).masked_fill(~counted, 0.0)
-    return {
-        "kl_q_p:mean": -_mean(log_ratio, counted),
-        "ratio:mean": _mean(log_ratio.exp(), counted),
-    }
+def _policy_stats(log_ratio: Tensor, counted: Tensor, clipped: Tensor | None = None) -> Stats:
+    """How far the policy has moved, over the tokens that count.
 
-
-def _mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `values` where `mask` holds; zero where it holds nowhere."""
-    return (values * mask).sum() / mask.sum().clamp(min=1)
+    The mean of −log r estimates KL(q, p) from q's samples. Each mean stands beside its sum: sums
+    and the number of tokens stay right however the client cuts its data.
+    """
+    log_ratio = log_ratio.detach()[counted]
+    per_token = {"kl_q_p": -log_ratio, "ratio": log_ratio.exp()}
+    if clipped is not None:
+        per_token["clip_fraction"] = clipped[counted].double()
+    stats: Stats = {"advantage_tokens:sum": counted.sum()}
+    for name, values in per_token.items():
+        stats[f"{name}:sum"] = values.sum()
+        if len(values):
+            stats[f"{name}:mean"] = values.mean()
+    return stats
 
 
 def _count(targets: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ reported for every target, whatever its weight; the backward pass skips rows wit
 A pass takes effect as a whole or not at all: its gradient grows in a buffer of its own and
 joins the adapter's when the last datum is done. That inputs are well formed has been seen to by
 `checks`; what cannot be known before (a loss that is not finite) fails the pass here. When memory
-runs out, the passes of that micro-batch begin again, each by itself and in smaller micro-batches;
-one that finds no memory even so fails, alone.
+runs out, or anything else goes wrong in a micro-batch of several passes, they begin again, each by
+itself and in smaller micro-batches; one that fails even so fails alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments, GradientBuffer, Run
 from tinsmith.engine.local.model.unembedding import TargetLogprobs
 from tinsmith.engine.local.train.custom_loss import CompiledLoss, compile_loss
-from tinsmith.engine.local.train.losses import combine_metrics, datum_loss
+from tinsmith.engine.local.train.losses import LARGEST, combine_metrics, datum_loss
 from tinsmith.errors import ValidationError
 from tinsmith.types import Datum, ForwardBackwardOutput, TensorData
 
@@ -79,7 +79,7 @@ def run_passes(
             _run_batch(wanted, progress, decoder, limits)
         except Exception as error:  # whatever it is, passes in other micro-batches go on
             may_split = max_tokens is None or len(wanted) > 1
-            is_to_split = may_split and _is_out_of_memory(error)
+            is_to_split = len(involved) > 1 or (may_split and _is_out_of_memory(error))
             logger.warning("a micro-batch of %d sequences failed", len(wanted), exc_info=error)
             if not is_to_split:
                 for state in involved:
@@ -414,9 +414,6 @@ def _item_loss(item: Item, state: _Progress, logprobs: Tensor) -> _Loss | None:
         state.fail(str(error.under(f"data[{item.datum}]")), "user")
         return None
     state.stats[item.datum] = stats
-    if not loss.isfinite():
-        state.fail(f"data[{item.datum}]: the loss is {loss.item()}, not a finite number", "user")
-        return None
     return _Loss(loss, leaf) if loss.requires_grad else None
 
 
@@ -440,8 +437,12 @@ def _loss_gradients(
     for item, loss, logprobs in zip(items, losses, parts, strict=True):
         grad = next(computed) if loss is not None else None
         if grad is not None and not grad.isfinite().all():
-            message = f"data[{item.datum}]: the gradient of the loss is not finite"
-            progress[item.pass_index].fail(message, "user")
+            position = int((~grad.isfinite()).flatten().int().argmax())
+            progress[item.pass_index].fail(
+                f"data[{item.datum}].loss_fn_inputs: the gradient of the loss at token {position} "
+                f"must be within ±{LARGEST:.2g}",
+                "user",
+            )
             grad = None
         if grad is None:
             grad = torch.zeros_like(logprobs)
