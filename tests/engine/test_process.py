@@ -31,7 +31,7 @@ from tinsmith.engine.local.boundary.messages import (
     Result,
     Trouble,
 )
-from tinsmith.engine.local.boundary.process import Incoming, Worker
+from tinsmith.engine.local.boundary.worker import Incoming, Worker
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.engine import LocalEngine
 from tinsmith.errors import EngineDiedError, EngineError, TinkerError

@@ -16,7 +16,7 @@ import pytest
 
 from tinsmith.engine.base import Pass
 from tinsmith.engine.local.boundary.messages import Patience, Reply, Request
-from tinsmith.engine.local.boundary.process import Incoming, Worker
+from tinsmith.engine.local.boundary.worker import Incoming, Worker
 from tinsmith.engine.local.engine import LocalEngine
 from tinsmith.errors import EngineDiedError
 from tinsmith.types import Datum, LoraConfig, ModelInput

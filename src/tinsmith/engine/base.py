@@ -14,10 +14,10 @@ a value (`Failure`) in the item's place. Exceptions mean that the engine itself 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -174,22 +174,40 @@ class TokensSampled:
 SampleEvent = TokensSampled | SampleResponse | Failure
 
 
-class Engine(Protocol):
-    """Batch-shaped and asynchronous; see the module's notes on order and failure."""
+Method = TypeVar("Method", bound=Callable[..., Any])
 
-    async def capabilities(self) -> Capabilities: ...
 
-    async def health(self) -> Health: ...
+def at_once(method: Method) -> Method:
+    """Mark a call that is answered whatever is queued; every other call waits for its turn."""
+    method.is_at_once = True  # type: ignore[attr-defined]  # read by `calls`
+    return method
+
+
+class Engine:
+    """Batch-shaped and asynchronous; see the module's notes on order and failure.
+
+    This is the one declaration of the calls. `calls` reads it, and the messages that carry a call
+    to another process, and its dispatch there, follow from it; a new call is declared here and
+    implemented by the engines that compute.
+    """
+
+    @at_once
+    async def capabilities(self) -> Capabilities:
+        raise NotImplementedError
+
+    @at_once
+    async def health(self) -> Health:
+        raise NotImplementedError
 
     async def create_adapter(
         self, adapter_id: str, base_model: str, lora: LoraConfig
     ) -> Failure | None:
         """Make a fresh adapter. A base model not in memory is loaded first."""
-        ...
+        raise NotImplementedError
 
     async def unload_adapter(self, adapter_id: str) -> None:
         """Forget an adapter and free its memory. Unknown ids are ignored."""
-        ...
+        raise NotImplementedError
 
     def run_passes(self, passes: Sequence[Pass]) -> AsyncIterator[FinishedPass]:
         """Run passes, of any adapters, together; yield each as it is finished.
@@ -197,17 +215,17 @@ class Engine(Protocol):
         Closing the iterator gives up passes that are not finished yet: whether one of them still
         takes effect is then unknown, so a caller that goes on must restore their adapters.
         """
-        ...
+        raise NotImplementedError
 
     async def step(self, steps: Sequence[Step]) -> list[dict[str, float] | Failure]:
         """Take optimizer steps; each result is the step's metrics."""
-        ...
+        raise NotImplementedError
 
     async def snapshot(
         self, adapter_id: str, folder: Path, kind: SnapshotKind
     ) -> SnapshotInfo | Failure:
         """Write the adapter to `folder`, which must not exist; it appears whole or not at all."""
-        ...
+        raise NotImplementedError
 
     async def restore(
         self, adapter_id: str, folder: Path, kind: SnapshotKind
@@ -217,24 +235,27 @@ class Engine(Protocol):
         With kind "sampler" only the weights are taken, and optimizer state and pending gradients
         start afresh; "training" also restores the optimizer; "exact" the pending gradients too.
         """
-        ...
+        raise NotImplementedError
 
     async def freeze(self, adapter_id: str, sampler_id: str) -> Failure | None:
         """Copy the adapter's present weights, in memory, into a new sampler."""
-        ...
+        raise NotImplementedError
 
     async def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> Failure | None:
         """Make a sampler from a snapshot's weights."""
-        ...
+        raise NotImplementedError
 
-    async def unload_sampler(self, sampler_id: str) -> None: ...
+    async def unload_sampler(self, sampler_id: str) -> None:
+        raise NotImplementedError
 
     def sample(self, job: SampleJob) -> AsyncIterator[SampleEvent]:
         """Run one job. The last event is a `SampleResponse` or a `Failure`; none follows it."""
-        ...
+        raise NotImplementedError
 
+    @at_once
     async def cancel(self, job_id: str) -> None:
         """Give up a sampling job and free its place. Unknown or finished ids are ignored."""
-        ...
+        raise NotImplementedError
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        raise NotImplementedError

@@ -22,6 +22,7 @@ from tinsmith.engine import checks
 from tinsmith.engine.base import (
     BaseModelInfo,
     Capabilities,
+    Engine,
     Failure,
     FinishedPass,
     Health,
@@ -86,7 +87,7 @@ class _Sampler:
     logprobs: Array
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """See the module's notes. State changes when a call is made; answers come when it is due."""
 
     def __init__(self, config: FakeEngineConfig | None = None) -> None:

@@ -31,7 +31,7 @@ from tinsmith.engine.base import (
     Step,
     TokensSampled,
 )
-from tinsmith.engine.local.boundary.process import PassResults
+from tinsmith.engine.local.boundary.worker import PassResults
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels, device_of, dtype_of
 from tinsmith.engine.local.model.decoder import Decoder

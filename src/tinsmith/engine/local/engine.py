@@ -1,9 +1,8 @@
 """`LocalEngine`: the engine interface, served by a process on this machine.
 
-This is the owner's half of the process boundary: it starts the process, sends it each call as
-a frame, hands results to whoever waits, and notices when the process is gone. It imports no
-torch; what the process does with a request is `process.py`'s and `core.py`'s affair. Any number
-of engines may live side by side.
+The calls are `RemoteEngine`'s; here the process is started, watched and, when it hangs or is no
+longer wanted, ended. This module imports no torch: what the process does with a request is for
+`boundary/worker.py` and `core.py`. Any number of engines may live side by side.
 """
 
 from __future__ import annotations
@@ -11,44 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import logging
 import os
 import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tinsmith.engine.base import (
-    Capabilities,
-    Failure,
-    FinishedPass,
-    Health,
-    Pass,
-    SampleEvent,
-    SampleJob,
-    SnapshotInfo,
-    SnapshotKind,
-    Step,
-)
-from tinsmith.engine.local.boundary.frames import Channel
-from tinsmith.engine.local.boundary.messages import (
-    Abandon,
-    Beat,
-    Done,
-    Item,
-    Patience,
-    Reply,
-    Request,
-    Result,
-    Start,
-    Trouble,
-)
+from tinsmith.engine.base import Health
+from tinsmith.engine.local.boundary.messages import Beat, Patience, Reply, Start
+from tinsmith.engine.local.boundary.remote import RemoteEngine
 from tinsmith.errors import EngineDiedError, EngineError
-from tinsmith.types import LoraConfig
 
 if TYPE_CHECKING:
     from tinsmith.engine.local.config import LocalEngineConfig
@@ -76,18 +49,12 @@ NUM_LAST_LINES = 30
 """Lines of the process's output that become part of the reason when it dies."""
 
 
-class LocalEngine:
-    """The engine on this machine; make one with `start`, and `close` it when done.
-
-    Calls raise `EngineDiedError` once the process is gone, and `EngineError` when a request
-    failed for a reason that is not the caller's.
-    """
+class LocalEngine(RemoteEngine):
+    """The engine on this machine; make one with `start`, and `close` it when done."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
+        super().__init__()
         self._process = process
-        self._channel: Channel | None = None
-        self._numbers = itertools.count()
-        self._pending: dict[int, asyncio.Queue[Reply | EngineError]] = {}
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._last_health = Health(alive=True)
         self._is_closing = False
@@ -128,10 +95,8 @@ class LocalEngine:
             theirs.close()
         engine = cls(process)
         try:
-            ours.setblocking(False)
-            engine._channel = await Channel.open(ours, engine)
             async with asyncio.timeout(START_SECONDS):
-                await engine._ask(Start(core, config, patience))
+                await engine.connect(ours, Start(core, config, patience))
         except BaseException as error:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -154,19 +119,11 @@ class LocalEngine:
         """Wait until the process is gone, for whatever cause; the reason."""
         return await asyncio.shield(self._death)
 
-    # The engine interface
-
-    async def capabilities(self) -> Capabilities:
-        capabilities: Capabilities = await self._call("capabilities")
-        return capabilities
-
     async def health(self) -> Health:
         """The process's view; the last known one, marked busy, while a long turn delays it."""
-        if self._death.done():
-            return Health(alive=False, detail=self._death.result())
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
-                self._last_health = await self._call("health")
+                self._last_health = await super().health()
         except TimeoutError:
             detail = f"busy: no answer within {HEALTH_SECONDS:g} s"
             return dataclasses.replace(self._last_health, detail=detail)
@@ -174,56 +131,10 @@ class LocalEngine:
             return Health(alive=False, detail=str(error))
         return self._last_health
 
-    async def create_adapter(
-        self, adapter_id: str, base_model: str, lora: LoraConfig
-    ) -> Failure | None:
-        failure: Failure | None = await self._call("create_adapter", adapter_id, base_model, lora)
-        return failure
-
-    async def unload_adapter(self, adapter_id: str) -> None:
-        await self._call("unload_adapter", adapter_id)
-
-    def run_passes(self, passes: Sequence[Pass]) -> AsyncIterator[FinishedPass]:
-        """See `Engine.run_passes`. Closing the iterator early gives up what is not finished."""
-        return self._stream("run_passes", tuple(passes))
-
-    async def step(self, steps: Sequence[Step]) -> list[dict[str, float] | Failure]:
-        results: list[dict[str, float] | Failure] = await self._call("step", tuple(steps))
-        return results
-
-    async def snapshot(
-        self, adapter_id: str, folder: Path, kind: SnapshotKind
-    ) -> SnapshotInfo | Failure:
-        result: SnapshotInfo | Failure = await self._call("snapshot", adapter_id, folder, kind)
-        return result
-
-    async def restore(
-        self, adapter_id: str, folder: Path, kind: SnapshotKind
-    ) -> SnapshotInfo | Failure:
-        result: SnapshotInfo | Failure = await self._call("restore", adapter_id, folder, kind)
-        return result
-
-    async def freeze(self, adapter_id: str, sampler_id: str) -> Failure | None:
-        failure: Failure | None = await self._call("freeze", adapter_id, sampler_id)
-        return failure
-
-    async def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> Failure | None:
-        failure: Failure | None = await self._call("load_sampler", sampler_id, base_model, folder)
-        return failure
-
-    async def unload_sampler(self, sampler_id: str) -> None:
-        await self._call("unload_sampler", sampler_id)
-
-    def sample(self, job: SampleJob) -> AsyncIterator[SampleEvent]:
-        """See `Engine.sample`. Closing the iterator early cancels the job."""
-        return self._stream("sample", job)
-
-    async def cancel(self, job_id: str) -> None:
-        await self._call("cancel", job_id)
-
     async def close(self) -> None:
         """End the process; calls still pending raise `EngineDiedError`. Returns when it is gone."""
         self._is_closing = True
+        self._closed = self._closed or f"engine process {self.pid} was closed"
         if self._channel is not None:
             self._channel.close()
         elif not self._death.done():
@@ -235,58 +146,6 @@ class LocalEngine:
             self._watch.cancel()
             await asyncio.wait([self._watch])
 
-    # Calls
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        return await self._ask(self._request(method, arguments))
-
-    async def _ask(self, message: Request | Start) -> Any:
-        number, replies = self._open(message)
-        try:
-            reply = await replies.get()
-        finally:
-            self._pending.pop(number, None)
-        if isinstance(reply, Result):
-            return reply.value
-        raise _as_error(reply)
-
-    def _stream(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
-        # Sent now and not at the first step of the iteration: calls keep their order.
-        number, replies = self._open(self._request(method, arguments))
-        return self._results(number, replies)
-
-    async def _results(
-        self, number: int, replies: asyncio.Queue[Reply | EngineError]
-    ) -> AsyncIterator[Any]:
-        try:
-            while isinstance(reply := await replies.get(), Item):
-                yield reply.value
-            if not isinstance(reply, Done):
-                raise _as_error(reply)
-        finally:
-            # Still there means that the process has not said its last word on it.
-            if self._pending.pop(number, None) is not None:
-                self._send(Abandon(number))
-
-    def _request(self, method: str, arguments: tuple[Any, ...]) -> Request:
-        return Request(next(self._numbers) + 1, method, arguments)
-
-    def _open(self, message: Request | Start) -> tuple[int, asyncio.Queue[Reply | EngineError]]:
-        if self._death.done():
-            raise EngineDiedError(self._death.result())
-        if self._is_closing:
-            raise EngineDiedError(f"engine process {self.pid} was closed")
-        number = message.number if isinstance(message, Request) else 0
-        replies: asyncio.Queue[Reply | EngineError] = asyncio.Queue()
-        self._send(message)
-        self._pending[number] = replies
-        return number, replies
-
-    def _send(self, message: Request | Abandon | Start) -> None:
-        assert self._channel is not None, "the channel is opened when the engine starts"
-        if not self._death.done():
-            self._channel.send(message)
-
     # What the process does
 
     def message_received(self, message: list[Reply]) -> None:
@@ -294,13 +153,7 @@ class LocalEngine:
         for reply in message:
             if isinstance(reply, Beat):
                 self._beat = reply
-                continue
-            replies = self._pending.get(reply.number)
-            if replies is None:
-                continue
-            replies.put_nowait(reply)
-            if not isinstance(reply, Item):
-                del self._pending[reply.number]
+        super().message_received(message)
 
     async def _watch_pulse(self, silence_seconds: float) -> None:
         """Kill the process when it hangs. Silence is counted by looks and not by the clock: after
@@ -342,9 +195,7 @@ class LocalEngine:
         if not self._is_closing:
             logger.error("%s", reason)
         self._death.set_result(reason)
-        pending, self._pending = self._pending, {}
-        for replies in pending.values():
-            replies.put_nowait(EngineDiedError(reason))
+        self._end(reason)
 
     def _reason(self, error: Exception | None) -> str:
         if self._is_closing:
@@ -375,13 +226,6 @@ class LocalEngine:
             if text:
                 self._last_lines.append(text)
                 logger.info("engine process %d: %s", self.pid, text)
-
-
-def _as_error(reply: Reply | EngineError) -> EngineError:
-    if isinstance(reply, EngineError):
-        return reply
-    assert isinstance(reply, Trouble), f"{type(reply).__name__} is not how this call can end"
-    return EngineError(reply.text)
 
 
 def _describe_exit(status: int | None) -> str:

@@ -2,8 +2,8 @@
 
 A frame is one pickled value whose large arrays travel beside the pickle, unchanged: they are
 written from the memory they lie in and, on arrival, stay in the memory they were received
-into. Both ends are the same trusted code on one machine, joined by a socket pair that nobody
-else can reach; that is why unpickling is acceptable here, and here only.
+into. Both ends are the same trusted code, joined by a stream that nobody else can reach or
+alter; that is why unpickling is acceptable here, and here only.
 
     header   length of the rest (u64), number of arrays (u32), mark (u32)
     table    offset and length of the pickle, then of each array (u64 each)
@@ -174,7 +174,7 @@ class ChannelOwner(Protocol):
 
 
 class Channel(asyncio.BufferedProtocol):
-    """The owner's end of the socket pair, under asyncio."""
+    """One end of a stream, of any kind of socket, under asyncio."""
 
     def __init__(self, owner: ChannelOwner) -> None:
         self._owner = owner
@@ -184,7 +184,10 @@ class Channel(asyncio.BufferedProtocol):
     @classmethod
     async def open(cls, sock: socket.socket, owner: ChannelOwner) -> Channel:
         loop = asyncio.get_running_loop()
-        _, channel = await loop.create_unix_connection(lambda: cls(owner), sock=sock)
+        connect = (
+            loop.create_unix_connection if sock.family == socket.AF_UNIX else loop.create_connection
+        )
+        _, channel = await connect(lambda: cls(owner), sock=sock)
         return channel
 
     def send(self, value: object) -> None:

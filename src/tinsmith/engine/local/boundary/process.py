@@ -1,17 +1,10 @@
 """The engine's own process: `python -m tinsmith.engine.local.boundary.process FD`.
 
-FD is one end of a socket pair whose other end belongs to the owner (`engine.py`). The first
-message says which core to build; after it a thread receives requests, and the main thread works
-on them one turn at a time:
-
-* a training turn is the next request in order, or the next part of the passes under way;
-* a sampling turn is one decoding step of the samples under way.
-
-When both have work, the turn goes to the one that has had less time, so neither starves the other.
-Questions that change nothing are answered between turns, whatever is queued.
-
-A thread of its own sends signs of life, which also say how long the present turn has taken and may
-take; by them the owner tells a process that hangs from one that has much to do.
+FD is a connected socket whose other end belongs to the owner (`engine.py`). The first message says
+which core to build; after it one thread receives requests, one sends replies, and the main thread
+works (`worker.py`). A thread of its own sends signs of life, which also say how long the present
+turn has taken and may take; by them the owner tells a process that hangs from one that has much to
+do.
 
 The process ends when the socket closes, which also happens when the owner dies: no orphans.
 It ignores Ctrl-C, because when to stop is for the owner to decide. The mathematics is the core's.
@@ -20,7 +13,6 @@ It ignores Ctrl-C, because when to stop is for the owner to decide. The mathemat
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import faulthandler
 import importlib
 import logging
@@ -31,38 +23,12 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
-from tinsmith.engine.base import (
-    Capabilities,
-    Failure,
-    FinishedPass,
-    Health,
-    Pass,
-    SampleEvent,
-    SampleJob,
-    SnapshotInfo,
-    SnapshotKind,
-    Step,
-    TokensSampled,
-)
 from tinsmith.engine.local.boundary import frames
-from tinsmith.engine.local.boundary.messages import (
-    Abandon,
-    Beat,
-    Done,
-    Item,
-    Patience,
-    Reply,
-    Request,
-    Result,
-    Start,
-    Trouble,
-)
-from tinsmith.types import LoraConfig
+from tinsmith.engine.local.boundary.messages import Reply, Result, Start, Trouble
+from tinsmith.engine.local.boundary.worker import Core, Incoming, Worker, describe
 
 logger = logging.getLogger(__name__)
 
@@ -72,295 +38,6 @@ EXIT_GRACE_SECONDS = 2.0
 
 BEAT_SECONDS = 1.0
 """Time between two signs of life."""
-
-
-PassResults = Generator[FinishedPass | None, None, None]
-
-
-class Core(Protocol):
-    """What the process asks of the thing that computes. Synchronous, used by one thread."""
-
-    def capabilities(self) -> Capabilities: ...
-
-    def health(self) -> Health: ...
-
-    def create_adapter(
-        self, adapter_id: str, base_model: str, lora: LoraConfig
-    ) -> Failure | None: ...
-
-    def unload_adapter(self, adapter_id: str) -> None: ...
-
-    def run_passes(self, passes: Sequence[Pass]) -> PassResults:
-        """Results as each pass is finished; None where other work may be done in between.
-
-        Closing the generator gives up what is not finished.
-        """
-        ...
-
-    def step(self, steps: Sequence[Step]) -> list[dict[str, float] | Failure]: ...
-
-    def snapshot(
-        self, adapter_id: str, folder: Path, kind: SnapshotKind
-    ) -> SnapshotInfo | Failure: ...
-
-    def restore(
-        self, adapter_id: str, folder: Path, kind: SnapshotKind
-    ) -> SnapshotInfo | Failure: ...
-
-    def freeze(self, adapter_id: str, sampler_id: str) -> Failure | None: ...
-
-    def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> Failure | None: ...
-
-    def unload_sampler(self, sampler_id: str) -> None: ...
-
-    @property
-    def is_sampling(self) -> bool: ...
-
-    def submit_sample(self, job: SampleJob) -> Failure | None:
-        """Take on a job; its events come from later sampling turns.
-
-        A job of the same id that is still under way is a reason to refuse it.
-        """
-        ...
-
-    def cancel(self, job_id: str) -> None:
-        """Forget a job without a further event. Unknown ids are ignored."""
-        ...
-
-    def sampling_turn(self) -> list[tuple[str, SampleEvent]]:
-        """Decode a little for the jobs under way; (job id, event) in order."""
-        ...
-
-
-Incoming = Request | Abandon | None
-"""What the receiving thread passes on; None once the socket is closed."""
-
-
-class Worker:
-    """Decides what the core does next. `send` gets the replies of a turn together."""
-
-    def __init__(
-        self,
-        core: Core,
-        inbox: queue.SimpleQueue[Incoming],
-        send: Callable[[list[Reply]], None],
-        clock: Callable[[], float] = time.monotonic,
-        patience: Patience | None = None,
-    ) -> None:
-        self._core = core
-        self._inbox = inbox
-        self._send = send
-        self._clock = clock
-        self._patience = patience or Patience()
-        self._ordered: deque[Request] = deque()
-        self._passes: tuple[int, PassResults] | None = None
-        self._passes_seconds = 0.0
-        self._jobs: dict[str, int] = {}
-        self._training_seconds = 0.0
-        self._sampling_seconds = 0.0
-        self._busy_seconds = 0.0
-        self._turn: tuple[float, str, float] | None = None
-        """When the turn under way began, what it does, and how long it may take."""
-
-    def beat(self) -> Beat:
-        """A sign of life; called by another thread."""
-        turn = self._turn
-        if turn is None:
-            return Beat(0.0, self._patience.turn_seconds, "waiting")
-        started, what, patience = turn
-        return Beat(self._clock() - started, patience, what)
-
-    def run(self) -> None:
-        """Work until the socket closes."""
-        while self._receive():
-            if self._takes_training_turn():
-                self._training_seconds += self._timed(self._training_turn, *self._next_training())
-            elif self._core.is_sampling:
-                self._sampling_seconds += self._timed(
-                    self._sampling_turn, "sample", self._patience.turn_seconds
-                )
-
-    # What comes in
-
-    @property
-    def _has_training(self) -> bool:
-        return self._passes is not None or bool(self._ordered)
-
-    def _receive(self) -> bool:
-        """Sort what has arrived, waiting if there is nothing else to do; False at the end."""
-        was_training, was_sampling = self._has_training, self._core.is_sampling
-        may_wait = not (was_training or was_sampling)
-        while True:
-            try:
-                message = self._inbox.get(block=may_wait)
-            except queue.Empty:
-                break
-            if message is None:
-                return False
-            may_wait = False
-            if isinstance(message, Abandon):
-                self._abandon(message.number)
-            else:
-                self._accept(message)
-        # Time not used while there was nothing to do is not saved up for later.
-        if self._has_training and not was_training:
-            self._training_seconds = max(self._training_seconds, self._sampling_seconds)
-        if self._core.is_sampling and not was_sampling:
-            self._sampling_seconds = max(self._training_seconds, self._sampling_seconds)
-        return True
-
-    def _accept(self, request: Request) -> None:
-        match request.method:
-            case "capabilities" | "health":
-                self._call(request)
-            case "cancel":
-                (job_id,) = request.arguments
-                self._cancel(job_id)
-                self._send([Result(request.number, None)])
-            case "sample" if not self._awaits_sampler(request):
-                self._submit(request)
-            case _:
-                self._ordered.append(request)
-
-    def _awaits_sampler(self, request: Request) -> bool:
-        """Whether the job's sampler is yet to be made, or changed, by a request before it."""
-        (job,) = request.arguments
-        return any(
-            earlier.method in ("freeze", "load_sampler", "unload_sampler")
-            and job.sampler_id in earlier.arguments
-            for earlier in self._ordered
-        )
-
-    def _abandon(self, number: int) -> None:
-        if self._passes is not None and self._passes[0] == number:
-            self._passes[1].close()
-            self._passes = None
-        for job_id, job_number in self._jobs.items():
-            if job_number == number:
-                self._core.cancel(job_id)
-                del self._jobs[job_id]
-                break
-        self._ordered = deque(r for r in self._ordered if r.number != number)
-
-    def _cancel(self, job_id: str) -> None:
-        number = self._jobs.pop(job_id, None)
-        if number is not None:
-            self._core.cancel(job_id)
-        for request in self._ordered:
-            if request.method == "sample" and request.arguments[0].job_id == job_id:
-                number = request.number
-                self._ordered.remove(request)
-                break
-        if number is not None:
-            failure = Failure(f"sampling job {job_id!r} was cancelled", "user")
-            self._send([Item(number, failure), Done(number)])
-
-    # Turns
-
-    def _takes_training_turn(self) -> bool:
-        if not (self._has_training and self._core.is_sampling):
-            return self._has_training
-        # At a tie a decoding turn goes first, being the shorter one.
-        return self._training_seconds < self._sampling_seconds
-
-    def _next_training(self) -> tuple[str, float]:
-        """What the next training turn does, and how long it may take."""
-        patience = self._patience
-        if self._passes is not None:
-            return "run_passes", self._passes_seconds
-        request = self._ordered[0]
-        if request.method != "run_passes":
-            return request.method, patience.turn_seconds
-        (passes,) = request.arguments
-        num_tokens = sum(datum.model_input.length for p in passes for datum in p.data)
-        self._passes_seconds = patience.turn_seconds + patience.token_seconds * num_tokens
-        return "run_passes", self._passes_seconds
-
-    def _timed(self, turn: Callable[[], None], what: str, patience: float) -> float:
-        start = self._clock()
-        self._turn = (start, what, patience)
-        turn()
-        self._turn = None
-        taken = self._clock() - start
-        self._busy_seconds += taken
-        return taken
-
-    def _training_turn(self) -> None:
-        if self._passes is None:
-            request = self._ordered.popleft()
-            if request.method == "sample":
-                self._submit(request)
-                return
-            if request.method != "run_passes":
-                self._call(request)
-                return
-            self._passes = (request.number, self._core.run_passes(*request.arguments))
-        number, results = self._passes
-        try:
-            result = next(results)
-        except StopIteration:
-            self._passes = None
-            self._send([Done(number)])
-        except Exception as error:
-            self._passes = None
-            self._report([number], "run_passes", error)
-        else:
-            if result is not None:
-                self._send([Item(number, result)])
-
-    def _sampling_turn(self) -> None:
-        try:
-            events = self._core.sampling_turn()
-        except Exception as error:
-            jobs, self._jobs = self._jobs, {}
-            for job_id in jobs:
-                self._core.cancel(job_id)
-            self._report(list(jobs.values()), "sample", error)
-            return
-        replies: list[Reply] = []
-        for job_id, event in events:
-            job_number = self._jobs.get(job_id)
-            if job_number is None:
-                continue
-            replies.append(Item(job_number, event))
-            if not isinstance(event, TokensSampled):
-                del self._jobs[job_id]
-                replies.append(Done(job_number))
-        if replies:
-            self._send(replies)
-
-    def _submit(self, request: Request) -> None:
-        (job,) = request.arguments
-        try:
-            failure = self._core.submit_sample(job)
-        except Exception as error:
-            self._report([request.number], "sample", error)
-            return
-        if failure is None:
-            self._jobs[job.job_id] = request.number
-        else:
-            self._send([Item(request.number, failure), Done(request.number)])
-
-    def _call(self, request: Request) -> None:
-        try:
-            value = getattr(self._core, request.method)(*request.arguments)
-            if isinstance(value, Health):
-                value = dataclasses.replace(value, busy_seconds=self._busy_seconds)
-        # One request's failure must not stop the loop; the owner is told.
-        except Exception as error:
-            self._report([request.number], request.method, error)
-        else:
-            self._send([Result(request.number, value)])
-
-    def _report(self, numbers: list[int], method: str, error: Exception) -> None:
-        logger.error("%s failed", method, exc_info=error)
-        text = f"{method} failed: {describe(error)}"
-        self._send([Trouble(number, text) for number in numbers])
-
-
-def describe(error: Exception) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class Outbox:
