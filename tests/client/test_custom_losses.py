@@ -266,7 +266,7 @@ def test_without_torch_the_error_says_what_to_install() -> None:
     """S13, S82"""
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from tinsmith.client import custom_loss\n"
+        "from tinsmith.client.calls import custom_loss\n"
         "try: custom_loss.trace(lambda logprobs: None, {'logprobs': 1}, 's')\n"
         "except ImportError as error: print(error)\n"
     )

@@ -215,7 +215,7 @@ def test_no_retries_when_the_service_says_so(
 ) -> None:
     sampler = make_sampler(stub, make_service, sample_no_retries=True)
     stub.on(RETRIEVE, Answer(410))
-    with pytest.raises(TinkerError, match="no longer knows"):
+    with pytest.raises(TinkerError, match="no longer has the result"):
         sample(sampler).result(5)
     assert stub.count("/asample") == 1
 

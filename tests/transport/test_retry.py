@@ -29,6 +29,7 @@ from tinsmith.transport.limits import BillingPause
 from tinsmith.transport.retry import (
     NO_RETRY,
     POLLING,
+    Repeater,
     Retrying,
     RetryPolicy,
     backoff_seconds,
@@ -174,7 +175,7 @@ class Failing:
 async def test_a_persistent_failure_is_given_up_after_five_minutes() -> None:
     clock, inner = FakeClock(), Failing(status_error(503))
     with pytest.raises(APIStatusError):
-        await Retrying(inner, POLICY, clock=clock).send(REQUEST)
+        await Retrying(inner, POLICY, Repeater(clock=clock)).send(REQUEST)
     assert clock.time == pytest.approx(300.0)
     assert 30 < len(inner.sent) < 50
 
@@ -184,7 +185,7 @@ async def test_a_402_pauses_for_as_long_as_the_service_allows() -> None:
     billing = BillingPause(max_seconds=3600, now=clock.now)
     inner = Failing(status_error(402))
     with pytest.raises(APIStatusError):
-        await Retrying(inner, POLICY, clock=clock, billing=billing).send(REQUEST)
+        await Retrying(inner, POLICY, Repeater(clock=clock, billing=billing)).send(REQUEST)
     assert set(clock.slept) == {5.0}
     assert clock.time == pytest.approx(3600.0)
 
@@ -242,7 +243,7 @@ async def test_each_failure_costs_the_documented_number_of_requests(
     """S51, S69: statuses, resets, cut-off and garbled answers, stalls."""
     server.on("/try", *script)
     http = Http(config)
-    transport = Retrying(http, config.retry)
+    transport = Retrying(http, config.retry, Repeater())
     request = Request(method="POST", url=f"{server.url}/try", content=b"{}", timeout_seconds=0.15)
     try:
         if error is None:
@@ -262,7 +263,7 @@ async def test_a_402_reaches_the_caller_when_the_pause_is_over(
 ) -> None:
     server.on("/try", Answer(402, {"detail": "no credit"}))
     http = Http(config)
-    transport = Retrying(http, config.retry, billing=BillingPause(max_seconds=0))
+    transport = Retrying(http, config.retry, Repeater(billing=BillingPause(max_seconds=0)))
     with pytest.raises(BillingError, match="no credit"):
         await transport.send(Request(method="POST", url=f"{server.url}/try"))
     await http.close()
@@ -274,7 +275,7 @@ async def test_a_proxys_bare_400_is_tried_on_a_new_connection(
 ) -> None:
     server.on("/try", OK, Answer(400, b""), OK)
     http = Http(config)
-    transport = Retrying(http, config.retry)
+    transport = Retrying(http, config.retry, Repeater())
     for _ in range(2):
         await transport.send(Request(method="POST", url=f"{server.url}/try", content=b"{}"))
     await http.close()
@@ -305,7 +306,7 @@ async def test_a_connection_that_is_accepted_late_is_waited_for(config: ClientCo
         accepting = asyncio.create_task(asyncio.to_thread(serve))
         http = Http(config)
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/x"
-        answer = await Retrying(http, config.retry).send(Request(method="GET", url=url))
+        answer = await Retrying(http, config.retry, Repeater()).send(Request(method="GET", url=url))
         await accepting
         await http.close()
     assert answer.json() == {"ok": 1}
@@ -317,7 +318,7 @@ async def test_a_request_that_may_not_be_repeated_is_sent_once(
 ) -> None:
     server.on("/try", Answer(503))
     http = Http(config)
-    transport = Retrying(http, config.retry)
+    transport = Retrying(http, config.retry, Repeater())
     with pytest.raises(APIStatusError):
         await transport.send(Request(method="POST", url=f"{server.url}/try", retry=NO_RETRY))
     await http.close()

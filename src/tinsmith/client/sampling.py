@@ -27,9 +27,9 @@ from tinsmith.client.results.queue_state import QueueState, QueueStateLogger, Qu
 from tinsmith.client.results.retries import RetryConfig, SampleRetries
 from tinsmith.client.results.retrieval import retrieve, sample_kind
 from tinsmith.client.results.streaming import SampleStream
-from tinsmith.errors import APIStatusError, TinkerError, ValidationError
+from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.transport.base import ConnectionClass
-from tinsmith.transport.retry import server_delay_seconds
+from tinsmith.transport.retry import RetryPolicy
 from tinsmith.types import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -210,7 +210,8 @@ class SamplingClient(QueueStateObserver):
             prompt=prompt,
             sampling_params=sampling_params,
         )
-        return SampleStream(self.holder, request)
+        policy = self._submit_policy(_estimated_bytes(prompt))
+        return SampleStream(self.holder, request, policy)
 
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
@@ -279,22 +280,19 @@ class SamplingClient(QueueStateObserver):
         """Send, and again under the same id while the service asks for patience."""
         gate = self.holder.sample_gate
         async with gate.admit(num_bytes):
-            while True:
-                await gate.wait_until_open()
-                try:
-                    return await self.holder.api.call(
-                        UntypedAPIFuture,
-                        "POST",
-                        "/asample",
-                        connection=ConnectionClass.SAMPLE,
-                        message=body,
-                        headers={"X-Tinker-Sampling-Backpressure": "1"},
-                        retry=self.retry_handler.submit_policy,
-                    )
-                except APIStatusError as error:
-                    if error.status_code != 429:
-                        raise
-                    gate.back_off(num_bytes, server_delay_seconds(error.response.headers))
+            return await self.holder.api.call(
+                UntypedAPIFuture,
+                "POST",
+                "/asample",
+                connection=ConnectionClass.SAMPLE,
+                message=body,
+                headers={"X-Tinker-Sampling-Backpressure": "1"},
+                retry=self._submit_policy(num_bytes),
+            )
+
+    def _submit_policy(self, num_bytes: int) -> RetryPolicy:
+        gate = self.holder.sample_gate.for_size(num_bytes)
+        return replace(self.retry_handler.submit_policy, gate=gate)
 
     async def _join(self) -> None:
         """Have the service number this copy of the client."""
@@ -433,7 +431,7 @@ def _shared_retries(holder: Connection, name: str, config: RetryConfig) -> Sampl
         known = _RETRIES.setdefault(holder, weakref.WeakValueDictionary())
         retries = known.get((name, config))
         if retries is None:
-            retries = known[(name, config)] = SampleRetries(config, name)
+            retries = known[(name, config)] = SampleRetries(config, name, holder.api.repeater)
         return retries
 
 

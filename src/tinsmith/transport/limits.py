@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from tinsmith.errors import APIError, APIStatusError
+from tinsmith.errors import APIStatusError
 
 logger = logging.getLogger(__name__)
 
@@ -104,9 +104,25 @@ class SampleGate:
             pause = BACKOFF_SECONDS if num_bytes <= LARGE_REQUEST_BYTES else LARGE_BACKOFF_SECONDS
         self._closed_until = max(self._closed_until or 0.0, self._now() + pause)
 
+    def for_size(self, num_bytes: int) -> SizedGate:
+        """This gate, as requests of that size see it."""
+        return SizedGate(self, num_bytes)
+
     @property
     def is_throttled(self) -> bool:
         return self._closed_until is not None and self._now() - self._closed_until < RECENT_SECONDS
+
+
+class SizedGate:
+    """A sample gate that knows how large the request is: a large one backs off for longer."""
+
+    def __init__(self, gate: SampleGate, num_bytes: int) -> None:
+        self.wait_until_open = gate.wait_until_open
+        self._gate = gate
+        self._num_bytes = num_bytes
+
+    def back_off(self, seconds: float | None) -> None:
+        self._gate.back_off(self._num_bytes, seconds)
 
 
 class BillingPause:
@@ -124,7 +140,7 @@ class BillingPause:
         self._last = 0.0
         self._last_logged: float | None = None
 
-    def left_seconds(self, error: APIError) -> float:
+    def left_seconds(self, error: Exception) -> float:
         """How much longer a 402 may pause us; 0 for any other error."""
         if not isinstance(error, APIStatusError) or error.status_code != 402:
             return 0.0

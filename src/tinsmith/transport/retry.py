@@ -1,9 +1,10 @@
-"""When a failed request is sent again, and how long to wait: one function, used by every layer.
+"""When a failed attempt is repeated: `decide` says whether and when, `Repeater` does it.
 
-What is worth another attempt:
+Every path uses both: requests, results, the poller, sampling, streams, downloads. A path states
+its limits as a `RetryPolicy`. What is worth another attempt:
 
-    no answer (connection refused, reset, cut off, timed out)     yes
     x-should-retry: true / false                                  as it says, whatever the status
+    no answer (connection refused, reset, cut off, timed out)     yes
     408, 409, 429, 5xx                                            yes
     400 without a body (a proxy's doing, not the service's)       a few times, on a new connection
     402                                                           pauses, see `limits.BillingPause`
@@ -19,20 +20,34 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from tinsmith.errors import APIConnectionError, APIError, APIStatusError
+from tinsmith.errors import APIConnectionError, APIError, APIStatusError, RateLimitError
 from tinsmith.transport.base import Request, Response, Transport
 from tinsmith.transport.limits import BillingPause
+from tinsmith.transport.outage import OutageNotice
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 LONGEST_SERVER_DELAY_SECONDS = 60.0
 BILLING_DELAY_SECONDS = 5.0
+SHORTEST_SHARE = 0.1
+"""No wait is shorter than this share of the policy's first delay, whatever a server asks for."""
+
+
+class Gate(Protocol):
+    """Holds back requests of one kind while the service asks for a pause."""
+
+    async def wait_until_open(self) -> None: ...
+
+    def back_off(self, seconds: float | None) -> None:
+        """The service asked for a pause, of this length if it said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +65,7 @@ class RetryPolicy:
     """From the first attempt; None: never."""
 
     max_retries: int | None = None
-    """None: only time limits them. With 0, not even a billing problem is waited for."""
+    """None: only time limits them. 0: the caller decides, even about a billing problem."""
 
     bare_bad_request_retries: int = 16
     """How often a 400 without a body is taken for a proxy's and tried again."""
@@ -61,8 +76,11 @@ class RetryPolicy:
     immediate_statuses: frozenset[int] = frozenset()
     """Answers that mean "ask again" and cost no delay: the server holds the request instead."""
 
-    excluded_statuses: frozenset[int] = frozenset()
-    """Answers that somebody else deals with, such as back-pressure."""
+    gate: Gate | None = None
+    """Every attempt waits for it, and a 429 closes it for all who share it."""
+
+    errors: tuple[type[Exception], ...] = (APIConnectionError, APIStatusError)
+    """What is decided here. Anything else was decided by another layer, and is final."""
 
 
 NO_RETRY = RetryPolicy(max_retries=0)
@@ -73,10 +91,6 @@ POLLING = RetryPolicy(
     immediate_statuses=frozenset({408}),
 )
 """For results that the server holds until they are there."""
-
-
-def is_retryable_status(status: int) -> bool:
-    return status in (408, 409, 429) or status >= 500
 
 
 def is_bare_bad_request(error: BaseException) -> bool:
@@ -90,7 +104,7 @@ def is_bare_bad_request(error: BaseException) -> bool:
 
 def decide(
     policy: RetryPolicy,
-    error: APIError,
+    error: Exception,
     *,
     attempt: int,
     elapsed_seconds: float,
@@ -103,22 +117,18 @@ def decide(
     `attempt` counts from 0, `elapsed_seconds` from the first attempt. `chance` in [0, 1) draws
     the jitter. `now` is what HTTP dates are compared with.
     """
-    if isinstance(error, APIStatusError):
-        headers: Mapping[str, str] = error.response.headers
-        status = error.status_code
-        if status == 402 and billing_pause_left_seconds > 0 and policy.max_retries != 0:
-            return BILLING_DELAY_SECONDS
-        if status in policy.excluded_statuses:
-            return None
-        if not _is_worth_another(policy, error, headers, attempt):
-            return None
-        delay = server_delay_seconds(headers, now=now)
-        if delay is None and status in policy.immediate_statuses:
-            delay = 0.0
-    elif isinstance(error, APIConnectionError):
-        delay = None
-    else:
+    if policy.max_retries == 0 or not isinstance(error, policy.errors):
         return None
+    delay = None
+    if isinstance(error, APIStatusError):
+        forced = error.response.headers.get("x-should-retry", "").lower()
+        if forced == "false":
+            return None
+        if error.status_code == 402 and billing_pause_left_seconds > 0:
+            return BILLING_DELAY_SECONDS
+        if forced != "true" and not _is_worth_another(policy, error, attempt):
+            return None
+        delay = _stated_delay_seconds(policy, error, now)
     if policy.max_retries is not None and attempt >= policy.max_retries:
         return None
     if delay is None:
@@ -129,17 +139,23 @@ def decide(
     return min(delay, left) if left > 0 else None
 
 
-def _is_worth_another(
-    policy: RetryPolicy, error: APIStatusError, headers: Mapping[str, str], attempt: int
-) -> bool:
-    forced = headers.get("x-should-retry", "").lower()
-    if forced in ("true", "false"):
-        return forced == "true"
+def _is_worth_another(policy: RetryPolicy, error: APIStatusError, attempt: int) -> bool:
     if error.status_code == 400:
         bare = is_bare_bad_request(error)
-        budget = policy.bare_bad_request_retries if bare else policy.bad_request_retries
-        return attempt < budget
-    return is_retryable_status(error.status_code)
+        return attempt < (policy.bare_bad_request_retries if bare else policy.bad_request_retries)
+    return error.status_code in (408, 409, 429) or error.status_code >= 500
+
+
+def _stated_delay_seconds(
+    policy: RetryPolicy, error: APIStatusError, now: datetime | None
+) -> float | None:
+    """The wait that the answer itself asks for, if it does."""
+    delay = server_delay_seconds(error.response.headers, now=now)
+    if delay is None and error.status_code in policy.immediate_statuses:
+        return 0.0
+    if policy.gate is not None and error.status_code == 429:
+        return 0.0  # the gate waits
+    return delay
 
 
 def backoff_seconds(policy: RetryPolicy, attempt: int, chance: float) -> float:
@@ -191,8 +207,84 @@ class MonotonicClock:
         await asyncio.sleep(seconds)
 
 
+class Attempts:
+    """How often one thing was tried, and since when."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Progress was made: limits count from here."""
+        self.number = 0
+        self._started = self._now()
+
+    @property
+    def elapsed_seconds(self) -> float:
+        return self._now() - self._started
+
+
+FailedAttempt = Callable[[Exception, int, bool], None]
+"""Told about each failed attempt: the error, its number from 0, and whether another follows."""
+
+
+class Repeater:
+    """Makes attempts until one works or `decide` gives up."""
+
+    def __init__(
+        self,
+        *,
+        billing: BillingPause | None = None,
+        notice: OutageNotice | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.billing = billing or BillingPause()
+        self._notice = notice or OutageNotice()
+        self._clock = clock or MonotonicClock()
+
+    async def run(
+        self,
+        attempt: Callable[[Attempts], Awaitable[T]],
+        policy: RetryPolicy,
+        on_failure: FailedAttempt | None = None,
+    ) -> T:
+        attempts = Attempts(self._clock.now)
+        while True:
+            if policy.gate is not None:
+                await policy.gate.wait_until_open()
+            try:
+                result = await attempt(attempts)
+            except Exception as error:  # what is not the policy's business is raised again
+                wait = self._wait_after(error, policy, attempts)
+                if on_failure is not None:
+                    on_failure(error, attempts.number, wait is not None)
+                if wait is None:
+                    raise
+                self._notice.failed(error, attempts.elapsed_seconds + wait)
+                logger.debug("failed (%s); again in %.2f s", error, wait)
+            else:
+                self._notice.answered()
+                return result
+            await self._clock.sleep(max(wait, policy.initial_delay_seconds * SHORTEST_SHARE))
+            attempts.number += 1
+
+    def _wait_after(
+        self, error: Exception, policy: RetryPolicy, attempts: Attempts
+    ) -> float | None:
+        if isinstance(error, RateLimitError) and policy.gate is not None:
+            policy.gate.back_off(server_delay_seconds(error.response.headers))
+        return decide(
+            policy,
+            error,
+            attempt=attempts.number,
+            elapsed_seconds=attempts.elapsed_seconds,
+            billing_pause_left_seconds=self.billing.left_seconds(error),
+            chance=random.random(),
+        )
+
+
 FailureObserver = Callable[[Request, APIError, int, bool], None]
-"""Told about each failed attempt: the request, the error, the attempt, whether another follows."""
+"""As `FailedAttempt`, with the request that failed."""
 
 
 class Retrying:
@@ -202,40 +294,24 @@ class Retrying:
         self,
         inner: Transport,
         policy: RetryPolicy,
-        *,
-        billing: BillingPause | None = None,
-        clock: Clock | None = None,
+        repeater: Repeater,
         on_failure: FailureObserver | None = None,
     ) -> None:
         self._inner = inner
         self._policy = policy
-        self._billing = billing or BillingPause()
-        self._clock = clock or MonotonicClock()
+        self._repeater = repeater
         self._on_failure = on_failure
 
     async def send(self, request: Request) -> Response:
-        policy = request.retry or self._policy
-        started = self._clock.now()
-        attempt = 0
-        while True:
-            try:
-                return await self._inner.send(_numbered(request, attempt))
-            except (APIConnectionError, APIStatusError) as error:
-                wait = decide(
-                    policy,
-                    error,
-                    attempt=attempt,
-                    elapsed_seconds=self._clock.now() - started,
-                    billing_pause_left_seconds=self._billing.left_seconds(error),
-                    chance=random.random(),
-                )
-                if self._on_failure is not None:
-                    self._on_failure(request, error, attempt, wait is not None)
-                if wait is None:
-                    raise
-                logger.debug("%r failed (%s); again in %.2f s", request, error, wait)
-            await self._clock.sleep(wait)
-            attempt += 1
+        def report(error: Exception, attempt: int, will_retry: bool) -> None:
+            if self._on_failure is not None and isinstance(error, APIError):
+                self._on_failure(request, error, attempt, will_retry)
+
+        return await self._repeater.run(
+            lambda attempts: self._inner.send(_numbered(request, attempts.number)),
+            request.retry or self._policy,
+            report,
+        )
 
 
 def _numbered(request: Request, attempt: int) -> Request:

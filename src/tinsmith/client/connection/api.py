@@ -22,7 +22,7 @@ from tinsmith.transport.base import ConnectionClass, Request, Response, Transpor
 from tinsmith.transport.config import PROTOCOL_VERSION, ClientConfig
 from tinsmith.transport.http import Http
 from tinsmith.transport.limits import BillingPause
-from tinsmith.transport.retry import FailureObserver, Retrying, RetryPolicy
+from tinsmith.transport.retry import FailureObserver, Repeater, Retrying, RetryPolicy
 from tinsmith.transport.tokens import Authenticating, TokenSource
 from tinsmith.types import AuthTokenResponse
 from tinsmith.types.model import Model
@@ -44,11 +44,12 @@ class Api:
         self.config = config
         self.http = Http(config)
         self.billing = BillingPause()
+        self.repeater = Repeater(billing=self.billing)
         self.stats = Stats()
         self.on_failure: FailureObserver | None = None
         self.signer = Authenticating(self.http, tokens)
         self._transport: Transport = Retrying(
-            self.signer, config.retry, billing=self.billing, on_failure=self._note_failure
+            self.signer, config.retry, self.repeater, self._note_failure
         )
         self._headers = {**_platform_headers(), **config.headers}
         self._notes_seen: set[str] = set()
@@ -151,9 +152,8 @@ class Api:
 
     async def exchange(self, credential: TokenSource) -> str:
         """A short-lived token for a credential."""
-        transport = Retrying(
-            Authenticating(self.http, credential), self.config.retry, billing=self.billing
-        )
+        signer = Authenticating(self.http, credential)
+        transport = Retrying(signer, self.config.retry, self.repeater)
         request = self.request(
             "POST", "/auth/token", connection=ConnectionClass.AUTH, content=b"{}"
         )

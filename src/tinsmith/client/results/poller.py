@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tinsmith.errors import APIConnectionError, APIStatusError, TinkerError
+from tinsmith.errors import TinkerError
 from tinsmith.transport.base import ConnectionClass
-from tinsmith.transport.retry import NO_RETRY, RetryPolicy, decide
+from tinsmith.transport.retry import NO_RETRY, RetryPolicy
 from tinsmith.types import (
     FutureFailed,
     FutureFinished,
@@ -40,7 +39,7 @@ Completion = FutureFinished | FutureFailed
 
 
 class CompletionPoller:
-    """Of one sampler. Lives on the I/O loop; idle while nobody waits."""
+    """Long-polls one sampler's completions. Runs on the I/O loop."""
 
     def __init__(
         self,
@@ -105,45 +104,32 @@ class CompletionPoller:
             )
 
     async def _poll(self) -> None:
-        failures = 0
         while True:
             if not self._waiting and not self._retrieved:
                 self._has_work.clear()
                 await self._has_work.wait()
-            retrieved = sorted(self._retrieved)
-            try:
-                answer = await self._api.call(
-                    FuturesRetrieveResponse,
-                    "POST",
-                    "/retrieve_futures",
-                    connection=ConnectionClass.RETRIEVE_FUTURES,
-                    message=FuturesRetrieveRequest(
-                        target=self._target,
-                        prev_cursor=self._cursor,
-                        retrieved_request_ids=retrieved,
-                    ),
-                    timeout_seconds=POLL_TIMEOUT_SECONDS,
-                    retry=NO_RETRY,
-                )
-            except (APIStatusError, APIConnectionError) as error:
-                wait = decide(
-                    POLICY,
-                    error,
-                    attempt=failures,
-                    elapsed_seconds=0.0,
-                    billing_pause_left_seconds=self._api.billing.left_seconds(error),
-                    chance=random.random(),
-                )
-                if wait is None:
-                    raise
-                failures += 1
-                await asyncio.sleep(wait)
-                continue
-            failures = 0
-            self._retrieved.difference_update(retrieved)
+            answer = await self._api.repeater.run(lambda _: self._ask(), POLICY)
             self._cursor = answer.cursor
             for completion in answer.completions:
                 self._hand_over(completion)
+
+    async def _ask(self) -> FuturesRetrieveResponse:
+        retrieved = sorted(self._retrieved)
+        answer = await self._api.call(
+            FuturesRetrieveResponse,
+            "POST",
+            "/retrieve_futures",
+            connection=ConnectionClass.RETRIEVE_FUTURES,
+            message=FuturesRetrieveRequest(
+                target=self._target,
+                prev_cursor=self._cursor,
+                retrieved_request_ids=retrieved,
+            ),
+            timeout_seconds=POLL_TIMEOUT_SECONDS,
+            retry=NO_RETRY,
+        )
+        self._retrieved.difference_update(retrieved)
+        return answer
 
     def _hand_over(self, completion: Completion) -> None:
         waiter = self._waiting.pop(completion.request_id, None)

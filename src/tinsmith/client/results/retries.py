@@ -1,8 +1,7 @@
-"""Sampling until it works: how many at once, again after a lost promise, and noticing a standstill.
+"""Many samples at once: how many, again after a lost promise, and noticing a standstill.
 
-A sample is pure, so one whose promise the service has lost is simply made again. Failures of
-single requests are not handled here but by the transport, which repeats the same request: one
-error, one layer.
+A sample is pure, so one whose promise the service has lost is made again. Failures of single
+requests are the transport's, which sends the same request again: one error, one layer.
 """
 
 from __future__ import annotations
@@ -10,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from tinsmith.errors import APIConnectionError, APIStatusError, RetryableException
 from tinsmith.transport.base import Request
-from tinsmith.transport.retry import RetryPolicy, backoff_seconds, is_retryable_status
+from tinsmith.transport.retry import Repeater, RetryPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -57,31 +55,44 @@ class RetryConfig:
         APIConnectionError,
         RetryableException,
     )
-    """What is worth another attempt, beside the statuses 408, 409, 429 and 5xx."""
+    """What a sample is made anew for. Statuses such as 503 are retried without being listed."""
 
     def __post_init__(self) -> None:
         if self.max_connections is not None and self.max_connections <= 0:
             raise ValueError(f"max_connections must be positive, got {self.max_connections}")
 
     def policy(self) -> RetryPolicy:
-        """For the single request: patient, if this config is. Back-pressure (429) is not a failure
-        but the gate's business, so it is not repeated here."""
+        """For a single request, which is sent again under the same id."""
         return RetryPolicy(
             initial_delay_seconds=self.retry_delay_base,
             max_delay_seconds=self.retry_delay_max,
             jitter=self.jitter_factor,
             give_up_after_seconds=None if self.enable_retry_logic else 300.0,
-            excluded_statuses=frozenset({429}),
+        )
+
+    def again_policy(self) -> RetryPolicy:
+        """For a whole sample, which is made anew. What the service answered to a single request
+        was decided by `policy`."""
+        return replace(
+            self.policy(),
+            max_retries=None if self.enable_retry_logic else 0,
+            errors=tuple(
+                each for each in self.retryable_exceptions if not issubclass(each, APIStatusError)
+            ),
         )
 
 
 class SampleRetries:
     """Shared by the clients of one sampling session that have the same config."""
 
-    def __init__(self, config: RetryConfig, name: str = "sampling") -> None:
+    def __init__(
+        self, config: RetryConfig, name: str = "sampling", repeater: Repeater | None = None
+    ) -> None:
         self.config = config
         self.name = name
         self.submit_policy = config.policy()
+        self._again_policy = config.again_policy()
+        self._repeater = repeater or Repeater()
         self._room = (
             asyncio.Semaphore(config.max_connections)
             if config.max_connections is not None
@@ -104,7 +115,9 @@ class SampleRetries:
         assert task is not None, "runs inside a task"
         self._enter(task)
         try:
-            return await self._until_it_works(sample)
+            return await self._repeater.run(
+                lambda _: self._once(sample), self._again_policy, self._count
+            )
         except asyncio.CancelledError:
             if task not in self._stuck:
                 raise
@@ -118,28 +131,16 @@ class SampleRetries:
             self._leave(task)
             await self._room.__aexit__(None, None, None)
 
-    async def _until_it_works(self, sample: Callable[[], Awaitable[T]]) -> T:
-        attempt = 0
-        while True:
-            try:
-                result = await sample()
-            except Exception as error:
-                if not (self.config.enable_retry_logic and self._is_worth_another(error)):
-                    raise
-                delay = backoff_seconds(self.submit_policy, attempt, random.random())
-                logger.debug("[%s] %s; again in %.2f s", self.name, error, delay)
-                self._retries += 1
-                attempt += 1
-                await asyncio.sleep(delay)
-            else:
-                self._finished += 1
-                self._last_progress = time.monotonic()
-                return result
+    async def _once(self, sample: Callable[[], Awaitable[T]]) -> T:
+        result = await sample()
+        self._finished += 1
+        self._last_progress = time.monotonic()
+        return result
 
-    def _is_worth_another(self, error: Exception) -> bool:
-        if isinstance(error, APIStatusError):
-            return is_retryable_status(error.status_code)
-        return isinstance(error, self.config.retryable_exceptions)
+    def _count(self, error: Exception, attempt: int, will_retry: bool) -> None:
+        if will_retry:
+            self._retries += 1
+            logger.debug("[%s] %s; sampling again", self.name, error)
 
     def _enter(self, task: asyncio.Task[Any]) -> None:
         if not self._in_flight:

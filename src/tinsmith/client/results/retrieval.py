@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from tinsmith.client.connection.api import PROTOBUF, decode, invalid_answer
 from tinsmith.client.results import queue_state
 from tinsmith.errors import (
-    APIConnectionError,
     APIResponseValidationError,
     APIStatusError,
     RequestFailedError,
@@ -26,7 +24,7 @@ from tinsmith.errors import (
     ValidationError,
 )
 from tinsmith.transport.base import ConnectionClass, Response
-from tinsmith.transport.retry import NO_RETRY, POLLING, decide
+from tinsmith.transport.retry import NO_RETRY, POLLING
 from tinsmith.types import (
     ForwardBackwardOutput,
     FutureFinished,
@@ -158,16 +156,21 @@ class _Asking:
     async def ask(self) -> tuple[Response, dict[str, Any] | None]:
         """A response, and what it says if it is not the result itself. Failures that do not mean
         anything about the request are waited out here."""
-        failures = 0
-        while True:
-            try:
-                response = await self._send()
-                return response, _not_a_result(response)
-            except (APIStatusError, APIConnectionError) as error:
-                if isinstance(error, APIStatusError) and error.status_code == 408:
-                    return error.response, _not_yet(error)
-                await asyncio.sleep(self._wait_after(error, failures))
-                failures += 1
+        return await self._connection.api.repeater.run(lambda _: self._ask_once(), POLLING)
+
+    async def _ask_once(self) -> tuple[Response, dict[str, Any] | None]:
+        try:
+            response = await self._send()
+        except APIStatusError as error:
+            if error.status_code == 408:
+                return error.response, _not_yet(error)
+            if error.status_code == 410:
+                raise RetryableException(
+                    f"the service no longer has the result of request {self._request_id}; "
+                    "send the request again"
+                ) from error
+            raise
+        return response, _not_a_result(response)
 
     async def _send(self) -> Response:
         headers = {**self.headers, "X-Tinker-Request-Iteration": str(self._iteration)}
@@ -184,23 +187,6 @@ class _Asking:
             timeout_seconds=POLL_TIMEOUT_SECONDS,
             retry=NO_RETRY,
         )
-
-    def _wait_after(self, error: APIStatusError | APIConnectionError, failures: int) -> float:
-        if isinstance(error, APIStatusError) and error.status_code == 410:
-            raise RetryableException(
-                f"the service no longer knows request {self._request_id}; it has to be made again"
-            ) from error
-        wait = decide(
-            POLLING,
-            error,
-            attempt=failures,
-            elapsed_seconds=0.0,
-            billing_pause_left_seconds=self._connection.api.billing.left_seconds(error),
-            chance=random.random(),
-        )
-        if wait is None:
-            raise error
-        return wait
 
     async def make_room(self, num_bytes: int, held: contextlib.AsyncExitStack) -> None:
         """Reserve room for a result of that size; then it is asked for itself."""

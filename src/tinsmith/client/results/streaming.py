@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from typing import Any
 
 import orjson
@@ -23,6 +23,7 @@ from tinsmith.client.connection.connection import Connection
 from tinsmith.client.futures import explain_blocking
 from tinsmith.errors import APIConnectionError, APIResponseValidationError, RequestFailedError
 from tinsmith.transport.base import ConnectionClass, Response
+from tinsmith.transport.retry import RetryPolicy
 from tinsmith.transport.sse import Event, events
 from tinsmith.types import RequestErrorCategory, SampleRequest, StopReason
 from tinsmith.types.model import Response as Message
@@ -49,9 +50,11 @@ class SampleStream:
     Memory does not grow with the length: the server is read as fast as the loop takes.
     """
 
-    def __init__(self, connection: Connection, request: SampleRequest) -> None:
+    def __init__(self, connection: Connection, request: SampleRequest, policy: RetryPolicy) -> None:
+        """`policy` is for opening the stream; one that breaks later is not begun again."""
         self._connection = connection
         self._request = request
+        self._policy = policy
 
     def __iter__(self) -> Iterator[StreamedTokens]:
         explain_blocking("a plain loop over a stream", "use async for")
@@ -71,15 +74,11 @@ class SampleStream:
             await self._connection.submit(reader.close)
 
     async def _pieces(self) -> Any:  # an async generator, driven on the I/O loop alone
-        api = self._connection.api
         left = self._request.num_samples
-        async with api.stream(
-            "POST",
-            "/sample_stream",
-            connection=ConnectionClass.SAMPLE,
-            message=self._request,
-            headers={"Accept": EVENT_STREAM},
-        ) as (head, body):
+        async with AsyncExitStack() as stack:
+            head, body = await self._connection.api.repeater.run(
+                lambda _: stack.enter_async_context(self._opened()), self._policy
+            )
             if head.media_type != EVENT_STREAM:
                 raise APIResponseValidationError(
                     head, None, f"expected an event stream, got {head.media_type or 'no type'!r}"
@@ -92,6 +91,15 @@ class SampleStream:
                     if left == 0:
                         return
         raise APIConnectionError(head.request, "The stream ended before its sequences did.")
+
+    def _opened(self) -> AbstractAsyncContextManager[tuple[Response, AsyncIterator[bytes]]]:
+        return self._connection.api.stream(
+            "POST",
+            "/sample_stream",
+            connection=ConnectionClass.SAMPLE,
+            message=self._request,
+            headers={"Accept": EVENT_STREAM},
+        )
 
 
 class _Reader:
