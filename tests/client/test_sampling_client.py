@@ -360,15 +360,18 @@ def test_the_poller_forgets_samples_that_were_given_up(
 
     stub.on("/api/v1/retrieve_futures", late)
     futures = [sample(sampler) for _ in range(10)]
-    deadline = time.monotonic() + 5
-    while stub.count("/asample") < 10 and time.monotonic() < deadline:
+    deadline = time.monotonic() + 20
+    while (sampler._poller is None or len(sampler._poller._waiting) < 10) and (
+        time.monotonic() < deadline
+    ):
         time.sleep(0.01)
-    for future in futures:
-        future.cancel()
-    time.sleep(0.05)
-    stub._loop.call_soon_threadsafe(held.set)
     poller = sampler._poller
     assert poller is not None
+    for future in futures:
+        future.cancel()
+    while poller._waiting and time.monotonic() < deadline:
+        time.sleep(0.01)
+    stub._loop.call_soon_threadsafe(held.set)
     while (poller._abandoned or poller._early) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not poller._abandoned and not poller._early and not poller._waiting
