@@ -110,7 +110,7 @@ class ServerConfig:
     """Memory of the engine beyond which idle models go to disk; None counts models alone."""
 
     max_loaded_samplers: int = 64
-    """Most frozen adapters in the engine's memory; beyond, the one idle longest is dropped."""
+    """Most frozen adapters in the engine; the one idle longest makes room, or else a job waits."""
 
     snapshot_steps: int = 50
     """A model's state is saved after this many optimizer steps..."""

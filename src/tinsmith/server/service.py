@@ -31,6 +31,7 @@ from tinsmith.server.operations.recorder import Recorder
 from tinsmith.server.operations.recovery import Recovery
 from tinsmith.server.operations.scheduler import Scheduler
 from tinsmith.server.operations.snapshots import Snapshots
+from tinsmith.server.sampling.loaded import LoadedSamplers
 from tinsmith.server.sampling.requests import Sampling
 from tinsmith.server.sampling.samplers import Samplers
 from tinsmith.server.sessions import Sessions
@@ -75,12 +76,13 @@ class Service:
         self.models = LiveModels(store, self.promises)
         self.sessions = Sessions(store, self.models, config)
         self.checkpoints = Checkpoints(store, self.weights)
-        self.samplers = Samplers(store, self.weights, config.max_loaded_samplers)
+        self.samplers = Samplers(store)
+        self.loaded_samplers = LoadedSamplers(self.weights.folder, config.max_loaded_samplers)
         self.usage = Usage(store)
         self.text_models = TextModels()
         self.sampling = Sampling(
             engines=self.engines,
-            samplers=self.samplers,
+            loaded=self.loaded_samplers,
             usage=self.usage,
             metrics=metrics,
             config=config,
@@ -92,7 +94,9 @@ class Service:
             lambda model: self.scheduler.wake(model),
             config.max_queued_memory_bytes,
         )
-        executor = Executor(store, self.weights, self.checkpoints, self.samplers, self.limits)
+        executor = Executor(
+            store, self.weights, self.checkpoints, self.loaded_samplers, self.limits
+        )
         snapshots = Snapshots(store, self.weights, config)
         endings = Endings(
             store=store,

@@ -17,7 +17,7 @@ from tinsmith.server.checkpoints import Checkpoints, checkpoint_name, expiry
 from tinsmith.server.futures import Outcome
 from tinsmith.server.operations.kinds import LoadRequest, Operation, PassRequest, decode, pass_data
 from tinsmith.server.operations.live_models import LiveModel
-from tinsmith.server.sampling.samplers import Samplers
+from tinsmith.server.sampling.loaded import LoadedSamplers
 from tinsmith.server.store.records import (
     AuditRecord,
     CheckpointRecord,
@@ -56,7 +56,7 @@ class Executor:
     store: Store
     weights: WeightsFolders
     checkpoints: Checkpoints
-    samplers: Samplers
+    loaded_samplers: LoadedSamplers
     limits: Limits
 
     async def request_of(self, operation: Operation) -> object:
@@ -200,8 +200,9 @@ class Executor:
         weights = await self._snapshot(engine, model, "sampler")
         if isinstance(weights, Failure):
             return failed(operation, weights)
-        if await engine.freeze(model.model_id, weights.weights_id) is None:
-            self.samplers.note_frozen(weights.weights_id, model.generation)
+        await self.loaded_samplers.freeze(
+            engine, model.generation, model.model_id, weights.weights_id, model.record.owner
+        )
         sampler = SamplerRecord(
             sampler_id=sampler_id,
             session_id=session_id,

@@ -23,7 +23,7 @@ from tinsmith.server.config import ServerConfig
 from tinsmith.server.engines import EngineSupervisor
 from tinsmith.server.futures import Outcome, Promise, Promises
 from tinsmith.server.metrics import Metrics
-from tinsmith.server.sampling.samplers import Samplers
+from tinsmith.server.sampling.loaded import LoadedSamplers
 from tinsmith.server.store.records import SamplerRecord
 from tinsmith.server.usage import Usage
 from tinsmith.types import (
@@ -66,13 +66,13 @@ class Sampling:
         self,
         *,
         engines: EngineSupervisor,
-        samplers: Samplers,
+        loaded: LoadedSamplers,
         usage: Usage,
         metrics: Metrics,
         config: ServerConfig,
     ) -> None:
         self._engines = engines
-        self._samplers = samplers
+        self._loaded = loaded
         self._usage = usage
         self._metrics = metrics
         self._config = config
@@ -128,26 +128,45 @@ class Sampling:
     ) -> AsyncGenerator[SampleEvent, None]:
         """Run a job and pass its events on; leaving the iterator gives the job up."""
         engine, generation = await self._engines.get()
-        is_over = False
         self.num_streams += 1
         try:
-            failure = await self._samplers.acquire(engine, generation, sampler)
-            if failure is not None:
-                is_over = True
-                yield failure
-                return
+            async with self._weights(engine, generation, sampler) as failure:
+                if failure is not None:
+                    yield failure
+                    return
+                async with contextlib.aclosing(self._events(engine, sampler, job)) as events:
+                    async for event in events:
+                        yield event
+        except EngineError as error:
+            self._engines.report(generation, error)
+            raise
+        finally:
+            self.num_streams -= 1
+
+    def _weights(
+        self, engine: Engine, generation: int, sampler: SamplerRecord
+    ) -> contextlib.AbstractAsyncContextManager[Failure | None]:
+        """Holds the sampler's weights in the engine, where it has any of its own."""
+        if sampler.weights_id is None:
+            return contextlib.nullcontext()
+        return self._loaded.hold(
+            engine, generation, sampler.weights_id, sampler.base_model, sampler.owner
+        )
+
+    async def _events(
+        self, engine: Engine, sampler: SamplerRecord, job: SampleJob
+    ) -> AsyncGenerator[SampleEvent, None]:
+        is_over = False
+        try:
             async for event in engine.sample(job):
                 is_over = isinstance(event, SampleResponse | Failure)
                 if isinstance(event, SampleResponse):
                     self._count(sampler, job, event)
                 yield event
-        except EngineError as error:
+        except EngineError:
             is_over = True
-            self._engines.report(generation, error)
             raise
         finally:
-            self.num_streams -= 1
-            self._samplers.release(generation, sampler)
             if not is_over:
                 # Whoever left may be a cancelled task, in which nothing can be awaited any more.
                 self._spawn(_cancel(engine, job.job_id))
