@@ -5,11 +5,12 @@ Engines are imported when they are asked for, so that a server on the fake one n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tinsmith.engine.base import Engine
 from tinsmith.errors import ValidationError
-from tinsmith.server.config import ServerConfig
+from tinsmith.server.config import ServerConfig, check_settings
 from tinsmith.server.engines import EngineFactory
 
 ENGINES = ("fake", "local")
@@ -18,38 +19,58 @@ ENGINES = ("fake", "local")
 def engine_factory(config: ServerConfig) -> EngineFactory:
     """What starts the engine that the configuration names; called again when an engine died."""
     if config.engine == "fake":
-        return lambda: _start_fake(config)
+        return _fake_factory(config)
     if config.engine == "local":
-        return lambda: _start_local(config)
+        return _local_factory(config)
     known = ", ".join(ENGINES)
     raise ValidationError(f"no engine called {config.engine!r}; known: {known}", "engine")
 
 
-async def _start_fake(config: ServerConfig) -> Engine:
+def _fake_factory(config: ServerConfig) -> EngineFactory:
     from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
 
-    models = tuple(FakeModel(name=name) for name in config.models) or (FakeModel(),)
-    return FakeEngine(
-        FakeEngineConfig(
-            models=models,
-            pass_seconds=config.fake_pass_seconds,
-            token_seconds=config.fake_token_seconds,
-        )
-    )
+    passed_on = {
+        "models": tuple(FakeModel(name=name) for name in config.models) or (FakeModel(),),
+        "pass_seconds": config.fake_pass_seconds,
+        "token_seconds": config.fake_token_seconds,
+    }
+    renamed = {"pass_seconds": "fake_pass_seconds", "token_seconds": "fake_token_seconds"}
+    settings = FakeEngineConfig(**_engine_settings(FakeEngineConfig, config, passed_on, renamed))
+
+    async def start() -> Engine:
+        return FakeEngine(settings)
+
+    return start
 
 
-async def _start_local(config: ServerConfig) -> Engine:
+def _local_factory(config: ServerConfig) -> EngineFactory:
     from tinsmith.engine.local.boundary.messages import Patience
     from tinsmith.engine.local.config import LocalEngineConfig
     from tinsmith.engine.local.engine import LocalEngine
 
-    # The configuration's own checks know which words are allowed.
-    settings: dict[str, Any] = {
+    passed_on: dict[str, Any] = {
         "device": config.device,
         "dtype": config.dtype,
         "deterministic": config.deterministic,
+        **({"models": config.models} if config.models else {}),
     }
-    if config.models:
-        settings["models"] = config.models
+    settings = LocalEngineConfig(**_engine_settings(LocalEngineConfig, config, passed_on))
     patience = Patience(config.engine_silence_seconds, config.engine_turn_seconds)
-    return await LocalEngine.start(LocalEngineConfig(**settings), patience=patience)
+
+    async def start() -> Engine:
+        return await LocalEngine.start(settings, patience=patience)
+
+    return start
+
+
+def _engine_settings(
+    kind: type,
+    config: ServerConfig,
+    passed_on: Mapping[str, Any],
+    renamed: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The `engine.NAME` settings, and those that the server passes on under names of its own."""
+    for name in config.engine_settings.keys() & {*passed_on, "models"}:
+        own = (renamed or {}).get(name, name)
+        raise ValidationError(f"is set as {own!r}, without 'engine.'", f"engine.{name}")
+    return {**check_settings(kind, config.engine_settings, "engine."), **passed_on}

@@ -16,7 +16,7 @@ from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.train import passes as training
 from tinsmith.types import Datum, ForwardBackwardOutput, ModelInput
 
-CONFIG = LocalEngineConfig(device="cpu", max_batch_tokens=200)
+CONFIG = LocalEngineConfig(device="cpu", micro_batch_tokens=200)
 EXACT = LocalEngineConfig(device="cpu", deterministic=True)
 
 

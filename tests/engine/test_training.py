@@ -262,8 +262,8 @@ def test_sparse_targets_mean_what_dense_ones_mean(
 @pytest.mark.parametrize(
     "config",
     [
-        LocalEngineConfig(device="cpu", max_batch_tokens=1),
-        LocalEngineConfig(device="cpu", max_batch_tokens=32),
+        LocalEngineConfig(device="cpu", micro_batch_tokens=1),
+        LocalEngineConfig(device="cpu", micro_batch_tokens=32),
         LocalEngineConfig(device="cpu", logits_bytes=97 * 4 * 5),
         LocalEngineConfig(device="cpu", checkpoint_layers=True),
         LocalEngineConfig(device="cpu", deterministic=True),
@@ -492,7 +492,7 @@ def test_a_pass_is_reported_before_later_ones_have_run(
 ) -> None:
     adapters = {"a": new_adapter(tiny_decoder), "b": new_adapter(tiny_decoder)}
     passes = [Pass(adapter_id=name, data=RAGGED, loss_fn="cross_entropy") for name in "ab"]
-    config = LocalEngineConfig(device="cpu", max_batch_tokens=87)
+    config = LocalEngineConfig(device="cpu", micro_batch_tokens=87)
     results = run_passes(passes, adapters, tiny_decoder, config)
     first = next(results)
     assert first is not None and first.index == 0
@@ -504,7 +504,7 @@ def test_a_pass_that_is_given_up_between_micro_batches_leaves_nothing_behind(
     tiny_decoder: Decoder, new_adapter: Callable[..., Adapter]
 ) -> None:
     adapter = new_adapter(tiny_decoder)
-    config = LocalEngineConfig(device="cpu", max_batch_tokens=32)
+    config = LocalEngineConfig(device="cpu", micro_batch_tokens=32)
     request = Pass(adapter_id="a", data=RAGGED, loss_fn="cross_entropy")
     results = run_passes([request], {"a": adapter}, tiny_decoder, config)
     assert next(results) is None

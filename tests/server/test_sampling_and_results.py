@@ -253,7 +253,7 @@ async def test_short_models_are_not_starved_by_long_ones(start_server: StartServ
             loss_fn_inputs={"target_tokens": [2] * length, "weights": [1.0] * length},
         )
 
-    server = await start_server(max_batch_tokens=1000, fake_pass_seconds=0.02)
+    server = await start_server(max_gathered_tokens=1000, fake_pass_seconds=0.02)
     api = server.api
     long, short = await api.model(), await api.model()
     long_ids = [await api.send_pass(long, n, datum(1000)) for n in range(1, 11)]

@@ -6,7 +6,6 @@ the command line, each overriding the one before. The environment is read here a
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 import tomllib
@@ -19,6 +18,8 @@ from tinsmith.errors import ValidationError
 from tinsmith.types.convert import converter
 
 ENVIRONMENT_PREFIX = "TINSMITH_"
+
+_ENGINE_PREFIX = "engine."
 
 
 def default_data_dir() -> Path:
@@ -48,6 +49,9 @@ class ServerConfig:
 
     engine: str = "local"
     """Which engine does the mathematics: "local" (PyTorch) or "fake" (a toy, for tests)."""
+
+    engine_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the engine itself, given one by one as `engine.NAME`."""
 
     models: Mapping[str, str] = field(default_factory=dict)
     """Base models to serve, name to source; empty serves the small one that comes with us."""
@@ -100,7 +104,7 @@ class ServerConfig:
     sampler_retention_seconds: float = 24 * 3600.0
     """How long the unnamed samplers of a silent or finished session are kept."""
 
-    max_batch_tokens: int = 65_536
+    max_gathered_tokens: int = 65_536
     """Most tokens of training passes in one engine call; a longer single pass runs alone."""
 
     max_loaded_models: int = 32
@@ -216,28 +220,52 @@ def load_config(
     values: dict[str, Any] = {}
     if file is not None:
         try:
-            values |= tomllib.loads(file.read_text())
+            values |= _flat(tomllib.loads(file.read_text()))
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise ValidationError(f"cannot read the settings in {file}: {error}") from None
     for name, text in environ.items():
         if name.startswith(ENVIRONMENT_PREFIX):
-            values[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = text
+            # A variable's name cannot have a dot.
+            values[name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")] = text
     values |= {name: value for name, value in (options or {}).items() if value is not None}
     return build_config(values)
 
 
+def _flat(table: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a file; those of its `[engine]` table as `engine.NAME`."""
+    engine = table.get("engine")
+    if not isinstance(engine, dict):
+        return table
+    others = {name: value for name, value in table.items() if name != "engine"}
+    return others | {_ENGINE_PREFIX + name: value for name, value in engine.items()}
+
+
 def build_config(values: Mapping[str, Any]) -> ServerConfig:
     """A config of plain values, as a file or the environment has them."""
-    known = {field.name for field in dataclasses.fields(ServerConfig)}
-    hints = get_type_hints(ServerConfig)
+    # A file that has an `[engine]` table says there which engine it is.
+    kind = f"{_ENGINE_PREFIX}kind"
+    values = {("engine" if name == kind else name): value for name, value in values.items()}
+    engine = {n: v for n, v in values.items() if n.startswith(_ENGINE_PREFIX)}
+    settings = check_settings(ServerConfig, {n: values[n] for n in values.keys() - engine.keys()})
+    if engine:
+        settings["engine_settings"] = {n.removeprefix(_ENGINE_PREFIX): v for n, v in engine.items()}
+    return ServerConfig(**settings)
+
+
+def check_settings(kind: type, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings of a configuration class by name, each of the type that its field has.
+
+    `prefix` is what users write before the names.
+    """
+    hints = get_type_hints(kind)
     checked: dict[str, Any] = {}
     for name, value in values.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValidationError(f"the server has no setting called {name!r}{hint}")
-        checked[name] = _checked(name, value, hints[name])
-    return ServerConfig(**checked)
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1)
+            hint = f"; did you mean '{prefix}{near[0]}'?" if near else ""
+            raise ValidationError(f"there is no setting called '{prefix}{name}'{hint}")
+        checked[name] = _checked(prefix + name, value, hints[name])
+    return checked
 
 
 def _checked(name: str, value: Any, annotation: Any) -> Any:
@@ -252,7 +280,7 @@ def _checked(name: str, value: Any, annotation: Any) -> Any:
 
 
 def _from_text(name: str, text: str, annotation: Any) -> Any:
-    if annotation is bool:
+    if annotation is bool or bool in getattr(annotation, "__args__", ()):
         words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
         if text.lower() not in words:
             raise ValidationError(f"expected true or false, got {text!r}", name)

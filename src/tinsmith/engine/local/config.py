@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
+
+from tinsmith.errors import ValidationError
 
 EMBEDDED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The name under which the small model that we ship with is served."""
@@ -50,7 +52,7 @@ class LocalEngineConfig:
     """Threads for the mathematics on the CPU; None leaves torch's choice, and is one thread in
     deterministic mode."""
 
-    max_batch_tokens: int | None = None
+    micro_batch_tokens: int | None = None
     """Most tokens in one micro-batch; a longer sequence runs alone. None is 2048 on the CPU and
     16384 on CUDA."""
 
@@ -86,3 +88,10 @@ class LocalEngineConfig:
 
     hub_folder: Path = field(default_factory=default_hub_folder)
     """The Hugging Face cache in which models are looked up by name; nothing is added to it."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and not value > 0:
+                raise ValidationError(f"must be above zero, got {value}", f"engine.{each.name}")

@@ -211,7 +211,7 @@ class Scheduler:
             # A model that was idle does not save up turns.
             model.tokens_served = max(model.tokens_served, self._turn_tokens)
         claims: list[Claim] = []
-        budget = self._config.max_batch_tokens
+        budget = self._config.max_gathered_tokens
         base_model = min(ready, key=lambda m: m.tokens_served).record.base_model
         ready = [m for m in ready if m.record.base_model == base_model]
         while ready:
@@ -230,7 +230,7 @@ class Scheduler:
             if head.attempts:
                 break
         self._metrics.observe("batch_passes", len(claims))
-        self._metrics.observe("batch_tokens", self._config.max_batch_tokens - budget)
+        self._metrics.observe("batch_tokens", self._config.max_gathered_tokens - budget)
         return claims
 
     def _take(self, model: LiveModel) -> Operation:

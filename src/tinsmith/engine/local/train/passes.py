@@ -177,7 +177,7 @@ class _Limits:
             row_bytes = decoder.dtype.itemsize * decoder.config.vocab_size
             score_rows = max(logits_rows, min(4 * logits_bytes, free // 4) // row_bytes)
         return cls(
-            batch_tokens=config.max_batch_tokens or (16_384 if is_cuda else 2048),
+            batch_tokens=config.micro_batch_tokens or (16_384 if is_cuda else 2048),
             logits_rows=logits_rows,
             score_rows=score_rows,
             checkpoint_layers=config.checkpoint_layers,

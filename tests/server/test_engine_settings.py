@@ -1,0 +1,79 @@
+"""Settings of the engine: from the file, the environment and the command line to the engine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tinsmith.assembly import engine_factory
+from tinsmith.engine.fake import FakeEngine
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.errors import ValidationError
+from tinsmith.server.config import build_config, check_settings, load_config
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_engine_settings_come_from_file_environment_and_options_in_that_order(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "tinsmith.toml"
+    file.write_text(
+        'port = 1\n[engine]\nkind = "fake"\nmax_lora_rank = 8\nnum_threads = 1\nlogits_bytes = 1\n'
+    )
+    environ = {"TINSMITH_ENGINE__NUM_THREADS": "2", "TINSMITH_ENGINE__LOGITS_BYTES": "2"}
+    config = load_config(file, {"engine.logits_bytes": "3"}, environ)
+    assert (config.port, config.engine) == (1, "fake")
+    settings = check_settings(LocalEngineConfig, config.engine_settings, "engine.")
+    assert settings == {"max_lora_rank": 8, "num_threads": 2, "logits_bytes": 3}
+
+
+async def test_what_is_set_reaches_the_engine() -> None:
+    config = build_config({"engine": "fake", "engine.max_lora_rank": "4"})
+    engine = await engine_factory(config)()
+    assert isinstance(engine, FakeEngine)
+    assert (await engine.capabilities()).max_lora_rank == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            {"engine.micro_batch_token": 1},
+            "'engine.micro_batch_token'; did you mean 'engine.micro_batch_tokens'",
+        ),
+        ({"engine.micro_batch_tokens": "many"}, "engine.micro_batch_tokens.*number.*'many'"),
+        ({"engine.micro_batch_tokens": 0}, "engine.micro_batch_tokens.*above zero"),
+        ({"engine.checkpoint_layers": "perhaps"}, "engine.checkpoint_layers.*true or false"),
+        ({"engine.device": "cpu"}, "engine.device.*set as 'device', without 'engine.'"),
+        ({"engine.models": "x"}, "engine.models.*set as 'models'"),
+        ({"engine": "fake", "engine.pass_seconds": 1}, "set as 'fake_pass_seconds'"),
+        ({"engine": "fake", "engine.num_threads": 1}, "no setting called 'engine.num_threads'"),
+    ],
+)
+def test_an_engine_setting_that_cannot_be_is_refused_before_the_server_starts(
+    settings: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        engine_factory(build_config(settings))
+
+
+ADVICE = [
+    pytest.param(name, value, id=f"{page.relative_to(DOCS)}: {name}")
+    for page in sorted(DOCS.rglob("*.md"))
+    for name, value in re.findall(r"--set ([\w.-]+)=([^\s`]+)", page.read_text())
+    if name != "NAME" and name != "engine.NAME"
+]
+
+
+def test_the_guides_advise_settings_of_server_and_engine() -> None:
+    names = {str(param.values[0]) for param in ADVICE}
+    assert any(name.startswith("engine.") for name in names)
+    assert any(not name.startswith("engine.") for name in names)
+
+
+@pytest.mark.parametrize(("name", "value"), ADVICE)
+def test_the_advice_of_the_guides_is_accepted(name: str, value: str) -> None:
+    engine_factory(load_config(None, {name.replace("-", "_"): value}, {}))
