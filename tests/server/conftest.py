@@ -197,7 +197,9 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
     servers: list[TestServer] = []
     keys: list[str] = []
 
-    async def start(broken: str = "", **settings: Any) -> TestServer:
+    async def start(
+        broken: str = "", engine: type[FakeEngine] = FakeEngine, **settings: Any
+    ) -> TestServer:
         """With an engine that is up; `broken` is why none can be started."""
         config = build_config({"data_dir": tmp_path / "data", "hold_seconds": 0.5, **settings})
         store = open_store(config)
@@ -211,7 +213,7 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
                 raise RuntimeError(broken)
             model = FakeModel(name=MODEL)
             engines.append(
-                FakeEngine(
+                engine(
                     FakeEngineConfig(
                         models=(model,),
                         pass_seconds=config.fake_pass_seconds,

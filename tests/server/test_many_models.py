@@ -18,7 +18,7 @@ from sqlalchemy.dialects import sqlite
 
 from tinsmith.server import garbage
 from tinsmith.server.operations import scheduler
-from tinsmith.server.operations.live_models import LiveModel
+from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.queue import SequenceQueue
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import sqlite_url
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 async def test_models_with_nothing_to_do_are_not_looked_at(
     server: TestServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "_HOUSEKEEPING_SECONDS", 600.0)  # that looks at everything
+    monkeypatch.setattr(scheduler, "HOUSEKEEPING_SECONDS", 600.0)  # that looks at everything
     idle = [await server.api.model() for _ in range(5)]
     busy = await server.api.model()
     looked_at: list[int] = []
@@ -56,7 +56,7 @@ async def test_few_snapshots_are_taken_at_a_time(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = await start_server(snapshot_steps=1)
-    snapshots = server.service.scheduler._snapshots
+    snapshots = server.service.snapshots
     plain, at_once, most = snapshots.take, 0, 0
 
     async def slow(engine: Any, model: LiveModel) -> None:
@@ -82,7 +82,7 @@ async def test_few_snapshots_are_taken_at_a_time(
 
 
 async def test_models_that_began_together_come_due_apart(server: TestServer) -> None:
-    snapshots = server.service.scheduler._snapshots
+    snapshots = server.service.snapshots
     models = [await server.service.models.get(await server.api.model()) for _ in range(20)]
     limit = server.service.config.snapshot_seconds
 

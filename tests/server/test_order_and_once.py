@@ -9,7 +9,8 @@ import orjson
 import pytest
 
 from tinsmith.server.operations.intake import ids_at_front
-from tinsmith.server.operations.kinds import Operation
+from tinsmith.server.operations.kinds import operation_of
+from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.queue import SequenceQueue
 from tinsmith.server.store.records import OperationRecord
 from tinsmith.types import Datum, ForwardBackwardInput, ForwardBackwardRequest, ModelInput
@@ -32,7 +33,7 @@ def _operation(seq_id: int) -> Operation:
         content_type="",
         created_at=0.0,
     )
-    return Operation(record)
+    return operation_of(record)
 
 
 def test_a_queue_gives_out_operations_by_number() -> None:

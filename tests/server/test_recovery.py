@@ -109,7 +109,7 @@ async def test_an_operation_that_kills_the_engine_each_time_is_given_up(
 
 
 def _is_working(server: TestServer, number: int) -> bool:
-    return len(server.engines) >= number and server.service.scheduler._is_batch_running
+    return len(server.engines) >= number and server.service.scheduler.is_batch_running
 
 
 async def test_samplers_live_through_the_death_of_the_engine(server: TestServer) -> None:
@@ -187,7 +187,7 @@ async def test_a_snapshot_keeps_gradients_that_are_not_applied_yet(
             live = await server.service.models.get(model)
             assert live is not None
             engine, _ = await server.service.engines.get()
-            await server.service.scheduler._snapshots.take(engine, live)
+            await server.service.snapshots.take(engine, live)
             server.kill_engine()
         await api.result(await api.send_pass(each, 2))
         await api.result(await api.send_step(each, 3))

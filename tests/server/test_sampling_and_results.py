@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tinsmith.server.futures import Outcome, Promises
-from tinsmith.types import Datum, ModelInput
 from tinsmith.wire import proto
 
 if TYPE_CHECKING:
@@ -242,22 +241,3 @@ async def test_a_custom_loss_is_uploaded_once_and_kept(server: TestServer) -> No
     result = await api.result(promises[0]["request_id"])
     assert result["loss_id"] == f"{session}:loss:0"
     assert await server.service.store.losses.get(result["loss_id"]) is not None
-
-
-async def test_short_models_are_not_starved_by_long_ones(start_server: StartServer) -> None:
-    """Turns go by tokens: a tenant with long sequences does not take the device."""
-
-    def datum(length: int) -> Datum:
-        return Datum(
-            model_input=ModelInput.from_ints([1] * length),
-            loss_fn_inputs={"target_tokens": [2] * length, "weights": [1.0] * length},
-        )
-
-    server = await start_server(max_gathered_tokens=1000, fake_pass_seconds=0.02)
-    api = server.api
-    long, short = await api.model(), await api.model()
-    long_ids = [await api.send_pass(long, n, datum(1000)) for n in range(1, 11)]
-    short_ids = [await api.send_pass(short, n, datum(10)) for n in range(1, 11)]
-    await asyncio.gather(*[api.result(i) for i in short_ids])
-    pending = [i for i in long_ids if server.service.promises.get(i).outcome is None]  # type: ignore[union-attr]  # all are open
-    assert len(pending) >= 5, "ten short passes wait for about one long pass, not for ten"

@@ -43,10 +43,10 @@ class EngineSupervisor:
         self._factory = factory
         self._clean_up = clean_up
         self._closing: asyncio.Task[None] | None = None
-        self._alone = asyncio.Lock()
-        self._num_company = 0
-        self._is_deserted = asyncio.Event()
-        self._is_deserted.set()
+        self._exclusive = asyncio.Lock()
+        self._num_shared = 0
+        self._is_unshared = asyncio.Event()
+        self._is_unshared.set()
         self._engine: Engine | None = None
         self._is_up = asyncio.Event()
         self._is_needed = asyncio.Event()
@@ -77,27 +77,27 @@ class EngineSupervisor:
         return self._engine, self.generation
 
     @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        """For work that is suspected of killing engines: it begins when all company is gone, and
-        none comes meanwhile."""
-        async with self._alone:
-            await self._is_deserted.wait()
+    async def exclusive(self) -> AsyncIterator[None]:
+        """For work that is suspected of killing engines: it begins when nothing shared is under
+        way, and nothing else begins meanwhile."""
+        async with self._exclusive:
+            await self._is_unshared.wait()
             yield
 
     @contextlib.asynccontextmanager
-    async def company(self) -> AsyncIterator[None]:
+    async def shared(self) -> AsyncIterator[None]:
         """For work beside which others may work, too."""
-        while self._alone.locked():
-            async with self._alone:
+        while self._exclusive.locked():
+            async with self._exclusive:
                 pass
-        self._num_company += 1
-        self._is_deserted.clear()
+        self._num_shared += 1
+        self._is_unshared.clear()
         try:
             yield
         finally:
-            self._num_company -= 1
-            if not self._num_company:
-                self._is_deserted.set()
+            self._num_shared -= 1
+            if not self._num_shared:
+                self._is_unshared.set()
 
     def report(self, generation: int, error: BaseException) -> None:
         """Somebody's call to the engine of that generation ended with an exception."""

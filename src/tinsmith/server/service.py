@@ -28,7 +28,6 @@ from tinsmith.server.operations.endings import Endings
 from tinsmith.server.operations.execution import Executor
 from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.operations.recorder import Recorder
-from tinsmith.server.operations.recovery import Recovery
 from tinsmith.server.operations.scheduler import Scheduler
 from tinsmith.server.operations.snapshots import Snapshots
 from tinsmith.server.sampling.loaded import LoadedSamplers
@@ -97,12 +96,12 @@ class Service:
         executor = Executor(
             store, self.weights, self.checkpoints, self.loaded_samplers, self.limits
         )
-        snapshots = Snapshots(store, self.weights, config)
+        self.snapshots = Snapshots(store, self.weights, config)
         endings = Endings(
             store=store,
             models=self.models,
             promises=self.promises,
-            snapshots=snapshots,
+            snapshots=self.snapshots,
             usage=self.usage,
             metrics=metrics,
         )
@@ -112,8 +111,7 @@ class Service:
             models=self.models,
             endings=endings,
             executor=executor,
-            recovery=Recovery(executor),
-            snapshots=snapshots,
+            snapshots=self.snapshots,
             metrics=metrics,
             config=config,
             give_up=self.recorder.give_up,

@@ -11,11 +11,13 @@ import asyncio
 import logging
 import time
 
+from tinsmith.engine.base import Failure
 from tinsmith.server.futures import Promises
 from tinsmith.server.metrics import Metrics
-from tinsmith.server.operations.execution import outcome_of
-from tinsmith.server.operations.kinds import Operation
-from tinsmith.server.operations.live_models import LiveModel, LiveModels
+from tinsmith.server.operations.finishes import failed, outcome_of
+from tinsmith.server.operations.live_model import LiveModel
+from tinsmith.server.operations.live_models import LiveModels
+from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.snapshots import Snapshots
 from tinsmith.server.store.errors import StoreConflictError
 from tinsmith.server.store.records import Finish
@@ -70,6 +72,11 @@ class Endings:
         model.finishes.append(finish)
         if model.committing is None:
             model.committing = asyncio.create_task(self._commit(model))
+
+    def end_all(self, model: LiveModel, failure: Failure) -> None:
+        """Fail everything that is queued for the model."""
+        for operation in model.queue.drop_all():
+            self.end(model, operation, failed(operation, failure))
 
     async def _commit(self, model: LiveModel) -> None:
         """Record a model's ends in order; those that come meanwhile go together next time."""

@@ -15,8 +15,10 @@ from starlette.responses import Response
 from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, answer, not_found
-from tinsmith.server.operations.kinds import PASSES, pass_data
-from tinsmith.server.operations.live_models import LiveModel
+from tinsmith.server.operations.codecs import pass_data
+from tinsmith.server.operations.kinds import KINDS
+from tinsmith.server.operations.live_model import LiveModel
+from tinsmith.server.operations.operation import PassKind
 from tinsmith.server.service import Service
 from tinsmith.types import UntypedAPIFuture
 from tinsmith.wire import dialects, json
@@ -180,7 +182,7 @@ def _check_room(service: Service, caller: Caller, num_bytes: int) -> None:
 
 
 def _num_tokens(kind: str, request: Any) -> int:
-    if kind not in PASSES:
+    if not isinstance(KINDS[kind], PassKind):
         return 0
     data, _, _, _ = pass_data(request)
     return sum(datum.model_input.length for datum in data)

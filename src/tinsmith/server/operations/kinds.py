@@ -1,97 +1,88 @@
-"""Operations: the entries of a model's log, and how their recorded bodies are read back."""
+"""The kinds of operations, one row each.
+
+A row says how a recorded request is read, whether the kind changes the model (and so is replayed),
+how it is scheduled (the class of the row), and what carries it out. Everything else that
+asks about kinds asks this table: a new kind is a row here and its function in `execution`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
+from tinsmith.server.operations.codecs import JsonCodec, LoadCodec, PassCodec
+from tinsmith.server.operations.execution import Executor
+from tinsmith.server.operations.operation import Kind, Operation, PassKind, SingleKind, StepKind
 from tinsmith.server.store.records import OperationRecord
 from tinsmith.types import (
     CreateModelRequest,
-    Datum,
-    ForwardRequest,
     OptimStepRequest,
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from tinsmith.types.model import Model
-from tinsmith.types.training import ForwardBackwardRequest
-from tinsmith.types.weights import LoadWeightsRequest
-from tinsmith.wire import dialects, json
-from tinsmith.wire.limits import Limits
 
-PASSES = ("forward", "forward_backward")
+_ROWS = (
+    SingleKind(
+        name="create_model",
+        codec=JsonCodec(CreateModelRequest),
+        execute=Executor.create_model,
+    ),
+    PassKind(
+        name="forward",
+        codec=PassCodec(forward_only=True),
+        prepare=Executor.pass_of,
+    ),
+    PassKind(
+        name="forward_backward",
+        codec=PassCodec(forward_only=False),
+        changes_model=True,
+        prepare=Executor.pass_of,
+    ),
+    StepKind(
+        name="optim_step",
+        codec=JsonCodec(OptimStepRequest),
+        changes_model=True,
+        prepare=Executor.step_of,
+    ),
+    SingleKind(
+        name="load_weights",
+        codec=LoadCodec(),
+        changes_model=True,
+        execute=Executor.load_weights,
+        replay=Executor.replay_load,
+    ),
+    SingleKind(
+        name="save_weights",
+        codec=JsonCodec(SaveWeightsRequest),
+        execute=Executor.save_weights,
+    ),
+    SingleKind(
+        name="save_weights_for_sampler",
+        # The official client draws this number again each time it sends the same save.
+        codec=JsonCodec(SaveWeightsForSamplerRequest, frozenset({"sampling_session_seq_id"})),
+        execute=Executor.save_weights_for_sampler,
+    ),
+    SingleKind(
+        name="save_weights_external",
+        codec=JsonCodec(SaveWeightsExternalRequest),
+        execute=Executor.save_weights_external,
+    ),
+)
+
+KINDS: dict[str, Kind] = {kind.name: kind for kind in _ROWS}
+
 REFUSED = "refused"
-"""The kind of an id that was used up by a request we did not accept."""
-
-_MESSAGES: dict[str, type[Model]] = {
-    "create_model": CreateModelRequest,
-    "optim_step": OptimStepRequest,
-    "save_weights": SaveWeightsRequest,
-    "save_weights_for_sampler": SaveWeightsForSamplerRequest,
-    "save_weights_external": SaveWeightsExternalRequest,
-}
-
-PassRequest = ForwardBackwardRequest | ForwardRequest
+"""What the log calls a number that was used up by a request we did not accept; it never runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """A load, and whose right to read the weights it uses; the token that gave it is not kept."""
-
-    request: LoadWeightsRequest
-    reader: str
+def operation_of(record: OperationRecord, request: object = None) -> Operation:
+    return Operation(record, KINDS[record.kind], request)
 
 
-@dataclass(slots=True, eq=False)
-class Operation:
-    """An operation on its way through the server."""
-
-    record: OperationRecord
-    request: Any = None
-    """The decoded request; None while it lies in the store only."""
-    is_held: bool = False
-    """Whether the request counts among those kept in memory."""
-    attempts: int = 0
-    """How often the engine died while this was under way."""
-    disk_troubles: int = 0
-    """How often its files could not be written."""
-
-    @property
-    def seq_id(self) -> int:
-        return self.record.seq_id
-
-    @property
-    def is_pass(self) -> bool:
-        return self.record.kind in PASSES
-
-    @property
-    def num_tokens(self) -> int:
-        return self.record.num_tokens
-
-
-def decode(kind: str, body: bytes, content_type: str, limits: Limits) -> Any:
-    """The request in a recorded body."""
-    if kind in PASSES:
-        return dialects.decode_pass(
-            body, content_type, forward_only=kind == "forward", limits=limits
-        )
-    if kind == "load_weights":
-        wrapped = json.parse(body, limits)
-        return LoadRequest(LoadWeightsRequest(**wrapped["request"]), wrapped["reader"])
-    return dialects.decode(_MESSAGES[kind], body, limits)
-
-
-def encode_load(load: LoadRequest) -> bytes:
-    request = {k: v for k, v in load.request.to_wire().items() if k != "weights_access_token"}
-    return json.encode({"request": request, "reader": load.reader})
-
-
-def pass_data(request: PassRequest) -> tuple[list[Datum], str, dict[str, float | str], bool]:
-    """The examples, the loss, its settings, and whether gradients are left alone."""
-    if isinstance(request, ForwardRequest):
-        inputs, forward_only = request.forward_input, True
-    else:
-        inputs, forward_only = request.forward_backward_input, False
-    return inputs.data, inputs.loss_fn, dict(inputs.loss_fn_config or {}), forward_only
+def changed_model(record: OperationRecord) -> bool:
+    """Whether an operation that has ended changed its model, so that it must be replayed."""
+    kind = KINDS.get(record.kind)
+    if kind is None or not kind.changes_model:
+        return False
+    # A step that failed for the user's gradient has dropped that gradient; it fails again in the
+    # replay, and drops it again.
+    is_step = isinstance(kind, StepKind)
+    return record.status == "done" or (is_step and record.category == "user")

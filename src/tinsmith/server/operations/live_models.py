@@ -1,79 +1,20 @@
-"""Live models: what the server knows about a model while somebody uses it."""
+"""The models in use, read from the store when first asked for."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from tinsmith.engine.base import Failure
 from tinsmith.server.futures import Promises
-from tinsmith.server.operations.kinds import Operation
+from tinsmith.server.operations.kinds import changed_model, operation_of
+from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.queue import SequenceQueue
-from tinsmith.server.store.records import Finish, ModelRecord
+from tinsmith.server.store.records import ModelRecord
 from tinsmith.server.store.store import Store
-from tinsmith.types import LoraConfig
-
-
-@dataclass(slots=True, eq=False)
-class LiveModel:
-    record: ModelRecord
-    queue: SequenceQueue
-    generation: int = 0
-    """The engine that holds the model's adapter, counted from 1; 0 for none."""
-    is_busy: bool = False
-    """Whether something of this model is in the engine's hands."""
-    num_claimed: int = 0
-    """Passes of the batch under way that are not finished."""
-    failure: Failure | None = None
-    """Why nothing can be done with this model any more."""
-    rebuild_attempts: int = 0
-    tokens_served: float = 0.0
-    """Tokens of this model's passes so far, for fair turns."""
-    last_used_at: float = field(default_factory=time.time)
-    is_changed: bool = False
-    """Whether operations took effect that the snapshot does not hold."""
-    steps_since_snapshot: int = 0
-    bytes_since_snapshot: int = 0
-    oldest_since_snapshot: float | None = None
-    wants_snapshot: bool = False
-    """Whether a snapshot is due whatever the policy says, because the newest one was damaged."""
-    wants_unload: bool = False
-    gap_since: float | None = None
-    finishes: list[Finish] = field(default_factory=list)
-    """Ends of operations that are not recorded yet, in order."""
-    committing: asyncio.Task[None] | None = None
-    num_recording: int = 0
-    """Operations that are being recorded and will join the queue."""
-
-    @property
-    def model_id(self) -> str:
-        return self.record.model_id
-
-    @property
-    def lora(self) -> LoraConfig:
-        return LoraConfig(**self.record.lora)
-
-    def is_idle(self, generation: int) -> bool:
-        """Whether nothing of the model is in the engine, queued or on its way."""
-        return (
-            self.generation != generation
-            and not self.is_busy
-            and not len(self.queue)
-            and not self.num_recording
-            and self.committing is None
-        )
-
-    async def recorded(self) -> None:
-        """Wait until every end so far is in the store."""
-        while self.committing is not None:
-            await asyncio.shield(self.committing)
 
 
 class LiveModels:
-    """The models in use, read from the store when first asked for."""
-
     def __init__(self, store: Store, promises: Promises) -> None:
         self._store = store
         self._promises = promises
@@ -130,8 +71,8 @@ class LiveModels:
         for operation in log:
             if operation.status == "pending":
                 self._promises.open(operation.request_id, operation.owner)
-                queue.put(Operation(operation))
-            elif operation.status == "done" and operation.kind not in ("forward", "create_model"):
+                queue.put(operation_of(operation))
+            elif changed_model(operation):
                 model.is_changed = True
         if record.retired_at is not None:
             problem = f"the state of {model_id} was dropped because it was not used for very long"

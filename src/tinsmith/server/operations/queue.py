@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tinsmith.server.operations.kinds import Operation
+from tinsmith.server.operations.operation import Operation
 
 
 class SequenceQueue:
@@ -38,6 +38,21 @@ class SequenceQueue:
 
     def head(self) -> Operation | None:
         return self._waiting.get(self.next_seq_id)
+
+    def front(self, max_tokens: int) -> list[Operation]:
+        """The operations that may run now, in order: the first; and where that is a pass, the
+        passes that follow it without a gap, until they have more than `max_tokens`."""
+        found: list[Operation] = []
+        number, num_tokens = self.next_seq_id, 0
+        while (operation := self._waiting.get(number)) is not None or number in self._used:
+            number += 1
+            if operation is None:
+                continue
+            found.append(operation)
+            num_tokens += operation.num_tokens
+            if not operation.is_pass or num_tokens > max_tokens:
+                break
+        return found
 
     def take(self) -> Operation:
         operation = self._waiting.pop(self.next_seq_id)

@@ -15,8 +15,10 @@ import uuid
 from collections.abc import Callable
 
 from tinsmith.server.futures import Promises
-from tinsmith.server.operations.kinds import REFUSED, Operation
-from tinsmith.server.operations.live_models import LiveModel, LiveModels
+from tinsmith.server.operations.kinds import REFUSED, operation_of
+from tinsmith.server.operations.live_model import LiveModel
+from tinsmith.server.operations.live_models import LiveModels
+from tinsmith.server.operations.operation import Operation
 from tinsmith.server.store.records import ModelRecord, OperationRecord
 from tinsmith.server.store.store import Store
 
@@ -155,7 +157,7 @@ class Recorder:
             self._wake(model)
         elif recorded.status == "pending" and self._promises.get(recorded.request_id) is None:
             self._promises.open(recorded.request_id, recorded.owner)
-            model.queue.put(Operation(recorded))
+            model.queue.put(operation_of(recorded))
             self._wake(model)
         return recorded.request_id
 
@@ -164,6 +166,8 @@ class Recorder:
         there is memory for it, and read again when its turn comes otherwise."""
         record = dataclasses.replace(record, payload=None)
         if self._models.held_bytes + record.payload_bytes > self._max_held_bytes:
-            return Operation(record)
+            return operation_of(record)
         self._models.held_bytes += record.payload_bytes
-        return Operation(record, request, is_held=True)
+        operation = operation_of(record, request)
+        operation.is_held = True
+        return operation

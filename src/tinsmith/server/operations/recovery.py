@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 
-from tinsmith.engine.base import Engine, Failure, Pass, SnapshotKind
+from tinsmith.engine.base import Engine, Failure, Pass
 from tinsmith.errors import TinkerError
 from tinsmith.server.operations.execution import Executor
-from tinsmith.server.operations.kinds import LoadRequest, Operation
-from tinsmith.server.operations.live_models import LiveModel
+from tinsmith.server.operations.kinds import changed_model, operation_of
+from tinsmith.server.operations.live_model import LiveModel
+from tinsmith.server.operations.operation import Operation, PassKind, SingleKind, StepKind
 from tinsmith.server.store.errors import StoreDamagedError
-from tinsmith.server.store.records import ModelRecord, OperationRecord
+from tinsmith.server.store.records import ModelRecord
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Recovery:
             record = await self._revert(model)
             _check(await self._restore(engine, model), "restore the snapshots of")
         log = await self._executor.store.log.read(model.model_id, record.snapshot_seq_id)
-        replayed = [Operation(o) for o in log if _touched_the_model(o)]
+        replayed = [operation_of(record) for record in log if changed_model(record)]
         logger.info("rebuilding %s: %d operations to replay", model.model_id, len(replayed))
         try:
             await self._replay(engine, model, replayed)
@@ -73,47 +74,28 @@ class Recovery:
     async def _replay(self, engine: Engine, model: LiveModel, operations: list[Operation]) -> None:
         passes: list[Pass] = []
         for operation in operations:
-            kind = operation.record.kind
-            if kind == "forward_backward":
-                item = await self._executor.pass_of(model, operation)
-                if isinstance(item, Failure):
-                    raise RebuildError(
-                        f"operation {operation.seq_id} cannot be replayed: {item.message}"
-                    )
-                passes.append(item)
-                if len(passes) == _PASSES_AT_A_TIME:
-                    await _run(engine, passes)
-                    passes = []
-                continue
-            await _run(engine, passes)
-            passes = []
-            if kind == "optim_step":
-                [result] = await engine.step([await self._executor.step_of(model, operation)])
+            if isinstance(operation.kind, PassKind):
+                passes.append(await self._pass_of(operation.kind, model, operation))
+            if passes and (len(passes) == _PASSES_AT_A_TIME or not operation.is_pass):
+                await _run(engine, passes)
+                passes = []
+            if isinstance(operation.kind, StepKind):
+                step = await operation.kind.prepare(self._executor, model, operation)
+                [result] = await engine.step([step])
                 if operation.record.status == "done":
                     _check(result, f"replay step {operation.seq_id} of")
-            elif kind == "load_weights":
-                await self._load(engine, model, operation)
+            elif isinstance(operation.kind, SingleKind):
+                assert operation.kind.replay is not None, "it changes the model"
+                failure = await operation.kind.replay(self._executor, engine, model, operation)
+                _check(failure, f"replay operation {operation.seq_id} of")
         await _run(engine, passes)
 
-    async def _load(self, engine: Engine, model: LiveModel, operation: Operation) -> None:
-        request = await self._executor.request_of(operation)
-        assert isinstance(request, LoadRequest) and operation.record.weights_id is not None
-        kind: SnapshotKind = "training" if request.request.optimizer else "sampler"
-        folder = self._executor.weights.folder(operation.record.weights_id)
-        _check(
-            await engine.restore(model.model_id, folder, kind), f"replay load {operation.seq_id} of"
-        )
-
-
-def _touched_the_model(operation: OperationRecord) -> bool:
-    """Whether the engine is in another state for having carried out the operation.
-
-    A step that failed for the user's gradient has dropped that gradient; it fails again in the
-    replay, and drops it again. One that was given up never reached the weights.
-    """
-    if operation.kind == "optim_step":
-        return operation.status == "done" or operation.category == "user"
-    return operation.status == "done"
+    async def _pass_of(self, kind: PassKind, model: LiveModel, operation: Operation) -> Pass:
+        item = await kind.prepare(self._executor, model, operation)
+        if isinstance(item, Failure):
+            problem = f"operation {operation.seq_id} cannot be replayed: {item.message}"
+            raise RebuildError(problem)
+        return item
 
 
 async def _run(engine: Engine, passes: list[Pass]) -> None:

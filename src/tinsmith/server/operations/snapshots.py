@@ -14,8 +14,8 @@ import zlib
 from tinsmith.engine.base import Engine, Failure
 from tinsmith.errors import TinkerError
 from tinsmith.server.config import ServerConfig
-from tinsmith.server.operations.kinds import Operation
-from tinsmith.server.operations.live_models import LiveModel
+from tinsmith.server.operations.live_model import LiveModel
+from tinsmith.server.operations.operation import Operation
 from tinsmith.server.store.store import Store
 from tinsmith.server.weights import WeightsFolders, weights_record
 
@@ -35,10 +35,10 @@ class Snapshots:
     def note(self, model: LiveModel, operation: Operation) -> None:
         """An operation of the model took effect."""
         model.bytes_since_snapshot += operation.record.payload_bytes
-        if operation.record.kind not in ("forward_backward", "optim_step", "load_weights"):
+        if not operation.kind.changes_model:
             return
         model.is_changed = True
-        model.steps_since_snapshot += operation.record.kind == "optim_step"
+        model.steps_since_snapshot += operation.is_step
         if model.oldest_since_snapshot is None:
             model.oldest_since_snapshot = time.time()
 
@@ -59,6 +59,12 @@ class Snapshots:
         share = 0.5 + 0.5 * zlib.crc32(model.model_id.encode()) / 0xFFFFFFFF
         age = time.time() - model.oldest_since_snapshot
         return age >= share * self._config.snapshot_seconds
+
+    def put_off(self, model: LiveModel) -> None:
+        """One could not be taken: the next is due as if it had been."""
+        model.wants_snapshot = False
+        model.oldest_since_snapshot = time.time()
+        model.steps_since_snapshot = model.bytes_since_snapshot = 0
 
     async def take(self, engine: Engine, model: LiveModel) -> None:
         """Save the model as it is now. Nothing of it may be under way."""

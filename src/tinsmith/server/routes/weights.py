@@ -10,8 +10,8 @@ from tinsmith.server.checkpoints import check_ttl, checkpoint_name
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, answer, not_found, read_body
 from tinsmith.server.edge.routing import bare_route, route
+from tinsmith.server.operations.codecs import LoadCodec, LoadRequest
 from tinsmith.server.operations.intake import submit
-from tinsmith.server.operations.kinds import LoadRequest, encode_load
 from tinsmith.server.routes.sessions import active_session
 from tinsmith.server.routes.training import (
     check_base_model,
@@ -104,7 +104,7 @@ async def load_weights(service: Service, caller: Caller, request: Request) -> Re
             dialects.decode(LoadWeightsRequest, body, service.limits), reader
         ),
         check=check,
-        encode=encode_load,
+        encode=LoadCodec().encode,
     )
 
 
@@ -135,7 +135,7 @@ async def _create_from_weights(service: Service, caller: Caller, body: bytes) ->
         kind="load_weights",
         model_id=model.model_id,
         seq_id=0,
-        body=encode_load(load),
+        body=LoadCodec().encode(load),
         content_type=dialects.JSON_TYPE,
         request=load,
         new_model=model,

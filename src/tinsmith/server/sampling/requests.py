@@ -236,7 +236,7 @@ class Sampling:
             # Having been there at all deaths but the last allowed one, it is suspected of them.
             is_suspect = number == attempts > 1
             try:
-                async with self._engines.alone() if is_suspect else self._engines.company():
+                async with self._engines.exclusive() if is_suspect else self._engines.shared():
                     return await self._attempt(running, job)
             except EngineError as error:
                 last = error

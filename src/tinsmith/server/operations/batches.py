@@ -1,0 +1,202 @@
+"""Work on operations: a batch of passes, a batch of steps, and one that runs by itself.
+
+In a batch each owner's part stands for itself. A request that cannot be read, or a result that
+cannot be written, ends or delays that operation, and those behind it of the same model; the
+batch goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from tinsmith.engine.base import Engine, Failure, Pass, Step
+from tinsmith.errors import EngineError, TinkerError
+from tinsmith.server.operations.execution import DiskTroubleError
+from tinsmith.server.operations.finishes import failed, pass_done, step_done
+from tinsmith.server.operations.live_model import LiveModel
+from tinsmith.server.operations.operation import Operation, PassKind, SingleKind, StepKind
+from tinsmith.server.operations.runner import STORE_PAUSE_SECONDS, OperationsWork, Parts
+from tinsmith.server.operations.shares import moved
+from tinsmith.server.store.errors import StoreDamagedError, StoreUnavailableError
+from tinsmith.server.store.records import Finish
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class _Batch(OperationsWork):
+    async def prepared(self, prepare: Callable[[Operation], Awaitable[T | Failure]]) -> list[T]:
+        """The engine's items for the operations, in order; those without one have left."""
+        items: list[T] = []
+        for operation in list(self.unfinished):
+            if operation not in self.unfinished:
+                continue
+            try:
+                item = await prepare(operation)
+            except StoreUnavailableError as error:
+                self._set_aside(self.unfinished[operation], error)
+                continue
+            except StoreDamagedError as error:
+                item = Failure(f"the recorded request cannot be read: {error}", "server")
+            except Exception as error:
+                logger.exception("operation %s cannot run", operation.record.request_id)
+                item = Failure(f"the recorded request cannot be read: {error!r}", "server")
+            if isinstance(item, Failure):
+                self.end(operation, failed(operation, item))
+            else:
+                items.append(item)
+        return items
+
+    def end_with(
+        self, operation: Operation, result: T | Failure, done: Callable[[Operation, T], Finish]
+    ) -> None:
+        """An operation's part is done; a result that cannot be written is that operation's."""
+        if isinstance(result, Failure):
+            self.end(operation, failed(operation, result))
+            return
+        try:
+            finish = done(operation, result)
+        except Exception as error:
+            self.end_broken(operation, error)
+        else:
+            self.end(operation, finish)
+
+    def _set_aside(self, model: LiveModel, error: StoreUnavailableError) -> None:
+        """Leave out a model whose requests cannot be read now, all of them: they run in order."""
+        logger.warning("%s: %s; trying again", model.model_id, error)
+        left_out = [operation for operation, other in self.unfinished.items() if other is model]
+        for operation in left_out:
+            del self.unfinished[operation]
+
+        def put_back() -> None:
+            for operation in left_out:
+                model.queue.put(operation)
+            self.parts.free(model)
+
+        asyncio.get_running_loop().call_later(STORE_PAUSE_SECONDS, put_back)
+
+
+class PassBatch(_Batch):
+    def __init__(
+        self,
+        parts: Parts,
+        claims: list[tuple[LiveModel, Operation]],
+        expected: dict[Operation, float],
+    ) -> None:
+        """`expected` are the seconds that each pass has been charged with."""
+        super().__init__(parts, claims)
+        self._expected = expected
+
+    async def run(self, engine: Engine, generation: int) -> None:
+        self.put_back_absent(generation)
+        items = await self.prepared(self._pass_of)
+        running = list(self.unfinished)
+        if not items:
+            return
+        async for finished in engine.run_passes(items):
+            operation = running[finished.index]
+            self._charge(operation, finished.seconds)
+            self.end_with(operation, finished.result, pass_done)
+
+    async def _pass_of(self, operation: Operation) -> Pass | Failure:
+        assert isinstance(operation.kind, PassKind)
+        return await operation.kind.prepare(
+            self.parts.executor, self.unfinished[operation], operation
+        )
+
+    def _charge(self, operation: Operation, seconds: float) -> None:
+        """Count what the pass took in place of what was expected."""
+        model, shares = self.unfinished[operation], self.parts.shares
+        shares.charge(model.owner, model.model_id, seconds - self._expected[operation])
+        shares.measured(model.record.base_model, operation.num_tokens, seconds)
+        rate = seconds / max(1, operation.num_tokens)
+        known = model.seconds_per_token
+        model.seconds_per_token = rate if known is None else moved(known, rate)
+
+
+class StepBatch(_Batch):
+    async def run(self, engine: Engine, generation: int) -> None:
+        self.put_back_absent(generation)
+        steps = await self.prepared(self._step_of)
+        running = list(self.unfinished)
+        if not steps:
+            return
+        started = time.perf_counter()
+        results = await engine.step(steps)
+        seconds = time.perf_counter() - started
+        self.parts.metrics.observe("step_seconds", seconds)
+        for operation, result in zip(running, results, strict=True):
+            model = self.unfinished[operation]
+            self.parts.shares.charge(model.owner, model.model_id, seconds / len(steps))
+            if isinstance(result, Failure):
+                doubt(model, result.category)
+            self.end_with(operation, result, step_done)
+
+    async def _step_of(self, operation: Operation) -> Step | Failure:
+        assert isinstance(operation.kind, StepKind)
+        return await operation.kind.prepare(
+            self.parts.executor, self.unfinished[operation], operation
+        )
+
+
+class Single(OperationsWork):
+    """An operation that runs by itself."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        model: LiveModel,
+        operation: Operation,
+        make_room: Callable[[Engine, LiveModel], Awaitable[None]],
+    ) -> None:
+        super().__init__(parts, [(model, operation)])
+        self._model = model
+        self._operation = operation
+        self._make_room = make_room
+
+    async def run(self, engine: Engine, generation: int) -> None:
+        model, operation = self._model, self._operation
+        assert isinstance(operation.kind, SingleKind)
+        self.put_back_absent(generation)
+        if not self.unfinished:
+            return
+        await model.recorded()
+        try:
+            finish = await operation.kind.execute(self.parts.executor, engine, model, operation)
+        except (StoreUnavailableError, DiskTroubleError):
+            if operation.seq_id == 0:
+                # It may have been made by now; it is made again.
+                with contextlib.suppress(EngineError):
+                    await engine.unload_adapter(model.model_id)
+            raise
+        if operation.seq_id > 0:
+            if finish.status == "failed":
+                doubt(model, finish.category)
+        elif finish.status == "done":
+            model.generation = generation
+            await self._make_room(engine, model)
+        else:
+            problem = f"model {model.model_id} was not created: {finish.error}"
+            model.failure = Failure(problem, "user")
+        self.end(operation, finish)
+
+    def waited(self, error: TinkerError) -> None:
+        operation = self._operation
+        operation.disk_troubles += isinstance(error, DiskTroubleError)
+        patience = self.parts.config.disk_patience_seconds
+        if operation.disk_troubles * STORE_PAUSE_SECONDS >= patience:
+            self.end(operation, failed(operation, Failure(str(error), "server")))
+        else:
+            super().waited(error)
+
+
+def doubt(model: LiveModel, category: str | None) -> None:
+    """A failure of the engine's own may have left the model half changed: rebuild it."""
+    if category == "server":
+        model.generation = 0

@@ -1,0 +1,257 @@
+"""What runs next: a pure choice. Lists in, claims out; nothing here waits, writes or remembers.
+
+Within a model, operations run in the order of their numbers. Between owners, and then between the
+models of one owner, whoever has had least of the engine's time goes first. The passes of all models
+of one base model that are ready go together, up to a budget of tokens; so do the steps that
+are ready. What concerns one model alone (a save, a load, its rebuilding) runs beside them, a few
+of one owner at a time.
+
+What was under way at several deaths of the engine in a row is suspected of being their cause: it
+runs by itself, so that nothing else is blamed for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import islice, zip_longest
+from typing import Generic, TypeVar
+
+from tinsmith.server.operations.operation import Operation
+from tinsmith.server.operations.shares import Shares
+
+SAVING_AT_ONCE = 2
+"""Snapshots under way at a time: the disk is also what every request waits for."""
+
+SINGLES_OF_OWNER = 4
+"""Operations of one owner that run by themselves, and rebuildings, at a time: enough to keep the
+engine busy, and all that another owner's has to wait for."""
+
+STEPS_AT_ONCE = 32
+"""Steps in one call; the answers come together."""
+
+COSTLY = 8.0
+"""A pass that takes this many times as long as its tokens usually do keeps to its owner's batch."""
+
+_LEAST_COSTLY_SECONDS = 0.1
+
+
+class Move(Enum):
+    """What a model needs that concerns no other."""
+
+    FAIL = auto()
+    """End everything that is queued: nothing can be done with the model any more."""
+    SNAPSHOT = auto()
+    UNLOAD = auto()
+    LOAD = auto()
+    """Rebuild it in the present engine."""
+    SINGLE = auto()
+    """Run its next operation, which runs by itself."""
+
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate(Generic[M]):
+    """A model that is not busy and may have something to do."""
+
+    model: M
+    model_id: str
+    owner: str
+    base_model: str
+    front: Sequence[Operation] = ()
+    """The operations that may run now, in order; of passes as many as there are in a row."""
+    is_failed: bool = False
+    is_loaded: bool = True
+    """Whether the present engine holds it."""
+    is_snapshot_due: bool = False
+    wants_unload: bool = False
+    rebuild_attempts: int = 0
+    """How often the engine died while the model was being rebuilt."""
+    seconds_per_token: float | None = None
+    """What its passes took lately."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnderWay:
+    """What is running."""
+
+    is_idle: bool = True
+    """Whether nothing is."""
+    is_alone: bool = False
+    """Whether something runs that must run by itself."""
+    has_passes: bool = False
+    has_steps: bool = False
+    num_saving: int = 0
+    singles_of: Mapping[str, int] = field(default_factory=dict)
+    """Operations that run by themselves and rebuildings, by owner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[M]):
+    moves: Sequence[tuple[Candidate[M], Move]] = ()
+    steps: Sequence[Candidate[M]] = ()
+    passes: Sequence[Candidate[M]] = ()
+    """In the order in which they run; a model is here once for each of its passes."""
+    is_alone: bool = False
+    """Whether nothing else may run until this has ended."""
+
+
+def choose(
+    candidates: Sequence[Candidate[M]],
+    under_way: UnderWay,
+    shares: Shares,
+    *,
+    max_tokens: int,
+    max_attempts: int,
+) -> Choice[M]:
+    """`max_tokens` bounds a batch of passes; at `max_attempts` deaths an operation is given up."""
+    if under_way.is_alone:
+        return Choice()
+    suspects = [c for c in candidates if _is_suspect(c, max_attempts)]
+    if suspects:
+        return _choose_alone(suspects[0]) if under_way.is_idle else Choice()
+    moves: list[tuple[Candidate[M], Move]] = []
+    steps: list[Candidate[M]] = []
+    passes: list[Candidate[M]] = []
+    num_saving = under_way.num_saving
+    singles_of = Counter(under_way.singles_of)
+    for candidate in candidates:
+        move = next_move(candidate, may_save=num_saving < SAVING_AT_ONCE)
+        if move in (Move.LOAD, Move.SINGLE):
+            if singles_of[candidate.owner] >= SINGLES_OF_OWNER:
+                continue
+            singles_of[candidate.owner] += 1
+        if move is not None:
+            num_saving += move in (Move.SNAPSHOT, Move.UNLOAD)
+            moves.append((candidate, move))
+        elif candidate.front:
+            (passes if candidate.front[0].is_pass else steps).append(candidate)
+    return Choice(
+        moves,
+        [] if under_way.has_steps else choose_steps(steps, shares),
+        [] if under_way.has_passes else choose_passes(passes, shares, max_tokens),
+    )
+
+
+def next_move(candidate: Candidate[M], *, may_save: bool = True) -> Move | None:
+    """What the model needs that concerns no other; None for a pass, a step, or nothing."""
+    head = candidate.front[0] if candidate.front else None
+    if candidate.is_failed:
+        return Move.FAIL
+    if may_save and candidate.is_loaded and candidate.is_snapshot_due:
+        return Move.SNAPSHOT
+    if head is None:
+        is_leaving = may_save and candidate.is_loaded and candidate.wants_unload
+        return Move.UNLOAD if is_leaving else None
+    if head.seq_id > 0 and not candidate.is_loaded:
+        return Move.LOAD
+    return None if head.is_pass or head.is_step else Move.SINGLE
+
+
+def choose_steps(ready: Sequence[Candidate[M]], shares: Shares) -> list[Candidate[M]]:
+    """Steps for one call: one of each owner, then a second of each, and so on."""
+    of_owner: dict[str, list[Candidate[M]]] = {}
+    for candidate in ready:
+        of_owner.setdefault(candidate.owner, []).append(candidate)
+    rounds = zip_longest(*(of_owner[owner] for owner in sorted(of_owner, key=shares.of_owner)))
+    in_turns = (candidate for each in rounds for candidate in each if candidate is not None)
+    return list(islice(in_turns, STEPS_AT_ONCE))
+
+
+def choose_passes(
+    ready: Sequence[Candidate[M]], shares: Shares, max_tokens: int
+) -> list[Candidate[M]]:
+    """Passes for one batch, in fair turns, in order within each model."""
+    turns = _Turns(ready, shares)
+    chosen: list[Candidate[M]] = []
+    num_taken: Counter[str] = Counter()
+    budget = max_tokens
+    is_batch_costly = False
+    while (candidate := turns.take()) is not None:
+        position = num_taken[candidate.model_id]
+        if position >= len(candidate.front) or not candidate.front[position].is_pass:
+            continue
+        operation = candidate.front[position]
+        is_costly = _is_costly(candidate, operation, shares)
+        if chosen:
+            first = chosen[0]
+            if candidate.base_model != first.base_model:
+                continue
+            if (is_costly or is_batch_costly) and candidate.owner != first.owner:
+                continue
+            if operation.num_tokens > budget or operation.attempts:
+                break
+        chosen.append(candidate)
+        num_taken[candidate.model_id] += 1
+        is_batch_costly |= is_costly
+        budget -= operation.num_tokens
+        if operation.attempts:
+            break
+        turns.again(candidate, expected_seconds(candidate, operation, shares))
+    return chosen
+
+
+def expected_seconds(candidate: Candidate[M], operation: Operation, shares: Shares) -> float:
+    if candidate.seconds_per_token is not None:
+        return candidate.seconds_per_token * max(1, operation.num_tokens)
+    return shares.usual_seconds(candidate.base_model, operation.num_tokens)
+
+
+def _is_costly(candidate: Candidate[M], operation: Operation, shares: Shares) -> bool:
+    seconds = expected_seconds(candidate, operation, shares)
+    usual = shares.usual_seconds(candidate.base_model, operation.num_tokens)
+    return seconds > max(COSTLY * usual, _LEAST_COSTLY_SECONDS)
+
+
+def _is_suspect(candidate: Candidate[M], max_attempts: int) -> bool:
+    """Whether the model's next move was under way at all but one of the deaths allowed."""
+    if not candidate.front or candidate.is_failed:
+        return False
+    attempts = max(candidate.front[0].attempts, candidate.rebuild_attempts)
+    return attempts >= max_attempts - 1 > 0
+
+
+def _choose_alone(candidate: Candidate[M]) -> Choice[M]:
+    move = next_move(candidate)
+    if move is not None:
+        return Choice([(candidate, move)], is_alone=True)
+    if candidate.front[0].is_pass:
+        return Choice(passes=[candidate], is_alone=True)
+    return Choice(steps=[candidate], is_alone=True)
+
+
+class _Turns(Generic[M]):
+    """Candidates by what their owners have had, those of one owner by what they have had."""
+
+    def __init__(self, candidates: Sequence[Candidate[M]], shares: Shares) -> None:
+        self._of_owner: dict[str, list[tuple[float, int, Candidate[M]]]] = {}
+        self._order = {c.model_id: number for number, c in enumerate(candidates)}
+        self._had: dict[str, float] = {}
+        for number, c in enumerate(candidates):
+            had = self._had[c.model_id] = shares.of_model(c.owner, c.model_id)
+            heapq.heappush(self._of_owner.setdefault(c.owner, []), (had, number, c))
+        self._owners = [(shares.of_owner(owner), owner) for owner in self._of_owner]
+        heapq.heapify(self._owners)
+
+    def take(self) -> Candidate[M] | None:
+        """Whose turn it is; it has no other unless it is put in `again`."""
+        while self._owners:
+            rivals = self._of_owner[self._owners[0][1]]
+            if rivals:
+                return heapq.heappop(rivals)[2]
+            heapq.heappop(self._owners)
+        return None
+
+    def again(self, candidate: Candidate[M], seconds: float) -> None:
+        """The one just taken may have another turn, after the time that this one takes."""
+        had, owner = self._owners[0]
+        heapq.heapreplace(self._owners, (had + seconds, owner))
+        key = candidate.model_id
+        self._had[key] += seconds
+        entry = (self._had[key], self._order[key], candidate)
+        heapq.heappush(self._of_owner[owner], entry)

@@ -1,0 +1,70 @@
+"""A live model: what the server knows about a model while somebody uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from tinsmith.engine.base import Failure
+from tinsmith.server.operations.queue import SequenceQueue
+from tinsmith.server.store.records import Finish, ModelRecord
+from tinsmith.types import LoraConfig
+
+
+@dataclass(slots=True, eq=False)
+class LiveModel:
+    record: ModelRecord
+    queue: SequenceQueue
+    generation: int = 0
+    """The engine that holds the model's adapter, counted from 1; 0 for none."""
+    is_busy: bool = False
+    """Whether something of this model is in the engine's hands."""
+    failure: Failure | None = None
+    """Why nothing can be done with this model any more."""
+    rebuild_attempts: int = 0
+    seconds_per_token: float | None = None
+    """What its passes took lately; None before the first."""
+    last_used_at: float = field(default_factory=time.time)
+    is_changed: bool = False
+    """Whether operations took effect that the snapshot does not hold."""
+    steps_since_snapshot: int = 0
+    bytes_since_snapshot: int = 0
+    oldest_since_snapshot: float | None = None
+    wants_snapshot: bool = False
+    """Whether a snapshot is due whatever the policy says, because the newest one was damaged."""
+    wants_unload: bool = False
+    gap_seconds: float = 0.0
+    """How long its operations have waited for a number that has not arrived."""
+    finishes: list[Finish] = field(default_factory=list)
+    """Ends of operations that are not recorded yet, in order."""
+    committing: asyncio.Task[None] | None = None
+    num_recording: int = 0
+    """Operations that are being recorded and will join the queue."""
+
+    @property
+    def model_id(self) -> str:
+        return self.record.model_id
+
+    @property
+    def owner(self) -> str:
+        return self.record.owner
+
+    @property
+    def lora(self) -> LoraConfig:
+        return LoraConfig(**self.record.lora)
+
+    def is_idle(self, generation: int) -> bool:
+        """Whether nothing of the model is in the engine, queued or on its way."""
+        return (
+            self.generation != generation
+            and not self.is_busy
+            and not len(self.queue)
+            and not self.num_recording
+            and self.committing is None
+        )
+
+    async def recorded(self) -> None:
+        """Wait until every end so far is in the store."""
+        while self.committing is not None:
+            await asyncio.shield(self.committing)

@@ -1,0 +1,147 @@
+"""Models in and out of the engine: rebuilding them there, saving them, putting them on disk."""
+
+from __future__ import annotations
+
+import logging
+
+from tinsmith.engine.base import Engine, Failure
+from tinsmith.errors import EngineError, TinkerError
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.engines import EngineSupervisor
+from tinsmith.server.operations.endings import Endings
+from tinsmith.server.operations.live_model import LiveModel
+from tinsmith.server.operations.live_models import LiveModels
+from tinsmith.server.operations.recovery import RebuildError, Recovery
+from tinsmith.server.operations.runner import Free
+from tinsmith.server.operations.snapshots import Snapshots
+from tinsmith.server.store.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+class ModelWork:
+    """Work on one model that is no operation of its log."""
+
+    def __init__(self, model: LiveModel, free: Free) -> None:
+        self.model = model
+        self.models = [model]
+        self._free = free
+
+    def engine_died(self, error: EngineError) -> None:
+        """The model is rebuilt when it is wanted."""
+
+    def waited(self, error: TinkerError) -> None:
+        """It is tried again as long as it is due."""
+
+    def close(self) -> None:
+        self._free(self.model)
+
+
+class Load(ModelWork):
+    """Rebuild a model in the engine."""
+
+    def __init__(
+        self,
+        model: LiveModel,
+        free: Free,
+        *,
+        store: Store,
+        recovery: Recovery,
+        residents: Residents,
+        endings: Endings,
+        max_attempts: int,
+    ) -> None:
+        super().__init__(model, free)
+        self._store = store
+        self._recovery = recovery
+        self._residents = residents
+        self._endings = endings
+        self._max_attempts = max_attempts
+
+    async def run(self, engine: Engine, generation: int) -> None:
+        model = self.model
+        await self._residents.make_room(engine, model)
+        try:
+            await self._recovery.rebuild(engine, model)
+        except RebuildError as error:
+            logger.exception("model %s cannot be rebuilt", model.model_id)
+            model.failure = Failure(f"model {model.model_id} is lost: {error}", "server")
+            await self._store.models.update(model.model_id, {"is_corrupted": True})
+            return
+        model.generation = generation
+        model.rebuild_attempts = 0
+
+    def engine_died(self, error: EngineError) -> None:
+        model = self.model
+        model.rebuild_attempts += 1
+        if model.rebuild_attempts >= self._max_attempts:
+            logger.error("model %s is set aside: %s", model.model_id, error)
+            problem = f"the engine died each time model {model.model_id} was rebuilt"
+            model.failure = Failure(
+                f"{problem}, so it is set aside until the server starts again: {error}", "server"
+            )
+
+    def broke(self, error: Exception) -> None:
+        logger.error("rebuilding model %s failed", self.model.model_id, exc_info=error)
+        problem = f"model {self.model.model_id} could not be loaded: {type(error).__name__}"
+        self._endings.end_all(self.model, Failure(problem, "server"))
+
+
+class Save(ModelWork):
+    """Take a snapshot of a model; and then, where it is to leave, put it out of the engine."""
+
+    def __init__(
+        self, model: LiveModel, free: Free, snapshots: Snapshots, *, is_leaving: bool
+    ) -> None:
+        super().__init__(model, free)
+        self._snapshots = snapshots
+        self._is_leaving = is_leaving
+
+    async def run(self, engine: Engine, generation: int) -> None:
+        model = self.model
+        if model.generation != generation:
+            return
+        if self._is_leaving:
+            model.wants_unload = False
+        if model.is_changed or not self._is_leaving:
+            await self._snapshots.take(engine, model)
+        if self._is_leaving:
+            await engine.unload_adapter(model.model_id)
+            model.generation = 0
+            logger.info("unloaded %s", model.model_id)
+
+    def broke(self, error: Exception) -> None:
+        """The log goes on growing; another attempt is made when the next snapshot is due."""
+        logger.error("saving %s failed", self.model.model_id, exc_info=error)
+        if not self._is_leaving:
+            self._snapshots.put_off(self.model)
+
+    def waited(self, error: TinkerError) -> None:
+        self.broke(error)
+
+
+class Residents:
+    """The models that the engine holds, and which of them go when there are too many."""
+
+    def __init__(
+        self, models: LiveModels, engines: EngineSupervisor, config: ServerConfig, wake: Free
+    ) -> None:
+        self._models = models
+        self._engines = engines
+        self._config = config
+        self._wake = wake
+
+    async def make_room(self, engine: Engine, incoming: LiveModel) -> None:
+        """Mark idle models for the disk, the longest idle first, where there are too many.
+
+        While the engine holds more memory than it should, one goes for each that comes.
+        """
+        loaded = [m for m in self._models if m.generation == self._engines.generation]
+        excess = len(loaded) + 1 - self._config.max_loaded_models
+        limit = self._config.max_engine_bytes
+        if limit is not None and (await engine.health()).memory_bytes > limit:
+            excess = max(excess, 1)
+        idle = [m for m in loaded if not m.is_busy and not len(m.queue) and m is not incoming]
+        for model in sorted(idle, key=lambda m: m.last_used_at)[: max(0, excess)]:
+            model.wants_unload = True
+            self._wake(model)
