@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
-import uvicorn
-from uvicorn.server import ServerState
 
-from tinsmith.server.edge import connections, http
+from tests.support.listening import listening
+from tinsmith.server.edge import routing
+from tinsmith.server.edge.admission import FEW_REQUESTS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, MutableMapping
@@ -87,7 +87,7 @@ async def test_an_openai_client_that_leaves_frees_its_place(
     await server.until(lambda: not engine._jobs, seconds=2)
     await asyncio.wait_for(visitor.task, 2)
     assert server.service.sampling.num_streams == 0
-    assert server.service.admission.num_requests == 0
+    assert server.service.admission.requests.total == 0
 
 
 async def test_an_openai_client_that_stays_gets_its_answer(start_server: StartServer) -> None:
@@ -150,7 +150,7 @@ async def test_a_large_body_gives_its_memory_back_however_it_ends(
     announced = {"content_type": PROTO, "content_length": str(size)}
     first = Visitor(server, path, **announced)
     first.give(bytes(2**20), is_last=False)
-    await server.until(lambda: admission.body_bytes == size)
+    await server.until(lambda: admission.body_bytes.total == size)
     second = Visitor(server, path, **announced)
     await asyncio.wait_for(second.task, 2)
     assert second.status == 429, "one owner has at most half"
@@ -158,27 +158,27 @@ async def test_a_large_body_gives_its_memory_back_however_it_ends(
     other.give(bytes(size))
     await asyncio.wait_for(other.task, 5)
     assert other.status == 400, "another owner has room; the body is nonsense"
-    assert admission.body_bytes == size
+    assert admission.body_bytes.total == size
     first.leave()
     await asyncio.wait_for(first.task, 2)
-    assert admission.body_bytes == 0
+    assert admission.body_bytes.total == 0
 
 
 async def test_a_body_without_a_length_is_counted_as_it_comes(start_server: StartServer) -> None:
     server = await start_server(max_active_body_bytes=8 * 2**20, max_body_bytes=2**24)
     visitor = Visitor(server, "/api/v1/forward_backward", content_type=PROTO)
     visitor.give(bytes(3 * 2**20), is_last=False)
-    await server.until(lambda: server.service.admission.body_bytes == 3 * 2**20)
+    await server.until(lambda: server.service.admission.body_bytes.total == 3 * 2**20)
     visitor.give(bytes(3 * 2**20), is_last=False)
     await asyncio.wait_for(visitor.task, 2)
     assert visitor.status == 429
-    assert server.service.admission.body_bytes == 0
+    assert server.service.admission.body_bytes.total == 0
 
 
 async def test_who_falls_silent_in_the_middle_of_a_body_is_not_waited_for(
-    server: TestServer, monkeypatch: pytest.MonkeyPatch
+    start_server: StartServer,
 ) -> None:
-    monkeypatch.setattr(http, "_BODY_PAUSE_SECONDS", 0.2)
+    server = await start_server(body_patience_seconds=0.2)
     visitor = Visitor(server, "/api/v1/optim_step")
     visitor.give(b"{", is_last=False)
     await asyncio.wait_for(visitor.task, 2)
@@ -186,25 +186,27 @@ async def test_who_falls_silent_in_the_middle_of_a_body_is_not_waited_for(
 
 
 async def test_beyond_the_limit_requests_are_told_to_wait(start_server: StartServer) -> None:
-    server = await start_server(max_active_requests=2)
+    server = await start_server(max_active_requests=4)
     held = [Visitor(server, "/api/v1/session_heartbeat") for _ in range(2)]
-    await server.until(lambda: server.service.admission.num_requests == 2)
+    await server.until(lambda: server.service.admission.requests.total == 2)
     response = await server.api.post("/session_heartbeat", {"session_id": "x"})
     assert response.status_code == 429 and int(response.headers["retry-after-ms"]) > 0
+    other = await server.other_user()
+    assert (await other.get("/sessions")).status_code == 200, "others have their share"
     # Clients up to 0.20 die of a 429 here.
     response = await server.api.post("/retrieve_future", {"request_id": "x"})
     assert response.status_code == 404
     for visitor in held:
         visitor.leave()
         await asyncio.wait_for(visitor.task, 2)
-    assert server.service.admission.num_requests == 0
+    assert server.service.admission.requests.total == 0
     assert (await server.api.get("/sessions")).status_code == 200
 
 
 async def test_an_owner_who_sends_too_fast_waits_alone(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "_TOO_FAST_SECONDS", 0.3)
+    monkeypatch.setattr(routing, "_TOO_FAST_SECONDS", 0.3)
     server = await start_server(key_max_requests_per_second=5)
     other = await server.other_user()
     began = time.monotonic()
@@ -220,45 +222,37 @@ async def test_an_owner_who_sends_too_fast_waits_alone(
     assert poll.status_code == 404
 
 
-async def test_nothing_new_is_let_in_while_the_loop_is_behind(server: TestServer) -> None:
+async def test_who_has_much_under_way_is_refused_while_the_loop_is_behind(
+    server: TestServer,
+) -> None:
+    held = [Visitor(server, "/api/v1/session_heartbeat") for _ in range(FEW_REQUESTS)]
+    await server.until(lambda: server.service.admission.requests.total == FEW_REQUESTS)
+    other = await server.other_user()
     assert (await server.api.get("/sessions")).status_code == 200
     time.sleep(1.5)  # noqa: ASYNC251  # what a server that cannot keep up looks like
     await asyncio.sleep(0)
     await server.until(lambda: server.service.admission.lag_seconds > 1, seconds=0.2)
     assert (await server.api.get("/sessions")).status_code == 429
+    assert (await other.get("/sessions")).status_code == 200, "it is not the other's fault"
     await server.until(lambda: server.service.admission.lag_seconds < 1)
     assert (await server.api.get("/sessions")).status_code == 200
-
-
-@contextlib.asynccontextmanager
-async def _listening(server: TestServer) -> AsyncIterator[tuple[tuple[str, int], ServerState]]:
-    """The same server behind real connections: where, and which there are."""
-    config = uvicorn.Config(server.app, lifespan="off", log_config=None)
-    config.load()
-    state = ServerState()
-    listener = await asyncio.get_running_loop().create_server(
-        lambda: connections.Connection(config=config, server_state=state, app_state={}),
-        "127.0.0.1",
-        0,
-    )
-    yield listener.sockets[0].getsockname(), state
-    for connection in list(state.connections):
-        connection.transport.abort()
-    listener.close()
+    for visitor in held:
+        visitor.leave()
+        await asyncio.wait_for(visitor.task, 2)
 
 
 @pytest.fixture
-async def address(server: TestServer) -> AsyncIterator[tuple[str, int]]:
-    async with _listening(server) as (where, _):
+async def impatient(start_server: StartServer) -> AsyncIterator[tuple[str, int]]:
+    """Where a server listens that does not wait long for a head."""
+    async with listening(await start_server(head_seconds=0.3)) as (where, _):
         yield where
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /healthz HT", b"GET /healthz HTTP/1.1\r\nhost: x\r\n"])
 async def test_a_connection_without_a_whole_request_is_closed(
-    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, sent: bytes
+    impatient: tuple[str, int], sent: bytes
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
-    reader, writer = await asyncio.open_connection(*address)
+    reader, writer = await asyncio.open_connection(*impatient)
     writer.write(sent)
     with contextlib.suppress(ConnectionResetError):
         assert await asyncio.wait_for(reader.read(), 2) == b""
@@ -266,10 +260,9 @@ async def test_a_connection_without_a_whole_request_is_closed(
 
 
 async def test_a_connection_may_be_idle_between_requests(
-    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+    impatient: tuple[str, int],
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
-    reader, writer = await asyncio.open_connection(*address)
+    reader, writer = await asyncio.open_connection(*impatient)
     for _ in range(2):
         writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
         assert (await asyncio.wait_for(reader.readline(), 2)).endswith(b"200 OK\r\n")
@@ -287,7 +280,7 @@ async def test_who_asks_much_at_once_and_goes_leaves_nothing_behind(
     body = orjson.dumps({"request_id": request_id})
     head = f"POST /api/v1/retrieve_future HTTP/1.1\r\nhost: x\r\nx-api-key: {api.key}\r\n"
     request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-    async with _listening(server) as (where, state):
+    async with listening(server) as (where, state):
         _, writer = await asyncio.open_connection(*where)
         writer.write(request * 20)
         promise = server.service.promises.get(request_id)

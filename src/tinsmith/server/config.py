@@ -74,14 +74,27 @@ class ServerConfig:
     max_body_bytes: int = 256 * 1024 * 1024
     """Largest request body, before and after decompression."""
 
+    max_connections: int = 32_768
+    """Most open connections, or as many as the system allows; a quarter for those without a key."""
+
+    head_seconds: float = 30.0
+    """How long a client may take for the head of a request."""
+
+    body_patience_seconds: float = 30.0
+    """How long a client may take for a body, beside the time that its bytes need at ..."""
+
+    min_body_bytes_per_second: int = 16 * 1024
+    """... this rate, the slowest that is waited for."""
+
     max_active_requests: int = 2048
-    """Most requests worked on at once, those that wait for a result aside; beyond, 429."""
+    """Most requests worked on at once, those that wait for a result aside. An owner may have as
+    many as are still free, half of all if alone; beyond, 429."""
 
     key_max_requests_per_second: float = 2000.0
     """Most requests of one owner for long; beyond, each waits a second and is then refused."""
 
     max_active_body_bytes: int = 1024**3
-    """Most bytes of large bodies worked on at once, half of it for one owner; beyond, 429."""
+    """Most bytes of bodies worked on at once, shared as requests are; beyond, 429."""
 
     hold_seconds: float = 30.0
     """How long a question for a result is held open before the answer is "try again"."""
@@ -202,7 +215,7 @@ class ServerConfig:
         if not self.auth and not self.is_loopback:
             raise ValidationError(
                 f"a server without authentication listens on loopback only, not on {self.host!r}; "
-                "use --auth, or leave --host away"
+                "use --auth, or omit --host"
             )
 
     @property

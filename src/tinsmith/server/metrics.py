@@ -44,8 +44,9 @@ HISTOGRAMS = {
     "wait_seconds": "From recording a training operation to its start.",
 }
 GAUGES: dict[str, str] = {
-    "active_body_bytes": "Memory given to large bodies of requests under way.",
+    "active_body_bytes": "Bytes of bodies of requests under way.",
     "active_requests": "Requests under way, those that wait for results not counted.",
+    "connections": "Open connections.",
     "engine_busy_seconds": "How long the present engine has worked since it started.",
     "engine_memory_bytes": "The engine's memory: the process's, or the device's.",
     "engine_restarts": "How often an engine was started again after it died.",

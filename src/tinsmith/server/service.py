@@ -21,6 +21,7 @@ from tinsmith.server.checkpoints import Checkpoints
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.edge.admission import Admission
 from tinsmith.server.edge.auth import KEY_CHANGES, Auth
+from tinsmith.server.edge.sockets import Sockets
 from tinsmith.server.engines import EngineFactory, EngineSupervisor
 from tinsmith.server.futures import Promises
 from tinsmith.server.metrics import Metrics
@@ -67,6 +68,7 @@ class Service:
             config.max_active_body_bytes,
             config.key_max_requests_per_second,
         )
+        self.sockets = Sockets(config.max_connections)
         changes = Path(config.data_dir) / KEY_CHANGES
         self.auth = Auth(store, secret, is_required=config.auth, changes=changes)
         self.weights = WeightsFolders(Path(config.data_dir) / "weights", store)
@@ -214,9 +216,10 @@ class Service:
 
     def _add_gauges(self) -> None:
         gauges: dict[str, Callable[[], float]] = {
-            "active_requests": lambda: self.admission.num_requests,
+            "connections": lambda: self.sockets.total,
+            "active_requests": lambda: self.admission.requests.total,
             "event_loop_lag_seconds": lambda: self.admission.lag_seconds,
-            "active_body_bytes": lambda: self.admission.body_bytes,
+            "active_body_bytes": lambda: self.admission.body_bytes.total,
             "queued_operations": lambda: sum(len(m.queue) for m in self.models),
             "live_models": lambda: len(self.models),
             "loaded_models": lambda: sum(

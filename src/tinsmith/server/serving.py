@@ -15,7 +15,9 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 
@@ -100,7 +102,11 @@ async def serve(config: ServerConfig, engine_factory: EngineFactory, announce: A
         service.url = url
         settings = uvicorn.Config(
             build_app(service),
-            http=Connection,
+            http=cast(
+                "type[Connection]",
+                partial(Connection, sockets=service.sockets, head_seconds=config.head_seconds),
+            ),
+            ws="none",
             lifespan="on",
             log_config=None,
             access_log=False,

@@ -1,29 +1,28 @@
 """How much may be under way at once, so that too much is refused early instead of slowing all.
 
 Requests count from their arrival to their answer; those that only wait for a result do not, they
-cost next to nothing. When the event loop itself falls behind, nothing new is let in until it has
-caught up; and an owner who sends faster than anybody should has to wait alone.
-
-Large bodies are counted in bytes, because a few of them fill the memory; one owner gets at most
-half of that, so nobody can keep the others from sending theirs.
+cost next to nothing. Bodies count in bytes, from the first one on. Of both an owner has a share.
+When the event loop itself falls behind, owners with more than a few requests under way are
+refused until it has caught up; and an owner who sends faster than anybody should has to wait alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from dataclasses import dataclass
 
+from tinsmith.server.edge.shares import Shares
+
 MAX_LAG_SECONDS = 1.0
-"""How far the event loop may fall behind before new requests are refused."""
+"""How far the event loop may fall behind before new requests are refused..."""
+
+FEW_REQUESTS = 4
+"""... to owners with this many under way. Others get in, or one could shut out all."""
 
 _LOOK_SECONDS = 0.1
 _BURST_SECONDS = 2.0
 """For how long an owner may send at twice the rate."""
-
-LARGE_BODY_BYTES = 1024 * 1024
-"""Smaller bodies are not counted: there are never more of them than connections."""
 
 
 @dataclass(slots=True)
@@ -37,12 +36,10 @@ class _Allowance:
 class Admission:
     def __init__(self, max_requests: int, max_body_bytes: int, owner_rate: float) -> None:
         """`owner_rate` is how many requests a second one owner may send for long."""
-        self._max_requests = max_requests
-        self._max_body_bytes = max_body_bytes
+        self.requests = Shares(max_requests)
+        self.body_bytes = Shares(max_body_bytes)
         self._owner_rate = owner_rate
         self._allowances: dict[str, _Allowance] = {}
-        self._bytes_of: Counter[str] = Counter()
-        self.num_requests = 0
         self.lag_seconds = 0.0
 
     def is_too_fast(self, owner: str) -> bool:
@@ -66,32 +63,11 @@ class Admission:
             await asyncio.sleep(_LOOK_SECONDS)
             self.lag_seconds = time.monotonic() - due
 
-    def enter(self) -> bool:
-        """Count a request in, unless there are too many; who is in must `leave`."""
-        if self.num_requests >= self._max_requests or self.lag_seconds > MAX_LAG_SECONDS:
+    def enter(self, owner: str) -> bool:
+        """Count a request in, unless its owner has too many; who is in must `leave`."""
+        if self.lag_seconds > MAX_LAG_SECONDS and self.requests.of(owner) >= FEW_REQUESTS:
             return False
-        self.num_requests += 1
-        return True
+        return self.requests.take(owner)
 
-    def leave(self) -> None:
-        self.num_requests -= 1
-
-    def take_bytes(self, owner: str, num_bytes: int) -> bool:
-        """Memory for more of an owner's body, unless that is too much; to be given back."""
-        taken = self._bytes_of.total()
-        is_alone = not self._bytes_of[owner]
-        if taken + num_bytes > self._max_body_bytes and not (is_alone and taken == 0):
-            return False
-        if self._bytes_of[owner] + num_bytes > self._max_body_bytes // 2 and not is_alone:
-            return False
-        self._bytes_of[owner] += num_bytes
-        return True
-
-    def give_back_bytes(self, owner: str, num_bytes: int) -> None:
-        self._bytes_of[owner] -= num_bytes
-        if not self._bytes_of[owner]:
-            del self._bytes_of[owner]
-
-    @property
-    def body_bytes(self) -> int:
-        return self._bytes_of.total()
+    def leave(self, owner: str) -> None:
+        self.requests.give_back(owner)

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from tinsmith.server.edge.http import answer, detail_body
 from tinsmith.server.edge.openapi import description
+from tinsmith.server.edge.origins import Origins
 from tinsmith.server.edge.routing import ApiRoute, open_route
 from tinsmith.server.routes import (
     account,
@@ -62,10 +64,12 @@ class Application(Starlette):
 
     Those are the ones that are asked thousands of times a second, and looking through all routes
     for them costs more than most of their work. Their endpoints answer every error themselves.
+    Before all routes, requests that come from the wrong web pages are refused.
     """
 
-    def __init__(self, routes: list[ApiRoute], **options: Any) -> None:
+    def __init__(self, routes: list[ApiRoute], origins: Origins, **options: Any) -> None:
         super().__init__(routes=routes, **options)
+        self._origins = origins
         self._direct = {
             (route.row.method, route.path): route.respond
             for route in routes
@@ -73,14 +77,18 @@ class Application(Starlette):
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = None
+        respond = None
         if scope["type"] == "http":
-            answer = self._direct.get((scope["method"], scope["path"]))
-        if answer is None:
+            trouble = self._origins.trouble(scope["method"], Headers(scope=scope))
+            if trouble is not None:
+                await answer(detail_body(403, trouble), 403)(scope, receive, send)
+                return
+            respond = self._direct.get((scope["method"], scope["path"]))
+        if respond is None:
             await super().__call__(scope, receive, send)
             return
         scope["app"] = self
-        response = await answer(Request(scope, receive, send))
+        response = await respond(Request(scope, receive, send))
         await response(scope, receive, send)
 
 
@@ -95,6 +103,7 @@ def build_app(service: Service) -> Starlette:
 
     app = Application(
         routes=ROUTES,
+        origins=Origins(service.config),
         lifespan=lifespan,
         exception_handlers={HTTPException: _http_error},
     )

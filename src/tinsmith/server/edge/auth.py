@@ -46,6 +46,8 @@ class Caller:
     key_id: int
     key_name: str = ""
     key_note: str = ""
+    token_expires_at: int | None = None
+    """Until when the token is good with which the request came; None if it came with a key."""
 
     @property
     def user_urn(self) -> str:
@@ -78,29 +80,33 @@ class Auth:
         """The caller behind a key or token."""
         if not credential:
             return None
+        expires_at = None
         if credential.startswith(TOKEN_PREFIX):
             claims = self._verified(credential)
-            key_id = None if claims is None else claims.get("key_id")
-            if not isinstance(key_id, int):
+            if claims is None:
                 return None
+            key_id, expires_at = claims["key_id"], claims["exp"]
             await self._refresh(is_known=key_id in self._by_id)
             key = self._by_id.get(key_id)
         else:
             digest = hash_key(credential)
             await self._refresh(is_known=digest in self._by_hash)
             key = self._by_hash.get(digest)
-        return _caller(key) if key is not None and key.is_good(time.time()) else None
+        if key is None or not key.is_good(time.time()):
+            return None
+        return Caller(key.owner, key.key_id, key.name, key.note, expires_at)
 
     def issue_token(self, caller: Caller, seconds: int) -> str:
-        """A token that stands for the caller for a while."""
+        """A token that stands for the caller for a while; one for a token ends when that does."""
+        now = int(time.time())
         claims = {
             "iss": "passport-tinsmith",
             "sub": caller.user_urn,
             "org_id": caller.owner,
             "email": "",
             "key_id": caller.key_id,
-            "iat": int(time.time()),
-            "exp": int(time.time()) + seconds,
+            "iat": now,
+            "exp": caller.token_expires_at or now + seconds,
         }
         head = _b64(orjson.dumps({"alg": "HS256", "typ": "JWT"}))
         signed = f"{head}.{_b64(orjson.dumps(claims))}"
@@ -155,16 +161,12 @@ class Auth:
         self._changed_at = time.monotonic()
 
     def _verified(self, token: str) -> dict[str, Any] | None:
+        """What we wrote into the token, if it was us and it is still good."""
         signed, _, signature = token.rpartition(".")
         if not _is_equal(_b64(self._sign(signed)), signature):
             return None
-        try:
-            claims = orjson.loads(_unb64(signed.partition(".")[2]))
-        except ValueError:
-            return None
-        if not isinstance(claims, dict) or not claims.get("exp", 0) > time.time():
-            return None
-        return claims
+        claims: dict[str, Any] = orjson.loads(_unb64(signed.partition(".")[2]))
+        return claims if claims["exp"] > time.time() else None
 
     def _sign(self, text: str) -> bytes:
         return hmac.new(self._secret, text.encode(errors="replace"), hashlib.sha256).digest()
@@ -214,10 +216,6 @@ def note_key_change(data_dir: Path) -> None:
 def _is_equal(ours: str, given: str) -> bool:
     """Compares in the same time wherever they differ; texts of any characters."""
     return hmac.compare_digest(ours.encode(), given.encode(errors="replace"))
-
-
-def _caller(key: KeyRecord) -> Caller:
-    return Caller(key.owner, key.key_id, key.name, key.note)
 
 
 def _b64(data: bytes) -> str:

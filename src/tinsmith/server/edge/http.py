@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -17,8 +18,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from tinsmith.errors import EngineError, TooLargeError, ValidationError
-from tinsmith.server.edge.admission import LARGE_BODY_BYTES
 from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.connections import CONNECTION
 from tinsmith.server.service import Service
 from tinsmith.server.store.errors import StoreUnavailableError
 from tinsmith.wire import json, zstd
@@ -31,9 +32,6 @@ ErrorBody = Callable[[int, str], Any]
 T = TypeVar("T")
 
 WAIT = {"retry-after-ms": "1000", "retry-after": "1"}
-_BODY_PAUSE_SECONDS = 60.0
-"""How long a client may be silent in the middle of a body."""
-
 _UNFOLD_IN_THREAD_BYTES = 256 * 1024
 OWNER, _BODY_BYTES = "tinsmith.owner", "tinsmith.body_bytes"
 _BODY_START = "tinsmith.body_start"
@@ -68,6 +66,18 @@ def nothing() -> Response:
     return Response(status_code=204)
 
 
+def name_connection(request: Request, caller: Caller) -> None:
+    """Note whose request it is, and whose connection: of these an owner has a share, too."""
+    request.scope[OWNER] = caller.owner
+    connection = request.scope.get(CONNECTION)
+    if connection is not None and not connection.name(caller.owner):
+        raise Refusal(
+            429,
+            "you have too many connections; close some, then send this again",
+            WAIT | {"connection": "close"},
+        )
+
+
 async def read_body(service: Service, request: Request) -> bytes:
     """The body, decompressed; refused before it is read when it announces too many bytes."""
     limit = service.config.max_body_bytes
@@ -80,8 +90,9 @@ async def read_body(service: Service, request: Request) -> bytes:
     _take_memory(service, request, size)
     parts: list[bytes] = []
     size = 0
+    began = time.monotonic()
     while True:
-        message = await _next_part(request, is_first=not parts)
+        message = await _next_part(service, request, began, size)
         part = message.get("body", b"")
         request.scope.setdefault(_BODY_START, part)
         size += len(part)
@@ -106,39 +117,41 @@ async def read_body(service: Service, request: Request) -> bytes:
     return body
 
 
-async def _next_part(request: Request, *, is_first: bool) -> Any:
-    """The next piece of a body; who falls silent in the middle of one is not waited for."""
-    if is_first:
-        message = await request.receive()
-    else:
-        try:
-            async with asyncio.timeout(_BODY_PAUSE_SECONDS):
-                message = await request.receive()
-        except TimeoutError:
-            raise Refusal(
-                400, "the rest of the body did not come", {"connection": "close"}
-            ) from None
+async def _next_part(service: Service, request: Request, began: float, size: int) -> Any:
+    """The next piece of a body of which `size` bytes came since `began`.
+
+    Who sends more slowly than the least rate is not waited for.
+    """
+    config = service.config
+    due = began + config.body_patience_seconds + size / config.min_body_bytes_per_second
+    try:
+        async with asyncio.timeout(due - time.monotonic()):
+            message = await request.receive()
+    except TimeoutError:
+        raise Refusal(
+            400,
+            f"the body came too slowly: {size} bytes in {time.monotonic() - began:.0f} seconds",
+            {"connection": "close"},
+        ) from None
     if message["type"] == "http.disconnect":
         raise ClientDisconnect
     return message
 
 
 def _take_memory(service: Service, request: Request, wanted: int) -> None:
-    """Count a large body's bytes as under way until its request is answered."""
-    if wanted < LARGE_BODY_BYTES:
-        return
+    """Count a body's bytes as under way until its request is answered."""
     held = request.scope.get(_BODY_BYTES, 0)
     if wanted <= held:
         return
-    if not service.admission.take_bytes(request.scope[OWNER], wanted - held):
-        raise Refusal(429, "too many large requests are under way; send this one again", WAIT)
+    if not service.admission.body_bytes.take(request.scope[OWNER], wanted - held):
+        raise Refusal(429, "too many bytes of yours are under way; send this again", WAIT)
     request.scope[_BODY_BYTES] = wanted
 
 
 def _give_memory_back(service: Service, request: Request) -> None:
     held = request.scope.pop(_BODY_BYTES, 0)
     if held:
-        service.admission.give_back_bytes(request.scope[OWNER], held)
+        service.admission.body_bytes.give_back(request.scope[OWNER], held)
 
 
 async def check_still_known(service: Service, request: Request) -> None:
@@ -186,12 +199,12 @@ async def known_caller(service: Service, request: Request) -> Caller:
     return caller
 
 
-async def body_start(request: Request) -> bytes:
+async def body_start(service: Service, request: Request) -> bytes:
     """The first bytes of a body that was not taken; none of a compressed one."""
     if "content-encoding" in request.headers:
         return b""
     if _BODY_START not in request.scope:
-        message = await _next_part(request, is_first=False)
+        message = await _next_part(service, request, time.monotonic(), 0)
         request.scope[_BODY_START] = message.get("body", b"")
     start: bytes = request.scope[_BODY_START]
     return start

@@ -18,7 +18,6 @@ from starlette.routing import Route
 
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import (
-    OWNER,
     WAIT,
     ErrorBody,
     Refusal,
@@ -26,6 +25,7 @@ from tinsmith.server.edge.http import (
     detail_body,
     guarded,
     known_caller,
+    name_connection,
     nothing,
     read_body,
 )
@@ -110,19 +110,19 @@ def _authorised(
 
     async def authorised(service: Service, request: Request) -> Response:
         caller = await known_caller(service, request)
-        request.scope[OWNER] = caller.owner
+        name_connection(request, caller)
         is_too_fast = service.admission.is_too_fast(caller.owner)
         if is_too_fast:
             # Whoever ignores refusals would send the next one at once: that much is prevented.
             await asyncio.sleep(_TOO_FAST_SECONDS * (1 + 2 * random.random()))
         if not row.is_counted:
             return await handle(service, caller, request)
-        if is_too_fast or not service.admission.enter():
-            raise Refusal(429, "too many requests are under way; send this one again", WAIT)
+        if is_too_fast or not service.admission.enter(caller.owner):
+            raise Refusal(429, "too many requests of yours are under way; send it again", WAIT)
         try:
             return await handle(service, caller, request)
         finally:
-            service.admission.leave()
+            service.admission.leave(caller.owner)
 
     async def respond(request: Request) -> Response:
         return await guarded(authorised, request, errors)

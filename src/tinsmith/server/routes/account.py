@@ -52,6 +52,8 @@ async def get_own_key(service: Service, caller: Caller, request: Request) -> Sel
 async def delete_own_key(service: Service, caller: Caller, request: Request) -> None:
     if not service.config.auth:
         raise Refusal(400, "this server runs without authentication; there is no key to revoke")
+    if caller.token_expires_at is not None:
+        raise Refusal(403, "a token cannot revoke the key that it was made from; send the key")
     await service.store.keys.revoke(caller.key_id, now())
     service.auth.forget_keys()
 

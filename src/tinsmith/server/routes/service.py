@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 from starlette.requests import Request
 
 from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.http import Refusal
 from tinsmith.server.edge.routing import bare_route, route
 from tinsmith.server.service import Service
 from tinsmith.types import (
@@ -16,6 +19,9 @@ from tinsmith.types import (
     SupportedModel,
 )
 from tinsmith.wire import endpoints
+
+_RENEWAL_SECONDS = 300
+"""How long before a token's end the official clients ask for the next one."""
 
 
 async def client_config(
@@ -41,6 +47,13 @@ async def client_dynamic_config(
 
 
 async def auth_token(service: Service, caller: Caller, request: Request) -> AuthTokenResponse:
+    """A token for a key; for a token one that ends with it.
+
+    A token near its end is refused: clients that hold nothing else would ask again and again.
+    """
+    ends = caller.token_expires_at
+    if ends is not None and ends - time.time() < _RENEWAL_SECONDS:
+        raise Refusal(403, "a token cannot be renewed by itself; send the key")
     token = service.auth.issue_token(caller, service.config.token_seconds)
     return AuthTokenResponse(jwt=token)
 

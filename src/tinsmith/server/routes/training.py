@@ -111,7 +111,7 @@ async def _pass(
         body = await read_body(service, request)
     except TooLargeError as error:
         if dialects.media_type(content_type) == dialects.PROTO_TYPE:
-            await refuse_unread(service, caller, await body_start(request), str(error))
+            await refuse_unread(service, caller, await body_start(service, request), str(error))
         raise
     return await submit(
         service,
