@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: help demo test lint types schema docs bench chaos load fuzz audit requirements format clean
+.PHONY: help demo check test lint types schema docs bench chaos load fuzz audit requirements format clean
 
 SEED ?= 1
 MINUTES ?= 30
@@ -15,6 +15,7 @@ STORE ?= sqlite
 help:
 	@echo "make demo          start a server, fine-tune the embedded model, sample before and after"
 	@echo "make test          everything: lint, types, and all tests"
+	@echo "make check         the same without the slow tests, for every day"
 	@echo "make lint types    one check each"
 	@echo "make schema        write the generated reference pages"
 	@echo "make docs          build the documentation into site/, and run what it says"
@@ -38,7 +39,10 @@ demo: $(STAMP)
 	$(BIN)/python tools/demo.py
 
 test: lint types requirements $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -p tests.support.durations
+
+check: lint types $(STAMP)
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not real_model"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

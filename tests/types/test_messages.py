@@ -64,7 +64,7 @@ def both(name: str) -> tuple[Any, Any]:
     )
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 @pytest.mark.parametrize("name", VALUES)
 def test_model_dump_gives_what_the_official_message_gives(name, options):
     mine, theirs = both(name)
