@@ -6,6 +6,7 @@ import hashlib
 import io
 import tarfile
 from base64 import b64encode
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 
 from tests.support.scripted_server import Answer, Recorded
 from tinsmith.client.downloads.archive import confined
-from tinsmith.client.downloads.download import Progress, stated_sha256, unfinished
+from tinsmith.client.downloads.download import unfinished
+from tinsmith.client.downloads.file import Progress, stated_sha256
 from tinsmith.client.rest import RestClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import APIStatusError, TinkerError, ValidationError
@@ -32,16 +34,23 @@ def rest(stub: Any, service: ServiceClient) -> RestClient:
     return RestClient(service._rest_connection())
 
 
-def begun(folder: Path) -> Path:
+def begun(folder: Path, part: bytes, version: str | None = '"1"') -> None:
     """What an earlier process has left of the same download."""
     beside = unfinished(folder, PATH)
     beside.mkdir()
-    return beside
+    (beside / "model.safetensors.part").write_bytes(part)
+    if version is not None:
+        (beside / "model.safetensors.version").write_text(version)
 
 
-def serve(request: Recorded) -> Answer:
+def serve(request: Recorded, content: bytes = CONTENT, etag: str = '"1"') -> Answer:
     start = int(request.headers.get("range", "bytes=0-")[6:].rstrip("-"))
-    return Answer(206 if start else 200, CONTENT[start:])
+    if request.headers.get("if-none-match") == etag:
+        return Answer(304, b"", {"etag": etag})
+    if not start or request.headers.get("if-range", etag) != etag:
+        return Answer(200, content, {"etag": etag})
+    place = f"bytes {start}-{len(content) - 1}/{len(content)}"
+    return Answer(206, content[start:], {"etag": etag, "content-range": place})
 
 
 def test_files_arrive_where_they_belong(stub: Any, rest: RestClient, tmp_path: Path) -> None:
@@ -61,7 +70,7 @@ def test_files_arrive_where_they_belong(stub: Any, rest: RestClient, tmp_path: P
 
 
 def test_a_broken_download_is_continued(stub: Any, rest: RestClient, tmp_path: Path) -> None:
-    half = Answer(200, CONTENT[:500_000], fault="truncate")
+    half = Answer(200, CONTENT[:500_000], {"etag": '"1"'}, fault="truncate")
     stub.on("/files/model", half, serve)
     rest.download_checkpoint(PATH, tmp_path).result(10)
     assert (tmp_path / "model.safetensors").read_bytes() == CONTENT
@@ -72,7 +81,7 @@ def test_a_broken_download_is_continued(stub: Any, rest: RestClient, tmp_path: P
 def test_a_part_of_an_earlier_process_is_continued(
     stub: Any, rest: RestClient, tmp_path: Path
 ) -> None:
-    (begun(tmp_path) / "model.safetensors.part").write_bytes(CONTENT[:1000])
+    begun(tmp_path, CONTENT[:1000])
     stub.on("/files/c", Answer(403), Answer(200, {"rank": 8}))
     with pytest.raises(APIStatusError):
         rest.download_checkpoint(PATH, tmp_path).result(10)
@@ -80,7 +89,7 @@ def test_a_part_of_an_earlier_process_is_continued(
     rest.download_checkpoint(PATH, tmp_path).result(10)
     assert (tmp_path / "model.safetensors").read_bytes() == CONTENT
     assert stub.seen("/files/model")[0].headers["range"] == "bytes=1000-"
-    assert stub.count("/files/model") == 1, "what is whole is not fetched again"
+    assert stub.seen("/files/model")[1].headers["if-none-match"] == '"1"', "not fetched again"
     with pytest.raises(ValidationError, match="already"):
         rest.download_checkpoint(PATH, tmp_path).result(10)
 
@@ -98,10 +107,60 @@ def test_what_is_left_of_another_checkpoint_is_not_continued(
 def test_a_server_that_cannot_continue_starts_again(
     stub: Any, rest: RestClient, tmp_path: Path
 ) -> None:
-    (begun(tmp_path) / "model.safetensors.part").write_bytes(b"something else")
+    begun(tmp_path, b"something else")
     stub.on("/files/model", Answer(416), Answer(200, CONTENT))
     rest.download_checkpoint(PATH, tmp_path).result(10)
     assert (tmp_path / "model.safetensors").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("version", ['"0"', 'W/"1"', None])
+def test_a_part_of_another_version_is_not_continued(
+    stub: Any, rest: RestClient, tmp_path: Path, version: str | None
+) -> None:
+    """A checkpoint that was overwritten has the same path; so has a part of unknown origin."""
+    begun(tmp_path, b"of the checkpoint that was here before", version)
+    rest.download_checkpoint(PATH, tmp_path).result(10)
+    assert (tmp_path / "model.safetensors").read_bytes() == CONTENT
+
+
+def test_whole_files_of_another_version_are_fetched_anew(
+    stub: Any, rest: RestClient, tmp_path: Path
+) -> None:
+    begun(tmp_path, b"")
+    whole = unfinished(tmp_path, PATH) / "model.safetensors"
+    whole.write_bytes(b"of the checkpoint that was here before")
+    stub.on("/files/model", lambda request: serve(request, etag='"2"'))
+    rest.download_checkpoint(PATH, tmp_path).result(10)
+    assert (tmp_path / "model.safetensors").read_bytes() == CONTENT
+
+
+def test_a_file_without_a_strong_etag_is_fetched_from_the_start(
+    stub: Any, rest: RestClient, tmp_path: Path
+) -> None:
+    half = Answer(200, CONTENT[:500_000], {"etag": 'W/"1"'}, fault="truncate")
+    stub.on("/files/model", half, serve)
+    rest.download_checkpoint(PATH, tmp_path).result(10)
+    assert (tmp_path / "model.safetensors").read_bytes() == CONTENT
+    assert "range" not in stub.seen("/files/model")[1].headers
+
+
+def test_a_checkpoint_that_changes_when_its_addresses_are_renewed_is_fetched_anew(
+    stub: Any, rest: RestClient, tmp_path: Path
+) -> None:
+    """The addresses expire between the two files, and the next ones are of other weights."""
+
+    def urls(place: str, expires: str) -> Answer:
+        names = {"a": f"{stub.url}/{place}/a", "b": f"{stub.url}/{place}/b"}
+        return Answer(200, {"urls": names, "expires": expires})
+
+    for place in ("old", "new"):
+        for name in ("a", "b"):
+            stub.on(f"/{place}/{name}", Answer(200, place.encode(), {"etag": f'"{place}{name}"'}))
+    soon = datetime.now(UTC) + timedelta(minutes=5, seconds=1)
+    stub.on("/old/a", Answer(200, b"old", {"etag": '"olda"'}, delay=1.2))
+    stub.on(URLS, urls("old", soon.isoformat()), urls("new", "2030-01-01T00:00:00Z"))
+    rest.download_checkpoint(PATH, tmp_path / "x").result(10)
+    assert {path.read_text() for path in (tmp_path / "x").iterdir()} == {"new"}
 
 
 def test_a_damaged_file_is_not_kept(stub: Any, rest: RestClient, tmp_path: Path) -> None:
@@ -137,7 +196,7 @@ def test_a_part_that_does_not_fit_is_not_continued(
     stub: Any, rest: RestClient, tmp_path: Path
 ) -> None:
     """A server that answers with another range than the one asked for would damage the file."""
-    (begun(tmp_path) / "model.safetensors.part").write_bytes(CONTENT[:1000])
+    begun(tmp_path, CONTENT[:1000])
     other = {"content-range": f"bytes 500-{len(CONTENT) - 1}/{len(CONTENT)}"}
     stub.on("/files/model", Answer(206, CONTENT[500:], other), Answer(200, CONTENT))
     rest.download_checkpoint(PATH, tmp_path).result(10)
@@ -184,8 +243,8 @@ def test_other_checkpoints_come_as_an_archive(stub: Any, rest: RestClient, tmp_p
     stub.on(ARCHIVE, Answer(200, {"url": url, "expires": "2030-01-01T00:00:00Z"}))
     stub.on(
         "/tar",
-        Answer(200, body[:700_000], fault="truncate"),
-        lambda request: Answer(206, body[int(request.headers["range"][6:-1]) :]),
+        Answer(200, body[:700_000], {"etag": '"1"'}, fault="truncate"),
+        lambda request: serve(request, body),
     )
     seen: list[Progress] = []
     folder = tmp_path / "run" / "x"
@@ -218,6 +277,5 @@ def test_an_archive_is_kept_only_if_it_may_still_be_of_use(
     stub.on("/tar", Answer(200, b"archive"))
     with pytest.raises(type(error)):
         rest.download_checkpoint("tinker://r/weights/x", tmp_path / "x").result(10)
-    assert [path.name for path in tmp_path.iterdir()] == (
-        [unfinished(tmp_path / "x", "tinker://r/weights/x").name] if is_kept else []
-    )
+    tar = unfinished(tmp_path / "x", "tinker://r/weights/x")
+    assert list(tmp_path.iterdir()) == ([tar] if is_kept else [])

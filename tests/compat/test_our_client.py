@@ -24,6 +24,12 @@ def service(start_server: Any) -> Iterator[tinsmith.ServiceClient]:
 
 
 @pytest.fixture
+def rest(service: tinsmith.ServiceClient) -> tinsmith.RestClient:
+    config = service.holder.config
+    return tinsmith.RestClient(base_url=config.base_url, api_key=config.api_key)
+
+
+@pytest.fixture
 def model(service: tinsmith.ServiceClient) -> str:
     name = service.get_server_capabilities().supported_models[0].model_name
     assert name is not None
@@ -154,3 +160,66 @@ def test_every_client_finds_the_tokenizer_of_a_served_folder(start_local_server:
         ):
             tokenizer = client.get_tokenizer()
             assert tokenizer.decode(tokenizer.encode("tin", add_special_tokens=False)) == "tin"
+
+
+class BrokenOff(Exception):
+    pass
+
+
+def break_off(progress: Any) -> None:
+    raise BrokenOff
+
+
+@pytest.mark.parametrize("kind", ["save_state", "save_weights_external"])
+def test_a_download_continued_after_an_overwrite_has_only_the_new_checkpoint(
+    service: tinsmith.ServiceClient,
+    rest: tinsmith.RestClient,
+    model: str,
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    """Half of each file is of the old checkpoint when the download is continued."""
+    training = service.create_lora_training_client(model, rank=4)
+
+    def save() -> str:
+        training.forward_backward([datum([1, 2, 3, 4, 5])], "cross_entropy")
+        training.optim_step(AdamParams(learning_rate=0.1)).result(20)
+        path: str = getattr(training, kind)("x").result(20).path
+        return path
+
+    path = save()
+    before = contents(rest.download_checkpoint(path, tmp_path / "before").result(20))
+    with pytest.raises(BrokenOff):
+        rest.download_checkpoint(path, tmp_path / "x", break_off).result(20)
+    parts = list(tmp_path.rglob("*.part"))
+    assert parts
+    for part in parts:
+        part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
+    rest.delete_checkpoint_from_tinker_path(path).result(20)
+    assert save() == path
+    found = contents(rest.download_checkpoint(path, tmp_path / "x").result(20))
+    assert found == contents(rest.download_checkpoint(path, tmp_path / "after").result(20))
+    assert found != before
+
+
+@pytest.mark.parametrize("kind", ["save_state", "save_weights_external"])
+def test_a_download_that_broke_off_is_continued_where_it_was(
+    service: tinsmith.ServiceClient,
+    rest: tinsmith.RestClient,
+    model: str,
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    training = service.create_lora_training_client(model, rank=4)
+    path = getattr(training, kind)("x").result(20).path
+    with pytest.raises(BrokenOff):
+        rest.download_checkpoint(path, tmp_path / "x", break_off).result(20)
+    (part,) = tmp_path.rglob("*.part")
+    half = part.stat().st_size // 2
+    part.write_bytes(part.read_bytes()[:half])
+    found = contents(rest.download_checkpoint(path, tmp_path / "x").result(20))
+    assert found == contents(rest.download_checkpoint(path, tmp_path / "whole").result(20))
+
+
+def contents(paths: list[Path]) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in paths}

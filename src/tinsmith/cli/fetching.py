@@ -1,20 +1,19 @@
-"""Lists that come in pages, and files that come over HTTP, each with a progress bar."""
+"""Lists that come in pages, and files, with progress bars."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tinsmith.cli.failures import CommandError
 from tinsmith.cli.output import Output
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from tinsmith.client.downloads.file import Progress
 
-_PIECE_BYTES = 256 * 1024
+T = TypeVar("T")
 
 
 def all_pages(
@@ -48,37 +47,35 @@ def all_pages(
     return items, total
 
 
-def download(url: str, target: Path, *, label: str, what: str, hint: str, output: Output) -> int:
-    """Fetch a signed URL into a file; how many bytes it has."""
-    import urllib.error
-    import urllib.request
+class DownloadBars:
+    """A progress bar for each file of a download; given to it as its `on_progress`."""
 
-    if not url.startswith(("https://", "http://")):
-        raise CommandError(
-            f"Failed to download {what}: {url[:40]!r} is no address of a server", hint
-        )
-    written = 0
-    try:
-        with urllib.request.urlopen(url, timeout=60) as response:
-            length = int(response.headers.get("Content-Length", 0))
-            with (
-                target.open("wb") as file,
-                click.progressbar(
-                    length=length, label=label, hidden=output.is_json, file=sys.stderr
-                ) as bar,
-            ):
-                while piece := response.read(_PIECE_BYTES):
-                    file.write(piece)
-                    written += len(piece)
-                    bar.update(len(piece))
-    except urllib.error.URLError as error:
-        raise CommandError(f"Failed to download {what}: {error}", hint) from error
-    except OSError as error:
-        raise CommandError(
-            f"Failed to save {what}: {error}",
-            f"Please check that you have write permissions to {target.parent}",
-        ) from error
-    return written
+    def __init__(self, output: Output) -> None:
+        self._is_hidden = output.is_json
+        self._file = ""
+        self._bar: Any = None  # click names its class in a private module
+
+    def __enter__(self) -> DownloadBars:
+        return self
+
+    def __call__(self, progress: Progress) -> None:
+        if self._bar is None or progress.file != self._file:
+            self.close()
+            self._file = progress.file
+            self._bar = click.progressbar(
+                length=progress.total or 0,
+                label=progress.file,
+                hidden=self._is_hidden,
+                file=sys.stderr,
+            )
+            self._bar.__enter__()
+        self._bar.update(progress.done - self._bar.pos)
+
+    def close(self, *failure: object) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(None, None, None)
+
+    __exit__ = close
 
 
 def more_title(title: str, shown: int, total: int) -> str:

@@ -15,7 +15,8 @@ from tinsmith.client.connection.api import sdk_headers
 from tinsmith.client.connection.connection import Connection
 from tinsmith.client.connection.sharing import CONNECTIONS
 from tinsmith.client.connection.telemetry import Telemetry
-from tinsmith.client.downloads.download import ProgressCallback, download, download_archive
+from tinsmith.client.downloads.download import download, download_archive
+from tinsmith.client.downloads.file import ProgressCallback
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture
 from tinsmith.client.paging import Pages
 from tinsmith.client.warn import ExperimentalWarning, warns
@@ -217,15 +218,18 @@ class RestClient:
 
         An external checkpoint comes file by file, any other as an archive, if the service has one.
         The folder appears when everything is there, and must not have had files before. A
-        download that broke off is continued. `on_progress` is called on the I/O thread.
+        download that broke off is continued, unless the checkpoint was overwritten meanwhile.
+        `on_progress` is called on the I/O thread.
         """
         parsed = _parsed(tinker_path)
         target = Path(folder)
         if parsed.checkpoint_type == "external":
-            urls = AwaitableConcurrentFuture(self.get_external_weights_urls(tinker_path))
+
+            async def sign() -> ExternalWeightsUrlsResponse:
+                return await AwaitableConcurrentFuture(self.get_external_weights_urls(tinker_path))
 
             async def fetch() -> list[Path]:
-                return await download(self.holder, tinker_path, await urls, target, on_progress)
+                return await download(self.holder, tinker_path, sign, target, on_progress)
         else:
             archive = self._get(
                 CheckpointArchiveUrlResponse,

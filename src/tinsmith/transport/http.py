@@ -94,7 +94,7 @@ class Http:
         """
         for _ in range(_MAX_REDIRECTS):
             async with self._opened(request) as (head, pieces):
-                if head.status_code < 300:
+                if head.status_code < 300 or head.status_code == 304:
                     yield head, pieces
                     return
                 response = replace(head, content=b"".join([piece async for piece in pieces]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tinsmith.cli.fetching import download
+from tinsmith.cli.fetching import DownloadBars
 from tinsmith.cli.output import Output, Table, size_text, with_output
 
 
@@ -29,10 +29,12 @@ def command() -> None:
 @with_output
 def export_trace(output: Output, session_id: str, path: Path | None, url_only: bool) -> None:
     """Export a session's timeline as a Perfetto trace, for https://ui.perfetto.dev."""
+    from tinsmith.client.downloads.file import fetch, forget_version
     from tinsmith.client.rest import RestClient
 
     output.note(f"Exporting trace for session {session_id} (this may take a while)...")
-    url = RestClient().export_session_trace(session_id).result()
+    client = RestClient()
+    url = client.export_session_trace(session_id).result()
     if url_only:
         if output.is_json:
             output.show_json({"session_id": session_id, "url": url})
@@ -40,15 +42,10 @@ def export_trace(output: Output, session_id: str, path: Path | None, url_only: b
             click.echo(url)
         return
     target = path or Path.cwd() / f"{session_id}.pftrace"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    size = download(
-        url,
-        target,
-        label="Downloading trace",
-        what="trace",
-        hint="The address may have expired (it is valid for about an hour); run this again.",
-        output=output,
-    )
+    with DownloadBars(output) as bars:
+        client.holder.submit(fetch, client.holder, url, target.name, target, bars).result()
+    forget_version(target)
+    size = target.stat().st_size
     data: dict[str, Any] = {"session_id": session_id, "destination": str(target)}
     rows = [["Session ID", session_id], ["Saved to", str(target)]]
     if size > 0:

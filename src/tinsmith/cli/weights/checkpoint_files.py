@@ -6,14 +6,13 @@ loaded into a new run, exported from there for a while, fetched, and the export 
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
 from tinsmith.cli.failures import CommandError
-from tinsmith.cli.fetching import download
+from tinsmith.cli.fetching import DownloadBars
 from tinsmith.cli.output import Output
 from tinsmith.errors import TinkerError
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from tinsmith.types import ExternalWeightsUrlsResponse, ParsedCheckpointTinkerPath
 
 _EXPORT_SECONDS = 3600
-_SIGN_AGAIN = timedelta(minutes=5)
 _WHICH = (
     "Only training (tinker://run-id/weights/name) and external weights "
     "(tinker://run-id/external_weights/name) checkpoints can be downloaded."
@@ -72,41 +70,19 @@ def fetch(client: RestClient, path: str, folder: Path, output: Output) -> int:
 def _fetch_external(
     client: RestClient, path: str, folder: Path, output: Output, *, is_temporary: bool = False
 ) -> int:
-    def sign() -> ExternalWeightsUrlsResponse:
-        signed = client.get_external_weights_urls(path).result()
+    from tinsmith.client.downloads.download import download
+
+    async def sign() -> ExternalWeightsUrlsResponse:
+        signed = await client.get_external_weights_urls_async(path)
         if is_temporary:
-            client.set_checkpoint_ttl_from_tinker_path(path, _EXPORT_SECONDS).result()
+            await client.set_checkpoint_ttl_from_tinker_path_async(path, _EXPORT_SECONDS)
+        if not signed.urls:
+            raise CommandError(f"External weights checkpoint has no files: {path}")
         return signed
 
-    signed = sign()
-    if not signed.urls:
-        raise CommandError(f"External weights checkpoint has no files: {path}")
-    targets = {name: _inside(folder, name) for name in sorted(signed.urls)}
-    total = 0
-    for name, target in targets.items():
-        if datetime.now(UTC) >= signed.expires - _SIGN_AGAIN:
-            signed = sign()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        total += download(
-            signed.urls[name],
-            target,
-            label=name,
-            what="checkpoint",
-            hint="Please check your network connection and try again.",
-            output=output,
-        )
-    return total
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """Where a file goes, unless its name leads out of the folder."""
-    target = (folder / name).resolve()
-    if not target.is_relative_to(folder.resolve()):
-        raise CommandError(
-            f"Unsafe file path in checkpoint: {name}",
-            "The checkpoint may be corrupted or malicious.",
-        )
-    return target
+    with DownloadBars(output) as bars:
+        files = client.holder.submit(download, client.holder, path, sign, folder, bars).result()
+    return sum(file.stat().st_size for file in files)
 
 
 def _delete(client: RestClient, path: str) -> None:

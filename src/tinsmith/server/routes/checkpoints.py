@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import tarfile
 import time
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from email.utils import format_datetime
-from pathlib import Path
 from urllib.parse import quote
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.responses import Response
 
+from tinsmith.server import downloads
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import check_signature, not_found, query_int, signed_url
 from tinsmith.server.edge.routing import bare_route, open_route, route
@@ -30,7 +26,6 @@ from tinsmith.types import (
 )
 from tinsmith.wire import endpoints
 
-_TAR_PART_BYTES = 1024 * 1024
 _CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
@@ -109,7 +104,8 @@ async def get_file(service: Service, request: Request) -> Response:
     check_signature(service, request)
     if name not in service.weights.files(weights_id):
         raise not_found("file", name)
-    return FileResponse(service.weights.folder(weights_id) / name)
+    folder = service.weights.folder(weights_id)
+    return await downloads.respond(request, downloads.file_content(weights_id, folder, name))
 
 
 async def get_archive(service: Service, request: Request) -> Response:
@@ -119,8 +115,8 @@ async def get_archive(service: Service, request: Request) -> Response:
     names = service.weights.files(weights_id)
     if not names:
         raise not_found("archive", weights_id)
-    stream = _tar(service.weights.folder(weights_id), names)
-    return StreamingResponse(stream, media_type="application/x-tar")
+    folder = service.weights.folder(weights_id)
+    return await downloads.respond(request, downloads.archive_content(weights_id, folder, names))
 
 
 def checkpoint_message(checkpoint: CheckpointRecord) -> Checkpoint:
@@ -148,27 +144,6 @@ async def _owned(service: Service, caller: Caller, request: Request) -> Checkpoi
 
 def _checkpoint_id(request: Request) -> str:
     return f"{request.path_params['kind']}/{request.path_params['name']}"
-
-
-async def _tar(folder: Path, names: list[str]) -> AsyncIterator[bytes]:
-    """A tar of some files as they are read: nothing is written or held as a whole.
-
-    No thread waits while the client does, so those who fetch slowly cost the others nothing.
-    """
-    for name in names:
-        with await asyncio.to_thread((folder / name).open, "rb") as file:
-            facts = os.fstat(file.fileno())
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mtime, entry.mode = facts.st_size, int(facts.st_mtime), 0o644
-            yield entry.tobuf()
-            left = facts.st_size
-            while left and (part := await asyncio.to_thread(file.read, min(left, _TAR_PART_BYTES))):
-                left -= len(part)
-                yield part
-            if left:
-                raise OSError(f"{name} became shorter while it was read")
-            yield bytes(-facts.st_size % tarfile.BLOCKSIZE)
-    yield bytes(2 * tarfile.BLOCKSIZE)
 
 
 def _moment(at: float) -> datetime:
