@@ -27,6 +27,7 @@ from tinsmith.types import (
     TensorData,
     TopkLogprobs,
 )
+from tinsmith.types.protocol import JSON, PROTOBUF
 from tinsmith.wire import dialects, json, proto
 from tinsmith.wire.limits import Limits
 
@@ -35,7 +36,7 @@ Pass = ForwardBackwardRequest | ForwardRequest
 
 @dataclass(frozen=True)
 class Protobuf:
-    content_type: str = dialects.PROTO_TYPE
+    content_type: str = PROTOBUF
 
     def encode_pass(self, request: Pass) -> bytes:
         return proto.encode_pass(request)
@@ -49,7 +50,7 @@ class Protobuf:
 
 @dataclass(frozen=True)
 class Json:
-    content_type: str = dialects.JSON_TYPE
+    content_type: str = JSON
 
     def encode_pass(self, request: Pass) -> bytes:
         body = {name: value for name, value in vars(request).items() if value is not None}

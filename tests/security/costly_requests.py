@@ -18,10 +18,10 @@ import zstandard
 
 import tinsmith.server.edge.app  # noqa: F401  # what a server has in memory anyway
 from tinsmith.errors import TinkerError
-from tinsmith.server.operations.intake import ids_in
 from tinsmith.types import CreateCustomLossRequest, SampleRequest
 from tinsmith.wire import dialects, zstd
 from tinsmith.wire.limits import DEFAULT_LIMITS
+from tinsmith.wire.operation_ids import ids_in
 from tinsmith.wire.protobuf import varint
 
 MILLION = 10**6

@@ -21,9 +21,9 @@ with atheris.instrument_imports(include=["tinsmith"]):
     from tinsmith.client.downloads.download import confined
     from tinsmith.errors import TinkerError, ValidationError
     from tinsmith.server.checkpoints import checkpoint_name
-    from tinsmith.server.operations.intake import ids_in
     from tinsmith.types.model import Request
     from tinsmith.wire import dialects, json, proto, zstd
+    from tinsmith.wire.operation_ids import ids_in
 
 PROTO = "application/x-protobuf"
 JSON = "application/json"

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from tinsmith.server.operations.intake import ids_at_front
 from tinsmith.server.operations.kinds import operation_of
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.queue import SequenceQueue
 from tinsmith.server.store.records import OperationRecord
 from tinsmith.types import Datum, ForwardBackwardInput, ForwardBackwardRequest, ModelInput
 from tinsmith.wire import proto
+from tinsmith.wire.operation_ids import ids_at_front
 
 if TYPE_CHECKING:
     from tests.server.conftest import Api, StartServer, TestServer

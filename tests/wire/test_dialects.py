@@ -20,6 +20,7 @@ from tinker.proto.response_conv import deserialize_proto_response
 from tinsmith import types as ours
 from tinsmith.errors import ValidationError
 from tinsmith.types import TensorData
+from tinsmith.types.protocol import JSON, PROTOBUF
 from tinsmith.wire import dialects, zstd
 
 RECORDED = {
@@ -46,7 +47,7 @@ KINDS: dict[str, Any] = {
 
 def decoded(recording: dict[str, Any]) -> Any:
     """A recorded body as the server would read it."""
-    is_json = recording["type"] == dialects.JSON_TYPE
+    is_json = recording["type"] == JSON
     body = recording["body"]
     body = orjson.dumps(body) if is_json else base64.b64decode(body)
     endpoint = recording["endpoint"]
@@ -115,13 +116,13 @@ def test_a_compressed_pass_is_the_same_pass():
     [recording] = [r for r in RECORDED[NEWEST] if r["endpoint"] == "forward_backward"]
     frame = zstd.compress(base64.b64decode(recording["body"]))
     body = zstd.decompress(frame, max_bytes=1 << 20)
-    assert dialects.decode_pass(body, dialects.PROTO_TYPE) == MEANT["forward_backward"]
+    assert dialects.decode_pass(body, PROTOBUF) == MEANT["forward_backward"]
 
 
 @pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON"])
 def test_a_content_type_may_carry_parameters_and_any_case(content_type):
     body = orjson.dumps(RECORDED["0.24.1"][-2]["body"])
-    if RECORDED["0.24.1"][-2]["type"] != dialects.JSON_TYPE:
+    if RECORDED["0.24.1"][-2]["type"] != JSON:
         body = orjson.dumps(RECORDED["0.18.2"][-1]["body"])
     assert dialects.decode_pass(body, content_type, forward_only=True) == MEANT["forward"]
 

@@ -7,9 +7,18 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tinsmith.errors import TooLargeError
+from tinsmith.types import (
+    Datum,
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    ModelInput,
+    TensorData,
+)
 from tinsmith.wire import proto
 from tinsmith.wire.limits import Limits
 
@@ -89,3 +98,28 @@ def test_a_flood_of_tiny_parts_is_refused_in_little_time_and_memory(name):
 def test_a_body_above_the_limit_is_refused_before_it_is_read():
     with pytest.raises(TooLargeError, match=r"33.*limit is 32"):
         proto.decode_pass(b"\0" * 33, Limits(max_body_bytes=32))
+
+
+CUBE = TensorData.dense(np.zeros(8, dtype=np.float32), [2, 2, 2])
+
+
+def test_a_tensor_in_a_pass_has_no_more_dimensions_than_the_caller_allows() -> None:
+    data = [Datum(model_input=ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": CUBE})]
+    inputs = ForwardBackwardInput(data, "cross_entropy")
+    body = proto.encode_pass(ForwardBackwardRequest(inputs, "m", 1))
+    assert proto.decode_pass(body, Limits(max_tensor_rank=3))
+    with pytest.raises(TooLargeError, match="more than 2 dimensions"):
+        proto.decode_pass(body, Limits(max_tensor_rank=2))
+
+
+def test_an_output_has_no_more_dimensions_or_datums_than_the_caller_allows() -> None:
+    body = proto.encode_output(ForwardBackwardOutput("ArrayRecord", [{"x": CUBE}] * 5, {}))
+    assert proto.decode_output(body, Limits(max_tensor_rank=3, max_datums=5))
+    with pytest.raises(TooLargeError, match="more than 2 dimensions"):
+        proto.decode_output(body, Limits(max_tensor_rank=2))
+    with pytest.raises(TooLargeError, match="more than 4 datums"):
+        proto.decode_output(body, Limits(max_datums=4))
+    without_fields = nested(2, b"\x18\x05")
+    assert len(proto.decode_output(without_fields, Limits(max_datums=5)).loss_fn_outputs) == 5
+    with pytest.raises(TooLargeError, match="the limit is 4"):
+        proto.decode_output(without_fields, Limits(max_datums=4))

@@ -20,8 +20,8 @@ from tinsmith.engine.base import CustomLoss, Pass, SampleJob
 from tinsmith.engine.loss_table import LossSpec, loss_named
 from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.types import Datum, LoraConfig, ModelInput, SamplingParams, TensorData
+from tinsmith.types.protocol import MAX_SAMPLES
 
-MAX_SAMPLES = 4096
 """Continuations of one prompt in one request."""
 
 MAX_TOPK = 1024

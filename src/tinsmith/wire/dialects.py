@@ -23,13 +23,11 @@ from tinsmith.types import (
 )
 from tinsmith.types.convert import converter
 from tinsmith.types.model import Model
+from tinsmith.types.protocol import JSON, PROTOBUF
 from tinsmith.wire import json, proto
 from tinsmith.wire.limits import DEFAULT_LIMITS, Limits
 
 M = TypeVar("M", bound=Model)
-
-JSON_TYPE = "application/json"
-PROTO_TYPE = "application/x-protobuf"
 
 # What a field's absence meant in the releases that did not have it.
 _BEFORE_THE_FIELD: dict[type[Model], dict[str, Any]] = {
@@ -52,10 +50,10 @@ def decode_pass(
     body: bytes, content_type: str, *, forward_only: bool = False, limits: Limits = DEFAULT_LIMITS
 ) -> ForwardBackwardRequest | ForwardRequest:
     """The body of `/forward_backward`, or of `/forward` (`forward_only`), from any release."""
-    if media_type(content_type) == PROTO_TYPE:
+    if media_type(content_type) == PROTOBUF:
         return proto.decode_pass(body, limits)
-    if media_type(content_type) != JSON_TYPE:
-        raise ValidationError(f"expected {PROTO_TYPE} or {JSON_TYPE}, got {content_type[:80]!r}")
+    if media_type(content_type) != JSON:
+        raise ValidationError(f"expected {PROTOBUF} or {JSON}, got {content_type[:80]!r}")
     fields = json.parse(body, limits)
     name = "forward_input" if forward_only else "forward_backward_input"
     for unknown in fields.keys() - {name, "model_id", "seq_id", "type"}:
@@ -78,11 +76,11 @@ def decode_pass(
 
 def encode_result(result: Any, accept: str) -> tuple[str, bytes]:
     """A finished result in the form the client reads: (content type, body)."""
-    if isinstance(result, ForwardBackwardOutput | SampleResponse) and PROTO_TYPE in accept.lower():
+    if isinstance(result, ForwardBackwardOutput | SampleResponse) and PROTOBUF in accept.lower():
         if isinstance(result, SampleResponse):
-            return PROTO_TYPE, proto.encode_sample(result)
-        return PROTO_TYPE, proto.encode_output(result)
-    return JSON_TYPE, json.encode(result)
+            return PROTOBUF, proto.encode_sample(result)
+        return PROTOBUF, proto.encode_output(result)
+    return JSON, json.encode(result)
 
 
 def media_type(content_type: str) -> str:

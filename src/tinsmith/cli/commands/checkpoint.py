@@ -22,14 +22,6 @@ if TYPE_CHECKING:
 
 _PAGE_SIZE = 1000
 _DELETE_AT_ONCE = 32
-_KINDS = {
-    "weights": "training",
-    "sampler_weights": "sampler",
-    "external_weights": "external",
-    "training": "training",
-    "sampler": "sampler",
-    "external": "external",
-}
 
 
 @click.group("checkpoint")
@@ -368,15 +360,18 @@ def _selected(
     before: datetime | None,
     after: datetime | None,
 ) -> list[Checkpoint]:
-    if kind and kind not in _KINDS:
+    from tinsmith.types.checkpoints import KIND_SEGMENTS
+
+    # Both words are understood: that of the path, and that of the list.
+    types: dict[str, str] = {**KIND_SEGMENTS, **{each: each for each in KIND_SEGMENTS.values()}}
+    if kind and kind not in types:
         raise CommandError(
-            f"Invalid checkpoint type: {kind}",
-            "Valid types: weights, sampler_weights, external_weights",
+            f"Invalid checkpoint type: {kind}", f"Valid types: {', '.join(KIND_SEGMENTS)}"
         )
     return [
         each
         for each in checkpoints
-        if (not kind or each.checkpoint_type == _KINDS[kind])
+        if (not kind or each.checkpoint_type == types[kind])
         and (before is None or each.time < before)
         and (after is None or each.time > after)
     ]

@@ -29,6 +29,7 @@ from tinsmith.types import (
     ForwardBackwardOutput,
     TensorData,
 )
+from tinsmith.types.protocol import MAX_LOSS_INPUTS
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,6 @@ PerDatumLossFn = Callable[
 CustomLossFn = Callable[[list[Datum], list[Any]], tuple[Any, dict[str, float]]]
 """(data, logprobs of each datum) -> (scalar loss, metrics)."""
 
-MAX_INPUTS = 16
 _INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 _METRIC_NAME = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 _MODULES = frozenset({"torch", "math", "operator", "_operator"})
@@ -257,9 +257,9 @@ def _declared_inputs(
             f"{name} must take logprobs first, then the loss_fn_inputs it reads, as in "
             "def loss(logprobs, advantages)"
         )
-    if len(parameters) > MAX_INPUTS:
+    if len(parameters) > MAX_LOSS_INPUTS:
         raise ValueError(
-            f"{name} takes {len(parameters)} parameters; at most {MAX_INPUTS} are possible"
+            f"{name} takes {len(parameters)} parameters; at most {MAX_LOSS_INPUTS} are possible"
         )
     for parameter in parameters:
         if not _INPUT_NAME.fullmatch(parameter.name):

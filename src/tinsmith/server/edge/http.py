@@ -22,8 +22,9 @@ from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.connections import CONNECTION
 from tinsmith.server.service import Service
 from tinsmith.server.store.errors import StoreUnavailableError
+from tinsmith.types.protocol import JSON, PROTOBUF
 from tinsmith.wire import json, zstd
-from tinsmith.wire.dialects import PROTO_TYPE, media_type
+from tinsmith.wire.dialects import media_type
 from tinsmith.wire.endpoints import API
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def detail_body(status: int, detail: str) -> Any:
 
 def answer(message: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A message, or plain data, as JSON."""
-    return Response(json.encode(message), status, headers, media_type="application/json")
+    return Response(json.encode(message), status, headers, media_type=JSON)
 
 
 def nothing() -> Response:
@@ -81,7 +82,7 @@ def name_connection(request: Request, caller: Caller) -> None:
 async def read_body(service: Service, request: Request) -> bytes:
     """The body, decompressed; refused before it is read when it announces too many bytes."""
     limit = service.config.max_body_bytes
-    if media_type(request.headers.get("content-type", "")) != PROTO_TYPE:
+    if media_type(request.headers.get("content-type", "")) != PROTOBUF:
         limit = min(limit, service.limits.max_json_bytes)
     announced = request.headers.get("content-length", "")
     size = int(announced) if announced.isascii() and announced.isdigit() else 0

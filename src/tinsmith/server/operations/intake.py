@@ -21,8 +21,7 @@ from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.operation import PassKind
 from tinsmith.server.service import Service
 from tinsmith.types import UntypedAPIFuture
-from tinsmith.wire import dialects, json
-from tinsmith.wire.protobuf import as_int32, as_text, fields
+from tinsmith.wire.operation_ids import ids_at_front, ids_in
 
 R = TypeVar("R")
 
@@ -69,9 +68,9 @@ async def submit(
     """
     is_large = len(body) > _DECODE_IN_THREAD_BYTES
     if is_large:
-        model_id, seq_id = await asyncio.to_thread(ids_in, body, content_type)
+        model_id, seq_id = await asyncio.to_thread(ids_in, body, content_type, service.limits)
     else:
-        model_id, seq_id = ids_in(body, content_type)
+        model_id, seq_id = ids_in(body, content_type, service.limits)
     model = await owned_model(service, caller, model_id)
     await _check_session(service, caller, model)
     if seq_id is None or seq_id < 1:
@@ -104,51 +103,6 @@ async def submit(
         num_tokens=num_tokens,
     )
     return answer(UntypedAPIFuture(request_id=request_id, model_id=model_id))
-
-
-def ids_in(body: bytes, content_type: str) -> tuple[str, int | None]:
-    """The model and number of a body, read without trusting the rest of it."""
-    if dialects.media_type(content_type) == dialects.PROTO_TYPE:
-        try:
-            return _proto_ids(body, len(body))
-        except ValidationError:
-            if (found := ids_at_front(body)) is None:
-                raise
-            return found
-    message = json.parse(body)
-    model, given = message.get("model_id"), message.get("seq_id")
-    if not isinstance(model, str):
-        raise ValidationError("the request needs this text", "model_id")
-    if given is not None and (not isinstance(given, int) or isinstance(given, bool)):
-        raise ValidationError("must be a whole number", "seq_id")
-    return model, given
-
-
-def ids_at_front(body: bytes) -> tuple[str, int | None] | None:
-    """The model and number at the beginning of a protobuf message, where clients put them, when
-    the rest of it is broken or was not read; None when they are not there."""
-    # Field 1, a text of less than 128 bytes; field 2, a number of one to five bytes.
-    if len(body) < 4 or body[0] != 0x0A or body[1] >= 128:
-        return None
-    end = 3 + body[1]
-    if body[end - 1 : end] != b"\x10":
-        return None
-    while end < len(body) and body[end] >= 128:
-        end += 1
-    try:
-        return _proto_ids(body, end + 1) if end < len(body) else None
-    except ValidationError:
-        return None
-
-
-def _proto_ids(body: bytes, length: int) -> tuple[str, int | None]:
-    model_id, seq_id = "", None
-    for number, start, stop in fields(body, 0, length):
-        if number == 1:
-            model_id = as_text(body, start, stop)
-        elif number == 2:
-            seq_id = as_int32(start, stop)
-    return model_id, seq_id
 
 
 async def _check_session(service: Service, caller: Caller, model: LiveModel) -> None:

@@ -38,6 +38,7 @@ from tinsmith.types import (
     RequestFailedResponse,
     TryAgainResponse,
 )
+from tinsmith.types.protocol import JSON, PROTOBUF
 from tinsmith.wire import dialects, endpoints, json, proto
 
 UNLOAD_PREFIX = "unload-"
@@ -172,9 +173,9 @@ def _end_of(operation: OperationRecord) -> Outcome | None:
 
 def _result(outcome: Outcome, accept: str) -> Response:
     if outcome.result_type == "json":
-        return Response(outcome.body, media_type=dialects.JSON_TYPE)
-    if dialects.PROTO_TYPE in accept:
-        return Response(outcome.body, media_type=dialects.PROTO_TYPE)
+        return Response(outcome.body, media_type=JSON)
+    if PROTOBUF in accept:
+        return Response(outcome.body, media_type=PROTOBUF)
     decode = proto.decode_output if outcome.result_type == "output" else proto.decode_sample
     content_type, body = dialects.encode_result(decode(outcome.body), accept)
     return Response(body, media_type=content_type)

@@ -39,6 +39,7 @@ from tinsmith.server.edge.routing import bare_route, route
 from tinsmith.server.service import Service
 from tinsmith.server.store.records import SamplerRecord
 from tinsmith.types import ModelInput, SampledSequence, SampleResponse
+from tinsmith.types.protocol import EVENT_STREAM
 from tinsmith.wire import endpoints, json
 
 
@@ -83,7 +84,7 @@ async def _respond(service: Service, caller: Caller, request: Request, ask: Ask)
         events = _streamed(service, sampler, jobs, asked, text)
         goodbye = _event(error_body(401, "the API key was revoked"))
         stream = while_known(service, request, events, goodbye)
-        return StreamingResponse(stream, media_type="text/event-stream")
+        return StreamingResponse(stream, media_type=EVENT_STREAM)
     responses = await while_connected(request, _run_all(service, sampler, jobs))
     await check_still_known(service, request)
     choices: list[dict[str, Any]] = []

@@ -30,11 +30,9 @@ from tinsmith.types import (
     SampleResponse,
     UntypedAPIFuture,
 )
+from tinsmith.types.protocol import EVENT_STREAM, MAX_SAMPLES, sampler_id
 from tinsmith.types.sampling import SamplerInfo
 from tinsmith.wire import endpoints, json
-
-MAX_SAMPLES = 4096
-"""Most continuations of one prompt in one request."""
 
 _RETRY_AFTER_MS = "1000"
 
@@ -46,7 +44,7 @@ async def create_sampling_session(
     base_model, weights_id = await _source(service, caller, message)
     sampler = await service.samplers.create(
         SamplerRecord(
-            sampler_id=f"{session.session_id}:sample:{message.sampling_session_seq_id}",
+            sampler_id=sampler_id(session.session_id, message.sampling_session_seq_id),
             session_id=session.session_id,
             sampling_session_seq_id=message.sampling_session_seq_id,
             owner=caller.owner,
@@ -104,7 +102,7 @@ async def sample_stream(
     events = _events(service, sampler, job)
     goodbye = _event("error", error="the API key was revoked", category="user")
     stream = while_known(service, request, events, goodbye)
-    return StreamingResponse(stream, media_type="text/event-stream")
+    return StreamingResponse(stream, media_type=EVENT_STREAM)
 
 
 async def _events(

@@ -39,6 +39,7 @@ from tinsmith.types import (
     UntypedAPIFuture,
 )
 from tinsmith.types.custom_loss import CustomLossInput
+from tinsmith.types.protocol import JSON, MAX_LOSS_INPUTS, PROTOBUF, loss_id, model_id
 from tinsmith.wire import dialects, endpoints
 
 
@@ -69,7 +70,7 @@ async def create_model(service: Service, caller: Caller, request: Request) -> Un
         model_id=model.model_id,
         seq_id=0,
         body=body,
-        content_type=dialects.JSON_TYPE,
+        content_type=JSON,
         request=message,
         new_model=model,
     )
@@ -110,7 +111,7 @@ async def _pass(
     try:
         body = await read_body(service, request)
     except TooLargeError as error:
-        if dialects.media_type(content_type) == dialects.PROTO_TYPE:
+        if dialects.media_type(content_type) == PROTOBUF:
             await refuse_unread(service, caller, await body_start(service, request), str(error))
         raise
     return await submit(
@@ -137,7 +138,7 @@ async def optim_step(service: Service, caller: Caller, request: Request) -> Resp
         caller,
         kind="optim_step",
         body=body,
-        content_type=dialects.JSON_TYPE,
+        content_type=JSON,
         decode=lambda: dialects.decode(OptimStepRequest, body, service.limits),
         check=check,
     )
@@ -161,7 +162,7 @@ async def create_custom_loss(
     session = await active_session(service, caller, message.session_id)
     _check_loss_inputs(message.inputs)
     loss = CustomLossRecord(
-        loss_id=f"{session.session_id}:loss:{message.custom_loss_seq_id}",
+        loss_id=loss_id(session.session_id, message.custom_loss_seq_id),
         request_id=uuid.uuid4().hex,
         session_id=session.session_id,
         custom_loss_seq_id=message.custom_loss_seq_id,
@@ -225,7 +226,7 @@ def new_model(
     at = time.time()
     seed = secrets.randbits(31) if lora.seed is None else lora.seed
     return ModelRecord(
-        model_id=f"{session.session_id}:train:{model_seq_id}",
+        model_id=model_id(session.session_id, model_seq_id),
         session_id=session.session_id,
         model_seq_id=model_seq_id,
         owner=session.owner,
@@ -252,8 +253,10 @@ def tokenizer_location(service: Service, base: BaseModelInfo | None) -> str | No
 
 
 def _check_loss_inputs(inputs: list[CustomLossInput]) -> None:
-    if not 1 <= len(inputs) <= 16 or inputs[0].name != "logprobs":
-        raise ValidationError("1 to 16 inputs, of which 'logprobs' is the first", "inputs")
+    if not 1 <= len(inputs) <= MAX_LOSS_INPUTS or inputs[0].name != "logprobs":
+        raise ValidationError(
+            f"1 to {MAX_LOSS_INPUTS} inputs, of which 'logprobs' is the first", "inputs"
+        )
 
 
 ROUTES = [

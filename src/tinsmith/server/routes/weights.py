@@ -33,6 +33,7 @@ from tinsmith.types import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
+from tinsmith.types.protocol import JSON
 from tinsmith.wire import dialects, endpoints, json
 
 SaveRequest = SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest
@@ -78,7 +79,7 @@ async def _save(
         caller,
         kind=kind,
         body=body,
-        content_type=dialects.JSON_TYPE,
+        content_type=JSON,
         decode=lambda: dialects.decode(message, body, service.limits),
         check=check,
     )
@@ -99,7 +100,7 @@ async def load_weights(service: Service, caller: Caller, request: Request) -> Re
         caller,
         kind="load_weights",
         body=body,
-        content_type=dialects.JSON_TYPE,
+        content_type=JSON,
         decode=lambda: LoadRequest(
             dialects.decode(LoadWeightsRequest, body, service.limits), reader
         ),
@@ -136,7 +137,7 @@ async def _create_from_weights(service: Service, caller: Caller, body: bytes) ->
         model_id=model.model_id,
         seq_id=0,
         body=LoadCodec().encode(load),
-        content_type=dialects.JSON_TYPE,
+        content_type=JSON,
         request=load,
         new_model=model,
     )

@@ -54,7 +54,9 @@ def decode_output(body: bytes, limits: Limits = DEFAULT_LIMITS) -> ForwardBackwa
         if number == 1:
             kind = at("loss_fn_output_type", as_text, body, start, stop)
         elif number == 2:
-            outputs += at(f"loss_fn_outputs[{len(outputs)}]", _read_record, body, start, stop)
+            outputs += at(
+                f"loss_fn_outputs[{len(outputs)}]", _read_record, body, start, stop, limits
+            )
             if len(outputs) > limits.max_datums:
                 raise TooLargeError(f"more than {limits.max_datums} datums", "loss_fn_outputs")
         elif number == 3:
@@ -102,13 +104,13 @@ def _write_record(run: Outputs) -> Writer:
     return writer
 
 
-def _read_record(body: bytes, start: int, stop: int) -> list[dict[str, TensorData]]:
+def _read_record(body: bytes, start: int, stop: int, limits: Limits) -> list[dict[str, TensorData]]:
     count = 0
     columns: dict[str, list[TensorData]] = {}
     for number, begin, end in as_message(body, start, stop):
         if number == 2:
             name, begin, end = read_entry(body, begin, end)
-            columns[name] = at(f"[{name!r}]", _read_batched, body, begin, end)
+            columns[name] = at(f"[{name!r}]", _read_batched, body, begin, end, limits)
         elif number == 3:
             count = as_int(begin, end)
     lengths = {len(column) for column in columns.values()}
@@ -118,12 +120,12 @@ def _read_record(body: bytes, start: int, stop: int) -> list[dict[str, TensorDat
         count = lengths.pop()  # encoders older than num_datums
     elif lengths and lengths != {count}:
         raise ValidationError(f"num_datums is {count}, but the fields have {lengths.pop()}")
-    elif not 0 <= count <= DEFAULT_LIMITS.max_datums:
-        raise TooLargeError(f"num_datums is {count}; the limit is {DEFAULT_LIMITS.max_datums}")
+    if not 0 <= count <= limits.max_datums:
+        raise TooLargeError(f"num_datums is {count}; the limit is {limits.max_datums}")
     return [{name: column[i] for name, column in columns.items()} for i in range(count)]
 
 
-def _read_batched(body: bytes, start: int, stop: int) -> list[TensorData]:
+def _read_batched(body: bytes, start: int, stop: int, limits: Limits) -> list[TensorData]:
     parts: dict[int, tuple[int, int]] = {}
     trailing: list[int] = []
     for number, begin, end in as_message(body, start, stop):
@@ -137,9 +139,10 @@ def _read_batched(body: bytes, start: int, stop: int) -> list[TensorData]:
     wire_dtype = DTYPES[code][1]
     flat = widen(body, *parts.get(1, ABSENT), code)
     offsets = as_array(body, *parts.get(2, ABSENT), I8)
-    if len(trailing) >= DEFAULT_LIMITS.max_tensor_rank:
-        limit = DEFAULT_LIMITS.max_tensor_rank
-        raise TooLargeError(f"more than {limit} dimensions", "trailing_shape")
+    if len(trailing) >= limits.max_tensor_rank:
+        raise TooLargeError(f"more than {limits.max_tensor_rank} dimensions", "trailing_shape")
+    if offsets.size > limits.max_datums + 1:
+        raise TooLargeError(f"more than {limits.max_datums} datums", "offsets")
     width = math.prod(trailing)
     bounds = offsets // wire_dtype.itemsize
     if offsets.size and (

@@ -146,7 +146,7 @@ def _read_datum(body: bytes, start: int, stop: int, budget: _Budget) -> Datum:
             if len(inputs) == limits.max_loss_inputs:
                 raise TooLargeError(f"more than {limits.max_loss_inputs} tensors", "loss_fn_inputs")
             try:
-                inputs[name] = read_tensor(body, begin, end)
+                inputs[name] = read_tensor(body, begin, end, limits)
             except ValidationError as error:
                 raise error.under(f"loss_fn_inputs[{name!r}]") from None
         elif number == 1:

@@ -13,7 +13,7 @@ from tinsmith.types import (
     TensorDtype,
 )
 from tinsmith.types.tensors import int_array
-from tinsmith.wire.limits import DEFAULT_LIMITS
+from tinsmith.wire.limits import DEFAULT_LIMITS, Limits
 from tinsmith.wire.proto.parts import ABSENT, by_number
 from tinsmith.wire.protobuf import (
     Writer,
@@ -52,7 +52,7 @@ def write_tensor(tensor: TensorData, *, narrow: bool = False) -> Writer:
     return writer
 
 
-def read_tensor(body: bytes, start: int, stop: int) -> TensorData:
+def read_tensor(body: bytes, start: int, stop: int, limits: Limits = DEFAULT_LIMITS) -> TensorData:
     dense, csr = ABSENT, None
     code, shape = 0, []
     for number, begin, end in as_message(body, start, stop):
@@ -66,8 +66,8 @@ def read_tensor(body: bytes, start: int, stop: int) -> TensorData:
             csr = (begin, end)
     if code not in DTYPES:
         raise ValidationError(f"unknown dtype code {code}", "dtype")
-    if len(shape) > DEFAULT_LIMITS.max_tensor_rank:
-        raise TooLargeError(f"more than {DEFAULT_LIMITS.max_tensor_rank} dimensions", "shape")
+    if len(shape) > limits.max_tensor_rank:
+        raise TooLargeError(f"more than {limits.max_tensor_rank} dimensions", "shape")
     if csr is None:
         flat = widen(body, *dense, code)
         # No shape means a vector; a scalar looks the same on the wire.

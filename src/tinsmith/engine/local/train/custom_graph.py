@@ -30,8 +30,8 @@ from tinsmith.engine.local.train.custom_operations import (
 )
 from tinsmith.errors import ValidationError
 from tinsmith.types import CustomLossNode
+from tinsmith.types.protocol import MAX_LOSS_INPUTS
 
-MAX_INPUTS = 16
 MAX_NODES = 4096
 MAX_METRICS = 64
 MAX_ARGUMENTS = 65_536
@@ -185,9 +185,9 @@ class _ArgumentDecoder:
 
 def _check_inputs(custom: CustomLoss) -> tuple[tuple[str, ...], tuple[int, ...]]:
     inputs = custom.inputs
-    if not 1 <= len(inputs) <= MAX_INPUTS:
+    if not 1 <= len(inputs) <= MAX_LOSS_INPUTS:
         raise ValidationError(
-            f"a custom loss takes 1 to {MAX_INPUTS} inputs, logprobs first; got {len(inputs)}",
+            f"a custom loss takes 1 to {MAX_LOSS_INPUTS} inputs, logprobs first; got {len(inputs)}",
             "inputs",
         )
     seen: set[str] = set()
