@@ -103,6 +103,46 @@ def test_the_doctor_finds_a_healthy_server(run: Run, run_json: Any, server: Serv
     assert server.url in table.stdout
 
 
+def test_a_model_that_cannot_be_served_is_named_at_the_terminal_and_by_the_doctor(
+    tmp_path: Path,
+) -> None:
+    """The server is reached, but has nothing to serve."""
+    options = ("--engine", "local", "--model", f"some/model={tmp_path / 'nothing'}")
+    command = [sys.executable, "-m", "tinsmith.cli"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TIN")}
+    process = subprocess.Popen(
+        [*command, "serve", "--port", "0", "--data-dir", str(tmp_path / "data"), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("Not served: "):
+                break
+        assert "some/model" in line and "nothing" in line
+        assert "no model that can be served" in process.stderr.readline()
+        said = "".join(process.stdout.readline() for _ in range(3))
+        for name, value in re.findall(r"^export (TINKER_\w+)=(\S+)$", said, re.MULTILINE):
+            environment[name] = value
+        doctor = subprocess.run(
+            [*command, "doctor", "--json"],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=False,
+        )
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    assert doctor.returncode == 1
+    findings = {each["what"]: each for each in json.loads(doctor.stdout)["findings"]}
+    assert "no model" in findings["server"]["found"]
+    assert findings["model some/model"]["status"] == "problem"
+
+
 def test_the_doctor_names_a_refused_key_and_the_cure(run: Run) -> None:
     result = run("doctor", env={"TINKER_API_KEY": "tml-wrong"})
     assert result.exit_code == 1

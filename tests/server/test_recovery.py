@@ -287,8 +287,10 @@ async def test_an_engine_that_cannot_start_is_said_to_be_the_trouble(
     server = await start_server(broken="no such device", hold_seconds=0.1)
     response = await server.api.get("/get_server_capabilities")
     assert response.status_code == 503 and "no such device" in response.json()["detail"]
-    ready = await server.api.http.get("/readyz")
+    ready = await server.api.http.get("/readyz", headers=server.api.headers)
     assert ready.status_code == 503 and "no such device" in ready.json()["detail"]
+    ready = await server.api.http.get("/readyz")
+    assert ready.json() == {"status": "not ready", "detail": "the engine is starting"}
     assert (await server.api.http.get("/healthz")).status_code == 200
 
 

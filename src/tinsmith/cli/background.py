@@ -79,7 +79,9 @@ def _is_ready(process: subprocess.Popen[str], url: str) -> bool:
             with urllib.request.urlopen(f"{url}/readyz", timeout=10):
                 return True
         except urllib.error.HTTPError as error:
-            error.close()  # it answers, but its engine is not up yet
+            with error:
+                if b"no model" in error.read():
+                    return False  # and will not have one
         except OSError:
             pass
         time.sleep(0.1)
@@ -87,10 +89,12 @@ def _is_ready(process: subprocess.Popen[str], url: str) -> bool:
 
 
 def _last_words(process: subprocess.Popen[str], log: object) -> str:
-    if process.poll() is None:
-        return f"the server was not ready within {START_SECONDS:.0f} seconds; is the machine busy?"
     log.seek(0)  # type: ignore[attr-defined]  # a temporary file has no public type
     lines = [line.strip() for line in log.read().splitlines() if line.strip()]  # type: ignore[attr-defined]
+    if refused := [line for line in lines if line.startswith("Not served: ")]:
+        return f"the server has no model. {refused[0]}"
+    if process.poll() is None:
+        return f"the server was not ready within {START_SECONDS:.0f} seconds; is the machine busy?"
     reason = lines[-1].removeprefix("Error: ") if lines else f"exit code {process.returncode}"
     if "cannot listen" in reason:
         reason += "; choose another with --port, or leave it away to get a free one"

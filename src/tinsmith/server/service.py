@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tinsmith.engine.base import BaseModelInfo, Capabilities
+from tinsmith.engine.base import BaseModelInfo, Capabilities, RefusedModel
 from tinsmith.errors import EngineError
 from tinsmith.server.chat.text import TextModels
 from tinsmith.server.checkpoints import Checkpoints
@@ -177,6 +177,32 @@ class Service:
 
     async def base_model(self, name: str) -> BaseModelInfo | None:
         return next((m for m in (await self.capabilities()).models if m.name == name), None)
+
+    async def why_not_served(self, name: str) -> str:
+        """For the user who asked for a base model that `base_model` does not find."""
+        served = ", ".join(m.name for m in (await self.capabilities()).models) or "none"
+        for model in self.refused_models:
+            if model.name == name:
+                return f"the model {name!r} cannot be served: {model.reason}; served: {served}"
+        return f"no base model called {name[:200]!r}; served: {served}"
+
+    @property
+    def refused_models(self) -> tuple[RefusedModel, ...]:
+        """Those that were asked for and that the engine cannot serve."""
+        capabilities = self.engines.capabilities
+        return () if capabilities is None else capabilities.refused
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the server is not ready, in words that anybody may read; None if it is."""
+        if self.is_draining:
+            return "the server is stopping"
+        if not self.engines.is_up:
+            return f"the engine is {'restarting' if self.engines.generation else 'starting'}"
+        capabilities = self.engines.capabilities
+        if capabilities is not None and not capabilities.models:
+            return "there is no model that can be served"
+        return None
 
     async def _keep_house(self) -> None:
         for round_number in itertools.count(1):

@@ -21,6 +21,7 @@ from typing import cast
 
 import uvicorn
 
+from tinsmith.engine.base import Capabilities
 from tinsmith.errors import TinkerError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.edge.app import build_app
@@ -55,6 +56,9 @@ _SILENT_SECONDS = 60
 Announce = Callable[[str, str | None], None]
 """Hears the server's URL and, at the first start, the key that was made."""
 
+ReportModels = Callable[[Capabilities], None]
+"""Hears which models are served and which are refused, when the engine knows and it is news."""
+
 
 class DataFolderInUseError(TinkerError):
     """Another server has the data folder."""
@@ -83,7 +87,12 @@ def locked(data_dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-async def serve(config: ServerConfig, engine_factory: EngineFactory, announce: Announce) -> None:
+async def serve(
+    config: ServerConfig,
+    engine_factory: EngineFactory,
+    announce: Announce,
+    report_models: ReportModels,
+) -> None:
     """Serve until told to stop (SIGTERM, SIGINT)."""
     # What is written is for this user alone, whoever creates it: us, the database, the engine.
     os.umask(0o077)
@@ -97,6 +106,7 @@ async def serve(config: ServerConfig, engine_factory: EngineFactory, announce: A
         if config.auth and not await store.keys.list():
             key, _ = await create_key(store, FIRST_OWNER, "first key", "made at the first start")
         service = Service(config, store, secret, engine_factory, metrics)
+        _report_changes(service, report_models)
         listener = _listen(config)
         url = config.public_url or _url(config, listener)
         service.url = url
@@ -136,6 +146,18 @@ def open_store(config: ServerConfig, metrics: Metrics | None = None) -> Store:
             metrics.observe("store_commit_writes", num_writes)
 
     return Store(url, config.data_dir / "blobs", on_commit)
+
+
+def _report_changes(service: Service, report: ReportModels) -> None:
+    told: Capabilities | None = None
+
+    def tell() -> None:
+        nonlocal told
+        if service.engines.capabilities is not None and service.engines.capabilities != told:
+            told = service.engines.capabilities
+            report(told)
+
+    service.engines.on_start(tell)
 
 
 class _Server(uvicorn.Server):

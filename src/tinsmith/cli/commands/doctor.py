@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -146,6 +146,7 @@ def _service() -> Iterator[Finding]:
     import urllib.error
     import urllib.request
 
+    from tinsmith.auth import get_tinker_token
     from tinsmith.transport.config import DEFAULT_BASE_URL, ClientConfig
 
     config = ClientConfig.from_env()
@@ -157,16 +158,22 @@ def _service() -> Iterator[Finding]:
             "start a server with `tinsmith serve` and set what it prints",
         )
         return
+    # With a key the server says more.
+    headers = {"x-api-key": key} if (key := get_tinker_token()) else {}
+    asked = urllib.request.Request(f"{config.base_url}/readyz", headers=headers)
+    is_ready = False
     try:
-        with urllib.request.urlopen(f"{config.base_url}/readyz", timeout=_TIMEOUT_SECONDS):
-            yield Finding("server", "ok", f"{config.base_url} is ready")
+        with urllib.request.urlopen(asked, timeout=_TIMEOUT_SECONDS) as response:
+            said = _said(response.read())
+        is_ready = True
+        yield Finding("server", "ok", f"{config.base_url} is ready")
     except urllib.error.HTTPError as error:
         with error:
-            reason = _detail(error.read())
+            said = _said(error.read())
+        reason = said.get("detail", "not ready")
         yield Finding(
             "server", "problem", f"{config.base_url}: {reason}", "look at the server's log"
         )
-        return
     except OSError as error:
         yield Finding(
             "server",
@@ -175,7 +182,11 @@ def _service() -> Iterator[Finding]:
             "start it with `tinsmith serve`, or correct TINKER_BASE_URL",
         )
         return
-    yield _credential()
+    for model in said.get("refused_models", ()):
+        cure = "give --model another source, or omit it"
+        yield Finding(f"model {model['name']}", "problem", f"not served: {model['reason']}", cure)
+    if is_ready:
+        yield _credential()
 
 
 def _credential() -> Finding:
@@ -200,8 +211,9 @@ def _credential() -> Finding:
     return Finding("key", "ok", "the server accepts it")
 
 
-def _detail(body: bytes) -> str:
+def _said(body: bytes) -> dict[str, Any]:
     try:
-        return str(json.loads(body)["detail"])
-    except (ValueError, KeyError, TypeError):
-        return "not ready"
+        said = json.loads(body)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}

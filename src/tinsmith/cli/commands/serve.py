@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tinsmith.cli.output import Output, with_output
 from tinsmith.errors import TinkerError
+
+if TYPE_CHECKING:
+    from tinsmith.engine.base import Capabilities
 
 
 @click.command("serve")
@@ -77,7 +80,7 @@ def command(
         if models:
             options["models"] = parse_models(models)
         config = load_config(config_file, options)
-        uvloop.run(serve(config, engine_factory(config), announce))
+        uvloop.run(serve(config, engine_factory(config), announce, _report_models))
     except TinkerError as error:
         raise click.ClickException(str(error)) from None
 
@@ -92,6 +95,16 @@ def _announce(output: Output, url: str, key: str | None) -> None:
             click.echo(f"export TINKER_API_KEY={key}")
             click.echo("The key is shown this once; it is stored as a hash.")
     sys.stdout.flush()
+
+
+def _report_models(capabilities: Capabilities) -> None:
+    """Name the models that are not served, while the user is still looking."""
+    for model in capabilities.refused:
+        click.echo(f"Not served: {model.name}: {model.reason}", err=True)
+    if not capabilities.models:
+        click.echo(
+            "There is no model that can be served; name one with --model NAME[=SOURCE].", err=True
+        )
 
 
 def _log_to_stderr(level: str, form: str) -> None:

@@ -24,6 +24,7 @@ from tinsmith.engine.base import (
     FinishedPass,
     Health,
     Pass,
+    RefusedModel,
     SampleEvent,
     SampleJob,
     SnapshotInfo,
@@ -74,13 +75,18 @@ class EngineCore:
     # Questions
 
     def capabilities(self) -> Capabilities:
-        infos = []
+        infos, refused = [], []
         for name in self._models.names:
             try:
                 infos.append(self._models.info(name))
             except EngineError as error:
                 logger.warning("base model %r cannot be served: %s", name, error)
-        return Capabilities(models=tuple(infos), max_lora_rank=self._config.max_lora_rank)
+                refused.append(RefusedModel(name=name, reason=str(error)))
+        return Capabilities(
+            models=tuple(infos),
+            max_lora_rank=self._config.max_lora_rank,
+            refused=tuple(refused),
+        )
 
     def health(self) -> Health:
         generators = self._generators.values()

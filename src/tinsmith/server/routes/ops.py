@@ -17,10 +17,20 @@ async def healthz(service: Service, request: Request) -> HealthResponse:
 
 
 async def readyz(service: Service, request: Request) -> Response:
-    if service.is_draining or not service.engines.is_up:
-        reason = "the server is stopping" if service.is_draining else service.engines.trouble
-        return answer({"status": "not ready", "detail": reason}, 503)
-    return answer({"status": "ready"})
+    """Whether the server can serve; why not, in a few words.
+
+    What the engine said, and which models it refused, is for those with a key: it may name
+    folders, or quote what somebody sent.
+    """
+    reason = service.trouble
+    status = {"status": "ready"} if reason is None else {"status": "not ready", "detail": reason}
+    code = 200 if reason is None else 503
+    if await service.auth.caller(request.headers) is None:
+        return answer(status, code)
+    if not (service.is_draining or service.engines.is_up):
+        status["detail"] = service.engines.trouble
+    refused = [{"name": model.name, "reason": model.reason} for model in service.refused_models]
+    return answer({**status, "refused_models": refused}, code)
 
 
 async def metrics(service: Service, request: Request) -> Response:

@@ -186,10 +186,7 @@ async def create_custom_loss(
 
 async def check_base_model(service: Service, name: str) -> None:
     if await service.base_model(name) is None:
-        served = ", ".join(m.name for m in (await service.capabilities()).models)
-        raise ValidationError(
-            f"no base model called {name[:200]!r}; served: {served}", "base_model"
-        )
+        raise ValidationError(await service.why_not_served(name), "base_model")
 
 
 def check_optimizer(config: OptimizerConfigBase) -> None:
