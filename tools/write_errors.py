@@ -79,6 +79,10 @@ CURES = {
         "operation took effect and only its result is gone."
     ),
     "DataFolderInUseError": "Stop the other server, or give this one another `--data-dir`.",
+    "ForeignStoreError": (
+        "Check `--data-dir` and `--database-url`, or restore both from one "
+        "[backup](../how-to/backup.md). To bind them on purpose: `tinsmith storage adopt`."
+    ),
     "StoreInUseError": "Stop the other server: one server to a database.",
     "StoreConflictError": (
         "Internal: a request contradicts what is recorded. The request fails with the reason."

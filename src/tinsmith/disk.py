@@ -130,6 +130,16 @@ def create_draft(draft: Path) -> None:
 
 
 @writes
+def move(path: Path, to: Path) -> None:
+    """Give a file or folder another place in the same file system, durably."""
+    if os.path.lexists(to):
+        raise ValidationError(f"{to.name!r} exists already and is not overwritten")
+    path.rename(to)
+    sync_folder(to.parent)
+    sync_folder(path.parent)
+
+
+@writes
 def discard_folder(folder: Path) -> None:
     """Remove a folder and all that is in it; one that is not there is no trouble."""
     if os.path.lexists(folder):
@@ -149,6 +159,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def size_of(path: Path) -> int:
+    """The bytes of a file, or of all files in a folder; links are not followed."""
+    files = path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]
+    return sum(f.lstat().st_size for f in files if f.is_file() and not f.is_symlink())
 
 
 def describe_file(path: Path) -> FileRecord:

@@ -9,6 +9,7 @@ server one with a death after a call in the middle.
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import re
 import signal
@@ -64,6 +65,9 @@ class DyingServer:
         return tinsmith.ServiceClient(
             base_url=f"http://127.0.0.1:{self.port}", api_key=self.key, project_id=None
         )
+
+    def rest(self) -> tinsmith.RestClient:
+        return tinsmith.RestClient(base_url=f"http://127.0.0.1:{self.port}", api_key=self.key)
 
     def die_at(self, name: str, when: str, count: int) -> None:
         draft = self.plan.with_suffix(".new")
@@ -142,6 +146,10 @@ def train(server: DyingServer) -> list[str]:
     sampler = client.save_weights_and_get_sampling_client()
     logprobs = sampler.compute_logprobs(ModelInput.from_ints([1, 60, 70])).result()
     lines += [p.hex() for p in logprobs if p is not None]
+    gone = client.save_state("gone").result().path
+    # The first try may have ended with the server, after it had done its work.
+    with contextlib.suppress(tinsmith.NotFoundError):
+        server.rest().delete_checkpoint_from_tinker_path(gone).result()
     service.close("completed")
     return lines
 
@@ -151,6 +159,11 @@ def _datum(tokens: list[int]) -> Datum:
         model_input=ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={"target_tokens": tokens[1:]},
     )
+
+
+def num_trashed(data: Path) -> int:
+    """How many whole checkpoints are in the trash."""
+    return len([*data.glob("trash/*/*/*.safetensors"), *data.glob("trash/*/*/*.npz")])
 
 
 def drafts(data: Path) -> list[str]:
@@ -179,6 +192,7 @@ POINTS = [
     "publish_folder",
     "discard_folder",
     "discard_file",
+    "move",
 ]
 
 
@@ -190,6 +204,8 @@ def test_every_function_that_writes_is_tried() -> None:
 
 def try_all(server: DyingServer, prefix: str, points: list[str], *, in_the_middle: bool) -> None:
     expected = train(server)
+    num_per_checkpoint = num_trashed(server.data)
+    assert num_per_checkpoint > 0, "a deleted checkpoint goes to the trash"
     calls = server.counted()
     assert train(server) == expected
     calls = server.counted() - calls
@@ -200,11 +216,13 @@ def try_all(server: DyingServer, prefix: str, points: list[str], *, in_the_middl
         if in_the_middle:
             moments.append(("after", 1 + calls[point] // 2))
         for when, count in moments:
+            trashed = num_trashed(server.data) + num_per_checkpoint
             server.die_at(point, when, count)
             assert train(server) == expected, (point, when, count)
             is_alive = server.plan.exists()
             assert not is_alive or count > 1, f"nothing died {when} {point}"
             server.plan.unlink(missing_ok=True)
+            assert num_trashed(server.data) >= trashed, (point, when, count)
             assert drafts(server.data) == [], (point, when, count)
 
 

@@ -125,6 +125,14 @@ CASES: dict[str, Callable[[World], Call]] = {
     "session export-trace": lambda w: Call(
         (w.paths.session_id, "-o", str(w.tmp_path / "trace")), "Saved to", ("destination",)
     ),
+    "storage adopt": lambda w: Call(
+        ("--yes", "--data-dir", str(w.tmp_path)), "Bound", ("known", "missing")
+    ),
+    "storage restore": lambda w: Call(
+        (_deleted(w), *w.data_dir), "Restored tinker://", ("restored",)
+    ),
+    "storage show": lambda w: Call(w.data_dir, r"checkpoints +owner +\d", ("storage",)),
+    "storage trash": lambda w: Call(w.data_dir, "ID +Moved|is empty", ("trash",)),
     "top": lambda w: Call(("--interval", "0.1"), "Engine +up", ("engine", "queued_operations")),
     "train sft": lambda w: Call(
         (
@@ -156,6 +164,13 @@ def _this_hour() -> tuple[str, str]:
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     first, last = hour - timedelta(hours=1), hour + timedelta(hours=1)
     return f"{first:%Y-%m-%dT%H:00:00Z}", f"{last:%Y-%m-%dT%H:00:00Z}"
+
+
+def _deleted(world: World) -> str:
+    """The trash's id of a checkpoint that was just deleted."""
+    world.run("checkpoint", "delete", "--yes", world.new_checkpoint())
+    listed = world.run("--json", "storage", "trash", *world.data_dir)
+    return str(json.loads(listed.stdout)["trash"][0]["id"])
 
 
 def _new_key(world: World) -> str:

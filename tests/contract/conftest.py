@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tests.support.databases import database_url, postgres_url  # noqa: F401  # fixtures
 from tests.support.engine_calls import create, start
 from tinsmith.engine.base import Engine
 

@@ -5,13 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import pwd
-import shutil
-import signal
-import socket
-import subprocess
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -38,77 +32,9 @@ from tinsmith.server.store.records import (
 from tinsmith.server.store.store import Store
 
 
-def _as_postgres_user() -> list[str]:
-    """Postgres refuses to run as root; its own user does."""
-    if os.geteuid() != 0:
-        return []
-    try:
-        pwd.getpwnam("postgres")
-    except KeyError:
-        pytest.skip("Postgres does not run as root, and there is no user called postgres")
-    return ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
-
-
-@pytest.fixture(scope="session")
-def postgres_url() -> Iterator[str]:
-    binaries = [Path(p) for p in sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)]
-    folder = next((b for b in binaries if (b / "initdb").exists()), None)
-    if folder is None:
-        pytest.skip("Postgres is not installed (Debian: apt install postgresql)")
-    pytest.importorskip("psycopg", reason="the Postgres driver is not installed")
-    prefix = _as_postgres_user()
-    root = Path(subprocess.check_output([*prefix, "mktemp", "-d"], text=True).strip())
-    data = root / "data"
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": "/"}
-    subprocess.run(
-        [*prefix, str(folder / "initdb"), "-D", str(data), "-U", "t", "-A", "trust", "-E", "UTF8"],
-        check=True,
-        **quiet,  # type: ignore[call-overload]  # plain keywords of run
-    )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = ["-h", "127.0.0.1", "-p", str(port), "-k", str(root)]
-    server = subprocess.Popen(
-        [*prefix, str(folder / "postgres"), "-D", str(data), *options],
-        **quiet,  # type: ignore[call-overload]  # plain keywords of Popen
-    )
-    url = f"postgresql+psycopg://t@127.0.0.1:{port}/postgres"
-    try:
-        _wait_for(url)
-        yield url
-    finally:
-        server.send_signal(signal.SIGINT)  # Postgres's fast stop
-        server.wait(timeout=20)
-        shutil.rmtree(root, ignore_errors=True)
-
-
-def _wait_for(url: str) -> None:
-    engine = sa.create_engine(url, poolclass=sa.NullPool)
-    for _ in range(200):
-        try:
-            with engine.connect():
-                return
-        except sa.exc.OperationalError:
-            time.sleep(0.05)
-    raise AssertionError("Postgres did not start")
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return sqlite_url(tmp_path / "store.db")
-    url: str = request.getfixturevalue("postgres_url")
-    engine = sa.create_engine(url, poolclass=sa.NullPool)
-    with engine.begin() as connection:
-        connection.exec_driver_sql("DROP SCHEMA public CASCADE")
-        connection.exec_driver_sql("CREATE SCHEMA public")
-    return url
-
-
 @pytest.fixture
-async def store(url: str, tmp_path: Path) -> AsyncIterator[Store]:
-    store = Store(url, tmp_path / "blobs")
+async def store(database_url: str, tmp_path: Path) -> AsyncIterator[Store]:
+    store = Store(database_url, tmp_path / "blobs")
     yield store
     await store.close()
 
@@ -172,8 +98,8 @@ def checkpoint(name: str, weights_id: str, **fields: object) -> CheckpointRecord
 AUDIT = AuditRecord(owner="o", at=5.0, area="checkpoints", event="e", details={"n": 1})
 
 
-async def test_the_migrated_tables_are_the_declared_ones(store: Store, url: str) -> None:
-    engine = sa.create_engine(url, poolclass=sa.NullPool)
+async def test_the_migrated_tables_are_the_declared_ones(store: Store, database_url: str) -> None:
+    engine = sa.create_engine(database_url, poolclass=sa.NullPool)
     with engine.connect() as connection:
         context = MigrationContext.configure(connection)
         assert compare_metadata(context, schema.metadata) == []
@@ -333,7 +259,9 @@ async def test_weights_are_kept_while_anything_refers_to_them(store: Store) -> N
     assert await store.weights.unreferenced() == []
     await store.samplers.forget("s")
     assert await store.weights.unreferenced() == ["w"]
-    await store.weights.forget(["w"])
+    (forgotten,) = await store.weights.forget(["w"])
+    assert forgotten.deleted_checkpoint is not None, "what it was called is remembered"
+    assert CheckpointRecord(**forgotten.deleted_checkpoint) == checkpoint("a", "w")
     assert await store.weights.get("w") is None
 
 
@@ -454,28 +382,24 @@ async def test_a_failing_write_does_not_take_its_neighbours_with_it(store: Store
     assert (await store.sessions.page_of_owner("o", 10, 0)).total == 3
 
 
-async def test_what_was_written_is_there_after_reopening(url: str, tmp_path: Path) -> None:
-    first = Store(url, tmp_path / "blobs")
+async def test_what_was_written_is_there_after_reopening(database_url: str, tmp_path: Path) -> None:
+    first = Store(database_url, tmp_path / "blobs")
     await first.log.record(operation(0, payload=b"x" * 200_000), MODEL)
     await first.close()
-    stray = tmp_path / "blobs" / "ab" / "abcd"
-    stray.parent.mkdir(exist_ok=True)
-    stray.write_bytes(b"left over")
-    second = Store(url, tmp_path / "blobs")
-    assert stray.exists(), "only the server itself sweeps; its tools must not"
-    await second.prepare()
+    second = Store(database_url, tmp_path / "blobs")
     assert await second.log.read_payload("r0") == b"x" * 200_000
-    assert not stray.exists(), "a file whose row never came is swept away"
     await second.close()
 
 
-async def test_a_second_server_on_one_database_is_refused(url: str, tmp_path: Path) -> None:
-    if url.startswith("sqlite"):
+async def test_a_second_server_of_one_database_is_refused(
+    database_url: str, tmp_path: Path
+) -> None:
+    if database_url.startswith("sqlite"):
         pytest.skip("an SQLite file lies in the data folder, which has a lock of its own")
-    first, second = (Store(url, tmp_path / name) for name in ("a", "b"))
-    await first.prepare()
+    first, second = (Store(database_url, tmp_path / name) for name in ("a", "b"))
+    await first.keep_others_out()
     with pytest.raises(StoreInUseError, match="another server"):
-        await second.prepare()
+        await second.keep_others_out()
     await first.close()
     await second.close()
 
@@ -524,7 +448,7 @@ async def test_a_lost_connection_is_replaced_and_the_lock_is_taken_again(
     postgres_url: str, tmp_path: Path
 ) -> None:
     first, second = (Store(postgres_url, tmp_path / name) for name in ("a", "b"))
-    await first.prepare()
+    await first.keep_others_out()
     _disconnect_everybody(postgres_url)
     with pytest.raises(StoreUnavailableError):
         await first.account.add_audit(AUDIT)
@@ -533,10 +457,10 @@ async def test_a_lost_connection_is_replaced_and_the_lock_is_taken_again(
         "readers come back as well"
     )
     with pytest.raises(StoreInUseError):
-        await second.prepare()
+        await second.keep_others_out()
     _disconnect_everybody(postgres_url)
     third = Store(postgres_url, tmp_path / "c")
-    await third.prepare()
+    await third.keep_others_out()
     with pytest.raises(StoreUnavailableError):
         await first.account.add_audit(AUDIT)
     with pytest.raises(StoreInUseError):

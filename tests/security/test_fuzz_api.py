@@ -28,7 +28,7 @@ from tinsmith.server.edge.auth import create_key
 from tinsmith.server.edge.openapi import description
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
-from tinsmith.server.serving import open_store
+from tinsmith.server.serving import claim_store
 from tinsmith.wire.endpoints import ENDPOINTS
 
 MODEL = "tinsmith/fake"
@@ -52,8 +52,7 @@ class FuzzedServer:
 
     async def _start(self, folder: Path) -> None:
         config = build_config({"data_dir": folder, "hold_seconds": 0.01, "max_body_bytes": 2**24})
-        store = open_store(config)
-        await store.prepare()
+        store = await claim_store(config)
         key, _ = await create_key(store, "owner", "fuzz")
 
         async def factory() -> FakeEngine:

@@ -82,10 +82,10 @@ def test_what_is_written_is_for_its_owner_alone(served: Any) -> None:
 
 
 def test_a_data_folder_that_was_open_to_all_is_closed(tmp_path: Path) -> None:
-    from tinsmith.server.serving import locked
+    from tinsmith.server.data_folder import DataFolder
 
     tmp_path.chmod(0o755)
-    with locked(tmp_path):
+    with DataFolder(tmp_path).locked():
         assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
 
 

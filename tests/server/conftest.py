@@ -11,13 +11,14 @@ import httpx
 import orjson
 import pytest
 
+from tests.support.databases import database_url, postgres_url  # noqa: F401  # fixtures
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
 from tinsmith.server.config import build_config
 from tinsmith.server.edge.app import build_app
 from tinsmith.server.edge.auth import create_key
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
-from tinsmith.server.serving import open_store
+from tinsmith.server.serving import claim_store
 from tinsmith.types import (
     AdamParams,
     Datum,
@@ -202,8 +203,7 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
     ) -> TestServer:
         """With an engine that is up; `broken` is why none can be started."""
         config = build_config({"data_dir": tmp_path / "data", "hold_seconds": 0.5, **settings})
-        store = open_store(config)
-        await store.prepare()
+        store = await claim_store(config)
         if not keys:
             keys.append((await create_key(store, "owner", "first"))[0])
         engines: list[FakeEngine] = []

@@ -110,7 +110,6 @@ async def _store(folder: Path) -> Any:
 
 async def test_a_write_that_contradicts_fails_alone_among_many(tmp_path: Path) -> None:
     async with _store(tmp_path) as store:
-        await store.prepare()
 
         def put(name: str) -> Callable[[sa.Connection], None]:
             return lambda connection: connection.execute(

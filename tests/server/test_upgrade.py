@@ -6,6 +6,7 @@ a dump of the version before is added there, and every later version has to open
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sqlite3
 from pathlib import Path
@@ -100,7 +101,10 @@ async def test_an_uploaded_loss_leaves_the_log_and_keeps_its_request_id(tmp_path
 
 async def test_a_run_goes_on_in_a_later_version(start_server: StartServer, tmp_path: Path) -> None:
     """Pending operations are carried out on a model that the old log rebuilds."""
-    _open(tmp_path / "data", "0001")
+    file = _open(tmp_path / "data", "0001")
+    with contextlib.closing(sqlite3.connect(file)) as database:
+        for (weights_id,) in database.execute("SELECT weights_id FROM weights").fetchall():
+            (tmp_path / "data" / "weights" / weights_id).mkdir(parents=True)
     server = await start_server()
     api = server.api
     for request_id in PENDING:

@@ -26,6 +26,7 @@ COMMANDS = {
         "sample": "sample",
         "serve": "serve",
         "session": "session",
+        "storage": "storage",
         "top": "top",
         "train": "train",
         "version": "version",

@@ -114,6 +114,9 @@ class ServerConfig:
     model_retention_seconds: float = 30 * 24 * 3600.0
     """How long the unsaved state of a model is kept after the last sign of its session."""
 
+    trash_seconds: float = 3 * 24 * 3600.0
+    """How long deleted checkpoints, and files that the store does not know, wait in the trash."""
+
     sampler_retention_seconds: float = 24 * 3600.0
     """How long the unnamed samplers of a silent or finished session are kept."""
 

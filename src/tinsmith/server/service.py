@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tinsmith import disk
 from tinsmith.engine.base import BaseModelInfo, Capabilities, RefusedModel
 from tinsmith.errors import EngineError
 from tinsmith.server.chat.text import TextModels
 from tinsmith.server.checkpoints import Checkpoints
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.edge.admission import Admission
 from tinsmith.server.edge.auth import KEY_CHANGES, Auth
 from tinsmith.server.edge.sockets import Sockets
@@ -36,6 +38,7 @@ from tinsmith.server.sampling.requests import Sampling
 from tinsmith.server.sampling.samplers import Samplers
 from tinsmith.server.sessions import Sessions
 from tinsmith.server.store.store import Store
+from tinsmith.server.trash import Trash
 from tinsmith.server.usage import Usage
 from tinsmith.server.weights import WeightsFolders
 from tinsmith.wire.limits import Limits
@@ -71,7 +74,9 @@ class Service:
         self.sockets = Sockets(config.max_connections)
         changes = Path(config.data_dir) / KEY_CHANGES
         self.auth = Auth(store, secret, is_required=config.auth, changes=changes)
-        self.weights = WeightsFolders(Path(config.data_dir) / "weights", store)
+        self.folder = DataFolder(config.data_dir)
+        self.trash = Trash(self.folder.trash)
+        self.weights = WeightsFolders(self.folder.weights, store, self.trash)
         self.engines = EngineSupervisor(engine_factory, self.weights.sweep_drafts)
         self.promises = Promises(_RECENT_RESULT_BYTES)
         self.models = LiveModels(store, self.promises)
@@ -127,7 +132,9 @@ class Service:
         self._add_gauges()
 
     async def start(self) -> None:
+        await asyncio.to_thread(self.trash.sweep)
         await self.weights.sweep_unknown(min_age_seconds=0.0)
+        await self._sweep_unknown_blobs()
         await self.engines.start()
         await self.sessions.welcome_back()
         for model_id in await self.store.log.models_with_pending():
@@ -160,6 +167,7 @@ class Service:
                     await model.recorded()
         try:
             await self._tidy()
+            await self.folder.advance(self.store)
         except Exception:
             logger.exception("the last housekeeping failed")
         await self.engines.close()
@@ -204,6 +212,19 @@ class Service:
             return "there is no model that can be served"
         return None
 
+    async def _sweep_unknown_blobs(self) -> None:
+        """Move files whose record never came to the trash. Only before anything is recorded."""
+        known = await self.store.log.blob_names()
+
+        def sweep() -> None:
+            for file in self.folder.blobs.glob("??/*"):
+                if disk.is_draft(file):
+                    disk.discard_file(file)
+                elif file.name not in known:
+                    self.trash.put(file, "the store has no record of it")
+
+        await asyncio.to_thread(sweep)
+
     async def _keep_house(self) -> None:
         for round_number in itertools.count(1):
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
@@ -233,6 +254,10 @@ class Service:
         if all(model.committing is None for model in self.models):
             # Otherwise a folder may be waiting for its record, however long the store was away.
             await self.weights.sweep_unknown()
+        await asyncio.to_thread(
+            self.trash.empty, now - self.config.trash_seconds, self.config.key_max_stored_bytes
+        )
+        await self.folder.advance(self.store)
         await self.sessions.retire_models()
         await self.store.log.drop_results(
             retrieved_before=now - self.config.retrieved_retention_seconds,

@@ -1,12 +1,7 @@
-"""Running the application: the data folder's lock, the first key, the HTTP server.
-
-The lock is held as long as the process lives, by the system's own means, so a server that was
-killed leaves nothing behind that the next one would have to clear away.
-"""
+"""Running the application: the data folder and its store, the first key, the HTTP server."""
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import resource
@@ -16,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import uvicorn
@@ -24,6 +18,7 @@ import uvicorn
 from tinsmith.engine.base import Capabilities
 from tinsmith.errors import TinkerError
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.edge.app import build_app
 from tinsmith.server.edge.auth import create_key
 from tinsmith.server.edge.connections import Connection
@@ -60,33 +55,6 @@ ReportModels = Callable[[Capabilities], None]
 """Hears which models are served and which are refused, when the engine knows and it is news."""
 
 
-class DataFolderInUseError(TinkerError):
-    """Another server has the data folder."""
-
-
-@contextmanager
-def locked(data_dir: Path) -> Iterator[None]:
-    """Keep the data folder to ourselves."""
-    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    data_dir.chmod(0o700)
-    file = data_dir / "server.lock"
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
-            raise DataFolderInUseError(
-                f"another server (process {holder}) uses the data folder {data_dir}; "
-                "stop it first, or give this one a folder of its own with --data-dir"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 async def serve(
     config: ServerConfig,
     engine_factory: EngineFactory,
@@ -97,10 +65,9 @@ async def serve(
     # What is written is for this user alone, whoever creates it: us, the database, the engine.
     os.umask(0o077)
     _raise_file_limit()
-    with locked(config.data_dir):
+    with DataFolder(config.data_dir).locked():
         metrics = Metrics()
-        store = open_store(config, metrics)
-        await store.prepare()
+        store = await claim_store(config, metrics)
         secret = await store.keys.secret("signing")
         key = None
         if config.auth and not await store.keys.list():
@@ -135,17 +102,35 @@ async def serve(
                 await server.serve(sockets=[listener])
 
 
+async def claim_store(config: ServerConfig, metrics: Metrics | None = None) -> Store:
+    """The store of a data folder, for the one server that works on them.
+
+    Others are kept out, and a database that does not belong to the folder is refused.
+    """
+    store = open_store(config, metrics)
+    folder = DataFolder(config.data_dir)
+    try:
+        await store.keep_others_out()
+        await folder.check(store)
+        await folder.bind(store)
+    except BaseException:
+        await store.close()
+        raise
+    return store
+
+
 def open_store(config: ServerConfig, metrics: Metrics | None = None) -> Store:
     """The store of a data folder."""
-    config.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    url = config.database_url or sqlite_url(config.data_dir / "tinsmith.db")
+    folder = DataFolder(config.data_dir)
+    folder.create()
+    url = config.database_url or sqlite_url(folder.database)
 
     def on_commit(seconds: float, num_writes: int) -> None:
         if metrics is not None:
             metrics.observe("store_commit_seconds", seconds)
             metrics.observe("store_commit_writes", num_writes)
 
-    return Store(url, config.data_dir / "blobs", on_commit)
+    return Store(url, folder.blobs, on_commit)
 
 
 def _report_changes(service: Service, report: ReportModels) -> None:

@@ -1,22 +1,25 @@
 """Folders of weights in the data folder.
 
 A folder's name is an id of ours, never something a client chose, so nothing can point outside.
-Folders that no record refers to are swept away.
+Folders that nothing refers to go: to the trash where somebody may want them back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from tinsmith import disk
 from tinsmith.engine.base import SnapshotInfo, SnapshotKind
-from tinsmith.server.store.records import ModelRecord, WeightsRecord
+from tinsmith.server.store.records import CheckpointRecord, ModelRecord, WeightsRecord
 from tinsmith.server.store.store import Store
+from tinsmith.server.trash import Trash
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +30,10 @@ _STRAY_SECONDS = 3600.0
 
 
 class WeightsFolders:
-    def __init__(self, root: Path, store: Store) -> None:
+    def __init__(self, root: Path, store: Store, trash: Trash) -> None:
         self._root = root
         self._store = store
+        self._trash = trash
         disk.create_folder(root)
 
     def new(self) -> tuple[str, Path]:
@@ -52,18 +56,22 @@ class WeightsFolders:
         )
 
     async def sweep(self) -> None:
-        """Delete the folders that nothing refers to."""
+        """Let go of the folders that nothing refers to any more.
+
+        Those of deleted checkpoints go to the trash. The rest were never anybody's by name.
+        """
         stray = await self._store.weights.unreferenced()
         if stray:
             gone = await self._store.weights.forget(stray)
-            await asyncio.to_thread(self._delete, [self.folder(name) for name in gone])
+            await asyncio.to_thread(self._let_go, gone)
 
     async def sweep_unknown(self, min_age_seconds: float = _STRAY_SECONDS) -> None:
-        """Delete folders without a record, left behind when a save did not end."""
+        """Move folders without a record to the trash: a save did not end, or worse."""
         unknown = await asyncio.to_thread(self._old_folders, time.time() - min_age_seconds)
         if unknown:
             known = set(await self._store.weights.ids())
-            await asyncio.to_thread(self._delete, [f for f in unknown if f.name not in known])
+            strangers = [f for f in unknown if f.name not in known]
+            await asyncio.to_thread(self._move_to_trash, strangers)
 
     async def sweep_drafts(self) -> None:
         """Delete what an engine was writing when it died. Only while no engine is at work."""
@@ -71,7 +79,24 @@ class WeightsFolders:
         await asyncio.to_thread(self._delete, drafts)
 
     def _old_folders(self, changed_before: float) -> list[Path]:
-        return [f for f in self._root.iterdir() if f.stat().st_mtime <= changed_before]
+        return [
+            folder
+            for folder in self._root.iterdir()
+            if not disk.is_draft(folder) and folder.stat().st_mtime <= changed_before
+        ]
+
+    def _let_go(self, gone: Sequence[WeightsRecord]) -> None:
+        for weights in gone:
+            folder = self.folder(weights.weights_id)
+            if weights.deleted_checkpoint is None:
+                self._delete([folder])
+            elif folder.exists():
+                name = CheckpointRecord(**weights.deleted_checkpoint).tinker_path
+                self._trash.put(folder, f"{name} was deleted", dataclasses.asdict(weights))
+
+    def _move_to_trash(self, folders: list[Path]) -> None:
+        for folder in folders:
+            self._trash.put(folder, "the store has no record of it")
 
     def _delete(self, folders: list[Path]) -> None:
         for folder in folders:

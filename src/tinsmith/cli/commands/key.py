@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tinsmith.cli.failures import CommandError
+from tinsmith.cli.local_server import config_of, which_server
 from tinsmith.cli.output import Output, Table, time_text, with_output
 
 if TYPE_CHECKING:
-    from tinsmith.server.config import ServerConfig
     from tinsmith.server.store.records import KeyRecord
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _where(function: F) -> F:
-    """The options that say which server's keys are meant; the same as those of `serve`."""
-    for option in (
-        click.option("--database-url", help="The server's Postgres URL, if it uses one."),
-        click.option(
-            "--data-dir", type=click.Path(path_type=Path), help="The server's data folder."
-        ),
-        click.option(
-            "--config", "config_file", type=click.Path(path_type=Path), help="Its settings file."
-        ),
-    ):
-        function = option(function)
-    return function
 
 
 @click.group("key")
@@ -50,7 +31,7 @@ def command() -> None:
 )
 @click.option("--note", default="", help="A remark to keep with it.")
 @click.option("--ttl", type=click.IntRange(min=1), help="Seconds from now until it expires.")
-@_where
+@which_server
 @with_output
 def create(
     output: Output, /, name: str, owner: str, note: str, ttl: int | None, **where: Any
@@ -58,7 +39,7 @@ def create(
     """Create a key and print it. It is stored as a hash: this is the one time it is shown."""
     from tinsmith.cli import keyring
 
-    key, record = keyring.create(_config(**where), owner, name, note, ttl)
+    key, record = keyring.create(config_of(**where), owner, name, note, ttl)
     if output.is_json:
         output.show_json({"key": key, **_facts(record)})
         return
@@ -67,13 +48,13 @@ def create(
 
 
 @command.command("list")
-@_where
+@which_server
 @with_output
 def list_keys(output: Output, /, **where: Any) -> None:
     """List keys, those that were revoked or have expired too."""
     from tinsmith.cli import keyring
 
-    records = keyring.list_keys(_config(**where))
+    records = keyring.list_keys(config_of(**where))
     output.show(
         {"keys": [_facts(record) for record in records]},
         Table(
@@ -96,13 +77,13 @@ def list_keys(output: Output, /, **where: Any) -> None:
 
 @command.command("revoke")
 @click.argument("key_id", type=int)
-@_where
+@which_server
 @with_output
 def revoke(output: Output, /, key_id: int, **where: Any) -> None:
     """Make a key useless. A server on this data folder refuses it from then on."""
     from tinsmith.cli import keyring
 
-    if not keyring.revoke(_config(**where), key_id):
+    if not keyring.revoke(config_of(**where), key_id):
         raise CommandError(
             f"There is no active key {key_id}", "Run 'tinsmith key list' to see the keys there are."
         )
@@ -110,18 +91,6 @@ def revoke(output: Output, /, key_id: int, **where: Any) -> None:
         output.show_json({"revoked": key_id})
     else:
         click.echo(f"Revoked key {key_id}.")
-
-
-def _config(config_file: Path | None, **options: Any) -> ServerConfig:
-    from tinsmith.server.config import load_config
-
-    config = load_config(config_file, options)
-    if config.database_url is None and not config.data_dir.exists():
-        raise CommandError(
-            f"There is no data folder {config.data_dir}",
-            "Give the server's with --data-dir, or start it once: tinsmith serve",
-        )
-    return config
 
 
 def _facts(record: KeyRecord) -> dict[str, Any]:

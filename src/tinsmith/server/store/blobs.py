@@ -3,7 +3,7 @@
 A body of several megabytes would pass through a database twice (its log, then its pages) and
 hold up the small records behind it. Above `INLINE_BYTES` it goes into a file instead: written and
 synced by the thread that received it, before the row that names it is committed. A file whose row
-never came is swept away at the next start.
+never came is moved to the trash at the next start.
 
 A file's name ends with a checksum of what it held, so that damage is noticed and not replayed.
 """
@@ -46,10 +46,6 @@ class Blobs:
         if names:
             await self._in_thread(self._delete, [self._path(name) for name in names])
 
-    async def sweep(self, known: Collection[str]) -> None:
-        """Delete every file that is not known."""
-        await self._in_thread(self._sweep, known)
-
     def _write(self, name: str, data: bytes) -> None:
         path = self._path(name)
         disk.create_folder(path.parent)
@@ -64,9 +60,6 @@ class Blobs:
     def _delete(self, paths: Iterable[Path]) -> None:
         for path in paths:
             disk.discard_file(path)
-
-    def _sweep(self, known: Collection[str]) -> None:
-        self._delete(f for f in self._folder.glob("??/*") if f.name not in known)
 
     def _path(self, name: str) -> Path:
         return self._folder / name[:2] / name

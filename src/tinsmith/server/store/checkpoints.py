@@ -9,7 +9,13 @@ import sqlalchemy as sa
 
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import Database, row_of
-from tinsmith.server.store.records import AuditRecord, CheckpointRecord, ModelRecord, Page
+from tinsmith.server.store.records import (
+    AuditRecord,
+    CheckpointRecord,
+    ModelRecord,
+    Page,
+    WeightsRecord,
+)
 
 
 class Checkpoints:
@@ -22,7 +28,7 @@ class Checkpoints:
         def write(connection: sa.Connection) -> None:
             if model is not None:
                 connection.execute(sa.insert(schema.models).values(row_of(model)))
-            self._database.replace(connection, schema.checkpoints, row_of(checkpoint))
+            put_checkpoint(connection, checkpoint)
             connection.execute(sa.insert(schema.audit).values(row_of(audit)))
 
         await self._database.write(write)
@@ -57,13 +63,24 @@ class Checkpoints:
 
     async def delete(self, model_id: str, checkpoint_id: str, audit: AuditRecord) -> bool:
         def write(connection: sa.Connection) -> bool:
-            where = _checkpoint(model_id, checkpoint_id)
-            found = connection.execute(sa.delete(schema.checkpoints).where(where)).rowcount == 1
+            found = _remove(connection, model_id, checkpoint_id)
             if found:
                 connection.execute(sa.insert(schema.audit).values(row_of(audit)))
             return found
 
         return await self._database.write(write)
+
+    async def restore(
+        self, checkpoint: CheckpointRecord, weights: WeightsRecord, audit: AuditRecord
+    ) -> None:
+        """Enter a deleted checkpoint and its weights again; its name must be free."""
+
+        def write(connection: sa.Connection) -> None:
+            self._database.put_new(connection, schema.weights, row_of(weights))
+            connection.execute(sa.insert(schema.checkpoints).values(row_of(checkpoint)))
+            connection.execute(sa.insert(schema.audit).values(row_of(audit)))
+
+        await self._database.write(write)
 
     async def expired(self, now: float) -> Sequence[CheckpointRecord]:
         table = schema.checkpoints
@@ -82,6 +99,28 @@ class Checkpoints:
             return int(row[0]), int(row[1])
 
         return await self._database.in_thread(read)
+
+
+def put_checkpoint(connection: sa.Connection, checkpoint: CheckpointRecord) -> None:
+    """Enter a checkpoint, in the place of an earlier one of its name."""
+    _remove(connection, checkpoint.model_id, checkpoint.checkpoint_id)
+    connection.execute(sa.insert(schema.checkpoints).values(row_of(checkpoint)))
+
+
+def _remove(connection: sa.Connection, model_id: str, checkpoint_id: str) -> bool:
+    """Delete a checkpoint; its weights remember what it was, for bringing it back."""
+    table, weights = schema.checkpoints, schema.weights
+    where = _checkpoint(model_id, checkpoint_id)
+    found = connection.execute(sa.select(table).where(where)).mappings().first()
+    if found is None:
+        return False
+    connection.execute(sa.delete(table).where(where))
+    connection.execute(
+        sa.update(weights)
+        .where(weights.c.weights_id == found["weights_id"])
+        .values(deleted_checkpoint=dict(found))
+    )
+    return True
 
 
 def _checkpoint(model_id: str, checkpoint_id: str) -> sa.ColumnElement[bool]:

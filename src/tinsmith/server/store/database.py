@@ -92,7 +92,7 @@ class Database:
     async def write(self, write: Callable[[sa.Connection], T]) -> T:
         try:
             return await self._writer.run(write)
-        except sa.exc.IntegrityError as error:
+        except (sa.exc.IntegrityError, sa.exc.DataError) as error:
             raise StoreConflictError(str(error.orig)) from error
         except _TROUBLE as error:
             raise _unavailable(error) from error
@@ -157,14 +157,6 @@ class Database:
             statement = self.insert(table).on_conflict_do_nothing().returning(key)
             self._put_new[table.name] = statement
         return connection.execute(statement, values).first() is not None
-
-    def replace(self, connection: sa.Connection, table: sa.Table, values: dict[str, Any]) -> None:
-        statement = self.insert(table).values(values)
-        connection.execute(
-            statement.on_conflict_do_update(
-                index_elements=list(table.primary_key.columns), set_=values
-            )
-        )
 
 
 def _create_engine(url: str) -> sa.Engine:

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 
 from tinsmith.server.store import schema
 from tinsmith.server.store.blobs import INLINE_BYTES, Blobs
+from tinsmith.server.store.checkpoints import put_checkpoint
 from tinsmith.server.store.database import Database, row_of
 from tinsmith.server.store.errors import StoreDamagedError
 from tinsmith.server.store.records import Finish, ModelRecord, OperationRecord
@@ -100,7 +101,7 @@ class Log:
         if finish.weights is not None:
             connection.execute(sa.insert(schema.weights).values(row_of(finish.weights)))
         if finish.checkpoint is not None:
-            self._database.replace(connection, schema.checkpoints, row_of(finish.checkpoint))
+            put_checkpoint(connection, finish.checkpoint)
         if finish.sampler is not None:
             connection.execute(sa.insert(schema.samplers).values(row_of(finish.sampler)))
         if finish.audit is not None:

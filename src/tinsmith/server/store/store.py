@@ -12,6 +12,7 @@ from tinsmith.server.store.account import Account
 from tinsmith.server.store.blobs import Blobs
 from tinsmith.server.store.checkpoints import Checkpoints
 from tinsmith.server.store.database import Database
+from tinsmith.server.store.identity import Identity
 from tinsmith.server.store.keys import Keys
 from tinsmith.server.store.log import Log
 from tinsmith.server.store.losses import CustomLosses
@@ -33,22 +34,25 @@ class Store:
         `on_commit` hears the seconds and the number of writes of every commit.
         """
         self.database = Database(url, on_commit)
-        self._blobs = Blobs(blob_folder, self.database.in_thread)
+        blobs = Blobs(blob_folder, self.database.in_thread)
+        self.identity = Identity(self.database)
         self.keys = Keys(self.database)
         self.sessions = Sessions(self.database)
         self.samplers = Samplers(self.database)
-        self.models = Models(self.database, self._blobs)
-        self.log = Log(self.database, self._blobs)
+        self.models = Models(self.database, blobs)
+        self.log = Log(self.database, blobs)
         self.weights = Weights(self.database)
         self.checkpoints = Checkpoints(self.database)
         self.losses = CustomLosses(self.database)
         self.account = Account(self.database)
 
-    async def prepare(self) -> None:
-        """For the one server of this store: keep others out, and clear away what a write that
-        did not end left behind. Tools that only read or add keys do without."""
+    async def keep_others_out(self) -> None:
+        """For the one server of this store. Tools that only read or add keys do without."""
         await self.database.keep_others_out()
-        await self._blobs.sweep(await self.log.blob_names())
+
+    async def file_names(self) -> set[str]:
+        """The weights, requests and results that the store expects in the data folder."""
+        return {*await self.weights.ids(), *await self.log.blob_names()}
 
     async def close(self) -> None:
         await self.database.close()

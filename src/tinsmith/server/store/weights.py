@@ -25,20 +25,32 @@ class Weights:
     async def ids(self) -> Sequence[str]:
         return await self._database.column(sa.select(schema.weights.c.weights_id))
 
+    async def room(self) -> list[tuple[str, str, int, int]]:
+        """What takes room and why: the reason, the owner ("" for the server's own), how many
+        folders and how many bytes."""
+
+        def read() -> list[tuple[str, str, int, int]]:
+            with self._database.connect() as connection:
+                rows = connection.execute(sa.text(_ROOM))
+                return [(what, owner, int(n), int(size)) for what, owner, n, size in rows]
+
+        return await self._database.in_thread(read)
+
     async def unreferenced(self) -> Sequence[str]:
         """Weights that no checkpoint, sampler, snapshot or replayable load refers to."""
         return await self._database.column(unreferenced_query())
 
-    async def forget(self, weights_ids: Sequence[str]) -> Sequence[str]:
+    async def forget(self, weights_ids: Sequence[str]) -> Sequence[WeightsRecord]:
         """Forget those of them that are still not referred to; which they were."""
-        column = schema.weights.c.weights_id
+        table = schema.weights
 
-        def write(connection: sa.Connection) -> list[str]:
+        def write(connection: sa.Connection) -> list[WeightsRecord]:
             # Somebody may have begun to use one since it was found.
-            still = unreferenced_query().where(column.in_(list(weights_ids)))
-            stray = list(connection.execute(still).scalars())
-            connection.execute(sa.delete(schema.weights).where(column.in_(stray)))
-            return stray
+            still = unreferenced_query().where(table.c.weights_id.in_(list(weights_ids)))
+            is_stray = table.c.weights_id.in_(list(connection.execute(still).scalars()))
+            rows = connection.execute(sa.select(table).where(is_stray)).all()
+            connection.execute(sa.delete(table).where(is_stray))
+            return [WeightsRecord(**row._mapping) for row in rows]
 
         return await self._database.write(write)
 
@@ -58,6 +70,24 @@ class Weights:
             return True
 
         return await self._database.write(write)
+
+
+# What takes room, in the order in which weights are counted: each once, for its first reason.
+_ROOM = """
+SELECT what, owner, count(*), sum(size_bytes) FROM (
+  SELECT w.size_bytes,
+    CASE WHEN c.owner IS NOT NULL THEN 'checkpoints'
+         WHEN s.owner IS NOT NULL THEN 'unnamed samplers'
+         WHEN w.kind = 'exact' THEN 'snapshots of models'
+         ELSE 'weights that a replay may need' END AS what,
+    COALESCE(c.owner, s.owner, '') AS owner
+  FROM weights w
+  LEFT JOIN (SELECT weights_id, min(owner) AS owner FROM checkpoints GROUP BY weights_id) c
+    ON c.weights_id = w.weights_id
+  LEFT JOIN (SELECT weights_id, min(owner) AS owner FROM samplers GROUP BY weights_id) s
+    ON s.weights_id = w.weights_id
+) AS each GROUP BY what, owner ORDER BY what, owner
+"""
 
 
 def unreferenced_query() -> sa.Select[Any]:

@@ -1,0 +1,149 @@
+"""The data folder: where things lie in it, its lock, and which store it belongs to.
+
+The lock is held as long as the process lives, by the system's own means, so a server that was
+killed leaves nothing behind that the next one would have to clear away.
+
+A store and its folder carry one random id and an epoch, which counts up while they are used. They
+are compared before a server touches either: a store that does not know what is in the folder (a new
+one, another's, an older copy) must not take it for rubbish.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tinsmith import disk
+from tinsmith.errors import TinkerError
+from tinsmith.server.store.records import IdentityRecord
+from tinsmith.server.store.store import Store
+
+_ADOPT = "to use them together all the same: tinsmith storage adopt"
+
+
+class DataFolderInUseError(TinkerError):
+    """Another server has the data folder."""
+
+
+class ForeignStoreError(TinkerError):
+    """The database and the data folder do not belong together; the message says why."""
+
+
+class DataFolder:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.database = root / "tinsmith.db"
+        self.weights = root / "weights"
+        self.blobs = root / "blobs"
+        self.trash = root / "trash"
+        self._identity = root / "identity.json"
+
+    def create(self) -> None:
+        """Make the folder where there is none; it is for this user alone in any case."""
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.root.chmod(0o700)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep the data folder to ourselves."""
+        self.create()
+        file = self.root / "server.lock"
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
+                raise DataFolderInUseError(
+                    f"another server (process {holder}) uses the data folder {self.root}; "
+                    "stop it first, or give this one a folder of its own with --data-dir"
+                ) from None
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            yield
+        finally:
+            os.close(descriptor)
+
+    async def check(self, store: Store) -> None:
+        """Refuse a store that this folder does not belong to. Changes nothing."""
+        ours, here = await store.identity.get(), self.identity()
+        if here is None and (ours is None or ours.epoch == 0):
+            await self._check_contents(store)
+        elif here is None:
+            if self.names() or await store.file_names():
+                raise self._foreign("the database belongs to another data folder")
+        elif ours is None:
+            raise self._foreign("the database is new, and the folder belongs to another one")
+        elif ours.store_id != here.store_id:
+            raise self._foreign("each belongs to another one")
+        elif ours.epoch < here.epoch:
+            raise self._foreign("the database is an older copy of the one last used here")
+        elif ours.epoch > here.epoch + 1:
+            raise self._foreign("the folder is an older copy of the one last used with it")
+
+    async def bind(self, store: Store) -> None:
+        """After `check`: the two belong together from here on."""
+        if await store.identity.get() is None or self.identity() is None:
+            await self.adopt(store)
+        else:
+            await self.advance(store)
+
+    async def adopt(self, store: Store) -> None:
+        """Give both a new identity, whatever they belonged to before; copies made until now of
+        either are strangers to both."""
+        fresh = IdentityRecord(store_id=uuid.uuid4().hex, epoch=0)
+        await store.identity.put(fresh)
+        self._write_identity(fresh)
+        await self.advance(store)
+
+    async def advance(self, store: Store) -> None:
+        """Count up, so that copies made before this moment are told from what is here now.
+
+        The database goes first: after a crash in between it is one ahead, never behind.
+        """
+        ours = await store.identity.get()
+        assert ours is not None, "a store is bound before it is used"
+        ahead = IdentityRecord(store_id=ours.store_id, epoch=ours.epoch + 1)
+        await store.identity.put(ahead)
+        self._write_identity(ahead)
+
+    def identity(self) -> IdentityRecord | None:
+        """What the folder says of itself; None when it was never bound to a store."""
+        try:
+            facts = json.loads(self._identity.read_text())
+            return IdentityRecord(store_id=str(facts["store_id"]), epoch=int(facts["epoch"]))
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._foreign(f"{self._identity.name} is damaged ({error})") from None
+
+    def names(self) -> set[str]:
+        """The weights, requests and results in the folder, by the names that a store knows."""
+        found = {f.name for f in self.blobs.glob("??/*")}
+        if self.weights.exists():
+            found |= {f.name for f in self.weights.iterdir()}
+        return {name for name in found if not disk.is_draft(Path(name))}
+
+    async def _check_contents(self, store: Store) -> None:
+        """Before the first binding: do they look as if they belong together?"""
+        here, known = self.names(), await store.file_names()
+        if here and not known:
+            raise self._foreign(f"the database knows none of the {len(here)} items in the folder")
+        if known and not here & known:
+            raise self._foreign(f"none of the {len(known)} items that the database knows is there")
+
+    def _write_identity(self, identity: IdentityRecord) -> None:
+        facts = {"store_id": identity.store_id, "epoch": identity.epoch}
+        disk.publish_file(self._identity, json.dumps(facts).encode())
+
+    def _foreign(self, reason: str) -> ForeignStoreError:
+        return ForeignStoreError(
+            f"this database and the data folder {self.root} do not belong together: {reason}. "
+            "Nothing was changed. Check --data-dir and --database-url, or restore both from one "
+            f"backup; {_ADOPT}"
+        )

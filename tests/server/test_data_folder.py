@@ -1,0 +1,264 @@
+"""A store and a data folder that do not belong together are refused, and nothing is deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import sqlalchemy as sa
+
+from tinsmith.cli import storage
+from tinsmith.server.config import ServerConfig, build_config
+from tinsmith.server.data_folder import DataFolder, ForeignStoreError
+from tinsmith.server.serving import claim_store, open_store
+from tinsmith.server.store.database import sqlite_url
+from tinsmith.server.store.records import AuditRecord
+from tinsmith.server.trash import Trash
+from tinsmith.types import Datum, ModelInput
+
+if TYPE_CHECKING:
+    from .conftest import StartServer, TestServer
+
+
+WIDE = Datum(
+    model_input=ModelInput.from_ints([1] * 4000), loss_fn_inputs={"target_tokens": [2] * 4000}
+)
+"""Large enough that requests and results are files."""
+
+
+async def _trained(server: TestServer) -> list[str]:
+    """A model with checkpoints, a snapshot and large requests; the paths of the checkpoints."""
+    api = server.api
+    model = await api.model()
+    for number in range(3):
+        await api.result(await api.send_pass(model, 1 + 3 * number, *[WIDE] * 6))
+        await api.result(await api.send_step(model, 2 + 3 * number))
+        body = {"model_id": model, "seq_id": 3 + 3 * number, "path": f"step{number}"}
+        await api.result((await api.ok("/save_weights", body))["request_id"])
+    page = (await api.get("/checkpoints")).json()["checkpoints"]
+    return sorted(c["tinker_path"] for c in page)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for part in ("weights", "blobs", "trash")
+        for file in (folder / part).rglob("*")
+        if file.is_file()
+    }
+
+
+@pytest.fixture
+async def left(start_server: StartServer, database_url: str, tmp_path: Path) -> ServerConfig:
+    """The settings of a server that has stopped and left a full data folder and database."""
+    server = await start_server(database_url=database_url, snapshot_steps=2)
+    assert len(await _trained(server)) == 3
+    await server.stop()
+    config = server.service.config
+    assert len([*(config.data_dir / "weights").iterdir()]) >= 3 and _files(config.data_dir)
+    return config
+
+
+def _with(config: ServerConfig, **changes: object) -> ServerConfig:
+    values = {"data_dir": config.data_dir, "database_url": config.database_url, **changes}
+    return build_config(values)
+
+
+async def _refused(config: ServerConfig, reason: str) -> None:
+    before = _files(config.data_dir)
+    with pytest.raises(ForeignStoreError, match=reason) as caught:
+        await claim_store(config)
+    assert "tinsmith storage adopt" in str(caught.value), "it says what to do"
+    assert _files(config.data_dir) == before
+
+
+async def test_an_empty_database_with_a_full_folder_is_refused(
+    left: ServerConfig, tmp_path: Path
+) -> None:
+    """The default server first, then another database as docs/how-to/postgres.md had it."""
+    empty = _with(left, database_url=sqlite_url(tmp_path / "another.db"))
+    await _refused(empty, "the database is new")
+    store = await claim_store(left)
+    await store.close()
+
+
+async def test_another_database_with_a_full_folder_is_refused(
+    left: ServerConfig, tmp_path: Path
+) -> None:
+    other = build_config({"data_dir": tmp_path / "other"})
+    other.data_dir.mkdir()
+    await (await claim_store(other)).close()
+    mixed = _with(left, database_url=sqlite_url(other.data_dir / "tinsmith.db"))
+    await _refused(mixed, "each belongs to another")
+
+
+async def test_a_database_with_an_empty_folder_is_refused(
+    left: ServerConfig, tmp_path: Path
+) -> None:
+    await _refused(_with(left, data_dir=tmp_path / "mistyped"), "another data folder")
+
+
+async def test_an_older_copy_of_the_database_is_refused(
+    left: ServerConfig, start_server: StartServer
+) -> None:
+    """The copy was made while the first server ran; another run came after it."""
+    before = await _identity(left)
+    server = await start_server(database_url=left.database_url)
+    await _trained(server)
+    await server.stop()
+    await _set_epoch(left, before)
+    await _refused(left, "the database is an older copy")
+
+
+async def test_an_older_copy_of_the_folder_is_refused(left: ServerConfig, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(left.data_dir, copy)
+    await (await claim_store(left)).close()
+    await (await claim_store(left)).close()
+    await _refused(_with(left, data_dir=copy), "the folder is an older copy")
+
+
+async def test_a_crash_while_counting_up_is_no_mismatch(left: ServerConfig) -> None:
+    """The database is one ahead then."""
+    await _set_epoch(left, await _identity(left) + 1)
+    await (await claim_store(left)).close()
+
+
+async def test_the_epoch_counts_up_while_a_server_runs(start_server: StartServer) -> None:
+    server = await start_server()
+    before = DataFolder(server.service.config.data_dir).identity()
+    await server.service._tidy_results()
+    after = DataFolder(server.service.config.data_dir).identity()
+    assert before is not None and after is not None and after.epoch > before.epoch
+
+
+async def _identity(config: ServerConfig) -> int:
+    store = open_store(config)
+    found = await store.identity.get()
+    await store.close()
+    assert found is not None
+    return found.epoch
+
+
+async def _set_epoch(config: ServerConfig, epoch: int) -> None:
+    store = open_store(config)
+    await store.database.write(
+        lambda c: c.execute(sa.text("UPDATE identity SET epoch = :n"), {"n": epoch})
+    )
+    await store.close()
+
+
+async def _as_of_release_0_1(config: ServerConfig) -> None:
+    """Take the identity away from both."""
+    (config.data_dir / "identity.json").unlink()
+    store = open_store(config)
+    await store.database.write(lambda c: c.execute(sa.text("DELETE FROM identity")))
+    await store.close()
+
+
+async def test_a_store_of_the_first_release_gets_an_identity(left: ServerConfig) -> None:
+    await _as_of_release_0_1(left)
+    before = _files(left.data_dir)
+    await (await claim_store(left)).close()
+    assert _files(left.data_dir) == before
+    assert DataFolder(left.data_dir).identity() is not None
+
+
+async def test_an_empty_database_with_a_folder_of_the_first_release_is_refused(
+    left: ServerConfig, tmp_path: Path
+) -> None:
+    await _as_of_release_0_1(left)
+    empty = _with(left, database_url=sqlite_url(tmp_path / "another.db"))
+    await _refused(empty, "knows none of the")
+
+
+async def test_a_store_of_the_first_release_with_another_folder_is_refused(
+    left: ServerConfig, tmp_path: Path
+) -> None:
+    await _as_of_release_0_1(left)
+    await _refused(_with(left, data_dir=tmp_path / "mistyped"), "none of the .* is there")
+
+
+async def test_a_damaged_identity_is_refused(left: ServerConfig) -> None:
+    (left.data_dir / "identity.json").write_text("{")
+    await _refused(left, "identity.json is damaged")
+
+
+async def test_a_server_that_adopted_a_folder_deletes_nothing_that_it_does_not_know(
+    left: ServerConfig, start_server: StartServer, tmp_path: Path
+) -> None:
+    """Weights, requests and results: every sweep moves strangers to the trash."""
+    before = sorted(_files(left.data_dir).values())
+    empty = _with(left, database_url=sqlite_url(tmp_path / "another.db"))
+    store = open_store(empty)
+    await DataFolder(empty.data_dir).adopt(store)
+    await store.close()
+    server = await start_server(database_url=empty.database_url)
+    await server.service._tidy()
+    await server.service._tidy_results()
+    await server.stop()
+    after = [data for name, data in _files(left.data_dir).items() if "entry.json" not in name]
+    assert sorted(after) == before
+    assert not [*(left.data_dir / "weights").iterdir()]
+
+
+async def test_an_adopted_older_database_finds_the_weights_that_it_knows_in_the_trash(
+    left: ServerConfig, start_server: StartServer
+) -> None:
+    epoch = await _identity(left)
+    server = await start_server(database_url=left.database_url)
+    store, api = server.service.store, server.api
+    checkpoint = (await api.get("/checkpoints")).json()["checkpoints"][0]
+    run, _, name = checkpoint["tinker_path"].removeprefix("tinker://").partition("/")
+    record = await store.checkpoints.get(run, name)
+    assert record is not None
+    weights = await store.weights.get(record.weights_id)
+    assert weights is not None
+    response = await api.http.delete(
+        f"/api/v1/training_runs/{run}/checkpoints/{name}", headers=api.headers
+    )
+    assert response.status_code < 300
+    await server.stop()
+    folder = left.data_dir / "weights" / record.weights_id
+    assert not folder.exists(), "it is in the trash"
+    # What the database was before the checkpoint was deleted.
+    older = open_store(left)
+    audit = AuditRecord(owner="owner", at=0.0, area="checkpoints", event="e")
+    await older.checkpoints.restore(record, weights, audit)
+    await older.close()
+    await _set_epoch(left, epoch)
+    await _refused(left, "older copy")
+    _, num_missing = await asyncio.to_thread(storage.adopt, left)
+    assert folder.exists() and num_missing == 0
+    await (await claim_store(left)).close()
+
+
+async def test_the_trash_is_emptied_by_age_and_by_owner(tmp_path: Path) -> None:
+    trash = Trash(tmp_path / "trash")
+    for number in range(4):
+        file = tmp_path / f"w{number}"
+        file.write_bytes(b"x" * 100)
+        owner = "a" if number < 3 else "b"
+        trash.put(file, "deleted", {"deleted_checkpoint": {"owner": owner}})
+    assert trash.empty(0.0) == 0
+    assert trash.empty(0.0, max_owner_bytes=250) == 1, "one of the first owner's is beyond"
+    assert [e.name for e in trash.entries()] == ["w3", "w2", "w1"], "the oldest went"
+    assert trash.empty(time.time() + 1) == 3
+    assert trash.entries() == []
+
+
+async def test_a_move_to_the_trash_that_did_not_end_leaves_nothing(tmp_path: Path) -> None:
+    """The facts were written, and the thing itself is where it was."""
+    trash = Trash(tmp_path / "trash")
+    file = tmp_path / "w"
+    file.write_bytes(b"x")
+    trash.put(file, "deleted")
+    (entry,) = trash.entries()
+    trash.content(entry).rename(file)
+    assert trash.entries() == []
+    trash.sweep()
+    assert not [*(tmp_path / "trash").iterdir()]
