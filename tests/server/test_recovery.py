@@ -227,13 +227,16 @@ async def test_idle_models_go_to_disk_and_come_back(
     assert [await api.loss(model, 6) for model in models] == losses
 
 
-async def test_weights_without_a_record_are_swept_away_at_the_start(
+async def test_weights_without_a_record_go_to_the_trash_at_the_start(
     start_server: StartServer, tmp_path: Path
 ) -> None:
+    """A save that did not end leaves such a folder."""
+    await (await start_server()).stop()
     stray = tmp_path / "data" / "weights" / "0123"
     stray.mkdir(parents=True)
-    await start_server()
+    server = await start_server()
     assert not stray.exists()
+    assert [e.name for e in server.service.trash.entries()] == ["0123"]
 
 
 async def test_results_are_forgotten_after_their_time(start_server: StartServer) -> None:
