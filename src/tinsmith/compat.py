@@ -75,7 +75,7 @@ RENAMED: dict[str, dict[str, tuple[str, str]]] = {
         "RetryableException": ("tinsmith.errors", "RetryableException"),
     },
     "tinker.lib.client_connection_pool_type": {
-        "ClientConnectionPoolType": ("tinsmith.transport.base", "ConnectionClass"),
+        "ClientConnectionPoolType": ("tinsmith.wire.endpoints", "ConnectionClass"),
     },
     "tinker.lib.chunked_fwdbwd_helpers": {
         "combine_fwd_bwd_output_results": (f"{_CLIENT}.calls.combining", "combine"),

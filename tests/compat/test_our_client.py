@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tinsmith
-from tinsmith.transport.base import ConnectionClass
 from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams
+from tinsmith.wire import endpoints
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,14 +110,11 @@ def test_a_loop_goes_on_after_its_session_was_ended(
                 for step in range(first_step, 6):
                     if step == end_at:
                         end_at = None
-                        path = f"/sessions/{service.holder.get_session_id()}/finish"
-                        body = {"reason": {"type": "interrupted"}}
+                        session = service.holder.get_session_id()
                         service.holder.submit(
                             service.holder.api.send,
-                            "POST",
-                            path,
-                            connection=ConnectionClass.SESSION,
-                            message=body,
+                            endpoints.FINISH_SESSION.at(session_id=session),
+                            b'{"reason": {"type": "interrupted"}}',
                         ).result(10)
                     passed = training.forward_backward(data, "cross_entropy")
                     training.optim_step(AdamParams(learning_rate=0.1)).result(20)

@@ -14,9 +14,10 @@ import pytest
 
 from tests.support.scripted_server import Answer, Recorded, ScriptedServer
 from tinsmith.errors import APIConnectionError, APIStatusError, APITimeoutError, TinkerError
-from tinsmith.transport.base import ConnectionClass, Request
+from tinsmith.transport.base import Request
 from tinsmith.transport.config import ClientConfig, ProxyRule
 from tinsmith.transport.http import Http
+from tinsmith.wire.endpoints import ConnectionClass
 
 trustme = pytest.importorskip("trustme")
 

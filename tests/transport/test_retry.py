@@ -22,7 +22,7 @@ from tinsmith.errors import (
     BillingError,
     TinkerError,
 )
-from tinsmith.transport.base import ConnectionClass, Request, Response
+from tinsmith.transport.base import Request, Response
 from tinsmith.transport.config import ClientConfig
 from tinsmith.transport.http import Http
 from tinsmith.transport.limits import BillingPause
@@ -36,6 +36,7 @@ from tinsmith.transport.retry import (
     decide,
     server_delay_seconds,
 )
+from tinsmith.wire.endpoints import ConnectionClass
 
 REQUEST = Request(method="POST", url="http://x/y")
 POLICY = RetryPolicy()

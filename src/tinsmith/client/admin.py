@@ -7,12 +7,10 @@ from concurrent.futures import Future
 from datetime import date, datetime
 from typing import TypeVar
 
-from tinsmith.client.connection.api import sdk_headers
 from tinsmith.client.connection.connection import Connection
 from tinsmith.client.connection.telemetry import Telemetry
 from tinsmith.client.futures import AwaitableConcurrentFuture
 from tinsmith.client.rest import AuditEventType, rest_connection
-from tinsmith.transport.base import ConnectionClass
 from tinsmith.types import (
     AuditLogResponse,
     BillingUsageResponse,
@@ -20,9 +18,10 @@ from tinsmith.types import (
     GetBillingUsageRequest,
     GetCurrentCheckpointStorageUsageRequest,
 )
-from tinsmith.types.model import Model
+from tinsmith.wire import endpoints
+from tinsmith.wire.endpoints import Endpoint
 
-M = TypeVar("M", bound=Model)
+Resp = TypeVar("Resp")
 
 
 class AdminClient:
@@ -50,9 +49,7 @@ class AdminClient:
         query: dict[str, object] = {"event_type": event_type}
         if day is not None:
             query["day"] = day.isoformat()
-        return self._get(
-            AuditLogResponse, "/audit", "get_audit_log", query, ConnectionClass.REDIRECT
-        )
+        return self._get(endpoints.AUDIT, "get_audit_log", query)
 
     async def get_audit_log_async(
         self, event_type: AuditEventType = "all", day: date | None = None
@@ -64,9 +61,7 @@ class AdminClient:
     ) -> Future[BillingUsageResponse]:
         """Usage by the hour. Both ends are whole UTC hours, at most 14 days apart."""
         request = GetBillingUsageRequest(starting_on=starting_on, ending_before=ending_before)  # type: ignore[arg-type]  # text is read as a date
-        return self._get(
-            BillingUsageResponse, "/billing/usage/events", "get_billing_usage", request.to_wire()
-        )
+        return self._get(endpoints.USAGE_EVENTS, "get_billing_usage", request.to_wire())
 
     async def get_billing_usage_async(
         self, starting_on: datetime | str, ending_before: datetime | str
@@ -79,8 +74,7 @@ class AdminClient:
         """What checkpoints take up now, in all projects or one."""
         request = GetCurrentCheckpointStorageUsageRequest(project_id=project_id)
         return self._get(
-            CurrentCheckpointStorageUsageResponse,
-            "/billing/usage/checkpoints/current",
+            endpoints.CURRENT_STORAGE,
             "get_current_checkpoint_storage_usage",
             request.to_wire(),
         )
@@ -94,18 +88,10 @@ class AdminClient:
 
     def _get(
         self,
-        kind: type[M],
-        path: str,
+        endpoint: Endpoint[None, Resp],
         sdk_method: str,
         query: Mapping[str, object],
-        connection: ConnectionClass = ConnectionClass.TRAIN,
-    ) -> Future[M]:
+    ) -> Future[Resp]:
         return self.holder.submit(
-            self.holder.api.call,
-            kind,
-            "GET",
-            path,
-            connection=connection,
-            query=query,
-            headers=sdk_headers(sdk_method),
+            self.holder.api.call, endpoint, None, query=query, sdk_method=sdk_method
         ).future()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping
 from concurrent.futures import Future
 from datetime import date, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, Unpack
 
-from tinsmith.client.connection.api import sdk_headers
+from tinsmith.client.connection.api import Options
 from tinsmith.client.connection.connection import Connection
 from tinsmith.client.connection.sharing import CONNECTIONS
 from tinsmith.client.connection.telemetry import Telemetry
@@ -21,7 +20,6 @@ from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture
 from tinsmith.client.paging import Pages
 from tinsmith.client.warn import ExperimentalWarning, warns
 from tinsmith.errors import TinkerError
-from tinsmith.transport.base import ConnectionClass
 from tinsmith.transport.config import ClientConfig
 from tinsmith.transport.tokens import jwt_claims
 from tinsmith.types import (
@@ -29,10 +27,8 @@ from tinsmith.types import (
     AuditLogResponse,
     BillingUsageResponse,
     Checkpoint,
-    CheckpointArchiveUrlResponse,
     CheckpointsListResponse,
     CopyWeightsRequest,
-    CopyWeightsResponse,
     CurrentCheckpointStorageUsageResponse,
     ExternalWeightsUrlsResponse,
     GetSamplerResponse,
@@ -43,14 +39,14 @@ from tinsmith.types import (
     SessionSearchRequest,
     SessionSearchResponse,
     SetCheckpointTtlRequest,
-    TraceExportResponse,
     TrainingRun,
     TrainingRunsResponse,
     WeightsInfoRequest,
     WeightsInfoResponse,
     WhoamiResponse,
 )
-from tinsmith.types.model import Model
+from tinsmith.wire import endpoints
+from tinsmith.wire.endpoints import Endpoint
 
 if TYPE_CHECKING:
     from tinsmith.client.admin import AdminClient
@@ -58,7 +54,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Model)
+Req = TypeVar("Req")
+Resp = TypeVar("Resp")
 AccessScope = Literal["owned", "accessible"]
 AuditEventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
@@ -122,8 +119,8 @@ class RestClient:
         query: dict[str, object] = {"limit": limit, "offset": offset, "access_scope": access_scope}
         if project_id is not None:
             query["project_id"] = project_id
-        return self._get(
-            TrainingRunsResponse, "/training_runs", "list_training_runs", query
+        return self._call(
+            endpoints.LIST_TRAINING_RUNS, None, sdk_method="list_training_runs", query=query
         ).future()
 
     async def list_training_runs_async(
@@ -153,8 +150,8 @@ class RestClient:
 
     def list_checkpoints(self, training_run_id: ModelID) -> Future[CheckpointsListResponse]:
         """All checkpoints of a run."""
-        path = f"/training_runs/{training_run_id}/checkpoints"
-        return self._get(CheckpointsListResponse, path, "list_checkpoints").future()
+        endpoint = endpoints.LIST_RUN_CHECKPOINTS.at(run_id=training_run_id)
+        return self._call(endpoint, None, sdk_method="list_checkpoints").future()
 
     async def list_checkpoints_async(self, training_run_id: ModelID) -> CheckpointsListResponse:
         return await _result(self.list_checkpoints(training_run_id))
@@ -164,8 +161,8 @@ class RestClient:
     ) -> Future[CheckpointsListResponse]:
         """The caller's checkpoints over all runs, newest first."""
         query = {"limit": limit, "offset": offset}
-        return self._get(
-            CheckpointsListResponse, "/checkpoints", "list_user_checkpoints", query
+        return self._call(
+            endpoints.LIST_CHECKPOINTS, None, sdk_method="list_user_checkpoints", query=query
         ).future()
 
     async def list_user_checkpoints_async(
@@ -185,11 +182,9 @@ class RestClient:
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
         """Base model, rank and optimizer of a checkpoint."""
         return self._call(
-            WeightsInfoResponse,
-            "POST",
-            "/weights_info",
-            "get_weights_info_by_tinker_path",
-            message=WeightsInfoRequest(tinker_path=tinker_path),
+            endpoints.WEIGHTS_INFO,
+            WeightsInfoRequest(tinker_path=tinker_path),
+            sdk_method="get_weights_info_by_tinker_path",
         )
 
     def get_external_weights_urls(self, tinker_path: str) -> Future[ExternalWeightsUrlsResponse]:
@@ -200,8 +195,8 @@ class RestClient:
                 "only external checkpoints have files to fetch "
                 f"(tinker://<run>/external_weights/<name>), got {tinker_path!r}"
             )
-        path = f"{_checkpoint(parsed)}/external_weights_urls"
-        return self._get(ExternalWeightsUrlsResponse, path, "get_external_weights_urls").future()
+        endpoint = _at(endpoints.EXTERNAL_WEIGHTS_URLS, parsed)
+        return self._call(endpoint, None, sdk_method="get_external_weights_urls").future()
 
     async def get_external_weights_urls_async(
         self, tinker_path: str
@@ -231,11 +226,8 @@ class RestClient:
             async def fetch() -> list[Path]:
                 return await download(self.holder, tinker_path, sign, target, on_progress)
         else:
-            archive = self._get(
-                CheckpointArchiveUrlResponse,
-                f"{_checkpoint(parsed)}/archive",
-                "get_checkpoint_archive_url",
-            )
+            endpoint = _at(endpoints.ARCHIVE, parsed)
+            archive = self._call(endpoint, None, sdk_method="get_checkpoint_archive_url")
 
             async def fetch() -> list[Path]:
                 url = (await archive).url
@@ -244,30 +236,31 @@ class RestClient:
         return self.holder.submit(fetch)
 
     def delete_checkpoint(self, training_run_id: ModelID, checkpoint_id: str) -> Future[None]:
-        path = f"/training_runs/{training_run_id}/checkpoints/{checkpoint_id}"
-        return self._do("DELETE", path, "delete_checkpoint")
+        kind, _, name = checkpoint_id.partition("/")
+        endpoint = endpoints.DELETE_CHECKPOINT.at(run_id=training_run_id, kind=kind, name=name)
+        return self._do(endpoint, None, "delete_checkpoint")
 
     async def delete_checkpoint_async(self, training_run_id: ModelID, checkpoint_id: str) -> None:
         await _result(self.delete_checkpoint(training_run_id, checkpoint_id))
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
-        path = _checkpoint(_parsed(tinker_path))
-        return self._do("DELETE", path, "delete_checkpoint_from_tinker_path")
+        endpoint = _at(endpoints.DELETE_CHECKPOINT, _parsed(tinker_path))
+        return self._do(endpoint, None, "delete_checkpoint_from_tinker_path")
 
     async def delete_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
         await _result(self.delete_checkpoint_from_tinker_path(tinker_path))
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Let everybody read it."""
-        path = f"{_checkpoint(_parsed(tinker_path))}/publish"
-        return self._do("POST", path, "publish_checkpoint_from_tinker_path")
+        endpoint = _at(endpoints.PUBLISH, _parsed(tinker_path))
+        return self._do(endpoint, None, "publish_checkpoint_from_tinker_path")
 
     async def publish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
         await _result(self.publish_checkpoint_from_tinker_path(tinker_path))
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
-        path = f"{_checkpoint(_parsed(tinker_path))}/publish"
-        return self._do("DELETE", path, "unpublish_checkpoint_from_tinker_path")
+        endpoint = _at(endpoints.UNPUBLISH, _parsed(tinker_path))
+        return self._do(endpoint, None, "unpublish_checkpoint_from_tinker_path")
 
     async def unpublish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
         await _result(self.unpublish_checkpoint_from_tinker_path(tinker_path))
@@ -277,10 +270,9 @@ class RestClient:
     ) -> Future[None]:
         """When it expires, from now; None: never."""
         return self._do(
-            "PUT",
-            f"{_checkpoint(_parsed(tinker_path))}/ttl",
-            "set_checkpoint_ttl_from_tinker_path",
+            _at(endpoints.SET_TTL, _parsed(tinker_path)),
             SetCheckpointTtlRequest(ttl_seconds=ttl_seconds),
+            "set_checkpoint_ttl_from_tinker_path",
         )
 
     async def set_checkpoint_ttl_from_tinker_path_async(
@@ -304,13 +296,11 @@ class RestClient:
         if weights_access_token is not None:
             headers["X-Tinker-Weights-Access-Token"] = weights_access_token
         return self._call(
-            CopyWeightsResponse,
-            "POST",
-            "/copy_weights",
-            "copy_weights",
-            message=CopyWeightsRequest(
+            endpoints.COPY_WEIGHTS,
+            CopyWeightsRequest(
                 source_path=path, destination_project_id=project_id, ttl_seconds=ttl_seconds
             ),
+            sdk_method="copy_weights",
             headers=headers,
         ).map(lambda copied: copied.tinker_path)
 
@@ -335,9 +325,8 @@ class RestClient:
         self, session_id: str, access_scope: AccessScope = "owned"
     ) -> Future[GetSessionResponse]:
         query = {"access_scope": access_scope}
-        return self._get(
-            GetSessionResponse, f"/sessions/{session_id}", "get_session", query
-        ).future()
+        endpoint = endpoints.GET_SESSION.at(session_id=session_id)
+        return self._call(endpoint, None, sdk_method="get_session", query=query).future()
 
     async def get_session_async(
         self, session_id: str, access_scope: AccessScope = "owned"
@@ -348,7 +337,9 @@ class RestClient:
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
     ) -> Future[ListSessionsResponse]:
         query = {"limit": limit, "offset": offset, "access_scope": access_scope}
-        return self._get(ListSessionsResponse, "/sessions", "list_sessions", query).future()
+        return self._call(
+            endpoints.LIST_SESSIONS, None, sdk_method="list_sessions", query=query
+        ).future()
 
     async def list_sessions_async(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
@@ -376,16 +367,13 @@ class RestClient:
         return await _result(self._search_sessions(request))
 
     def _search_sessions(self, request: SessionSearchRequest) -> Future[SessionSearchResponse]:
-        return self._call(
-            SessionSearchResponse, "POST", "/sessions/search", "search_sessions", message=request
-        ).future()
+        return self._call(endpoints.SEARCH_SESSIONS, request, sdk_method="search_sessions").future()
 
     def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
         return self._do(
-            "PUT",
-            f"/sessions/{session_id}/project",
-            "assign_session_project",
+            endpoints.ASSIGN_PROJECT.at(session_id=session_id),
             AssignSessionProjectRequest(project_id=project_id),
+            "assign_session_project",
         )
 
     async def assign_session_project_async(self, session_id: str, project_id: str) -> None:
@@ -398,11 +386,9 @@ class RestClient:
             is_first = True
             while True:
                 trace = await self.holder.api.call(
-                    TraceExportResponse,
-                    "GET",
-                    f"/sessions/{session_id}/trace_export",
-                    connection=ConnectionClass.TRAIN,
-                    headers=sdk_headers("export_session_trace"),
+                    endpoints.TRACE_EXPORT.at(session_id=session_id),
+                    None,
+                    sdk_method="export_session_trace",
                 )
                 if trace.status == "ready" and trace.url is not None:
                     return trace.url
@@ -419,7 +405,13 @@ class RestClient:
         return await _result(self.export_session_trace(session_id))
 
     def get_sampler(self, sampler_id: str) -> APIFuture[GetSamplerResponse]:
-        return self._get(GetSamplerResponse, f"/samplers/{sampler_id}", "get_sampler")
+        endpoint = endpoints.GET_SAMPLER.at(sampler_id=sampler_id)
+        return self._call(endpoint, None, sdk_method="get_sampler").map(
+            # Without the tokenizer's place, which the service says beside the protocol.
+            lambda info: GetSamplerResponse(
+                sampler_id=info.sampler_id, base_model=info.base_model, model_path=info.model_path
+            )
+        )
 
     async def get_sampler_async(self, sampler_id: str) -> GetSamplerResponse:
         return await self.get_sampler(sampler_id)
@@ -490,54 +482,20 @@ class RestClient:
     def _training_run(
         self, training_run_id: str, access_scope: AccessScope, sdk_method: str
     ) -> Future[TrainingRun]:
+        endpoint = endpoints.GET_TRAINING_RUN.at(run_id=training_run_id)
         query = {"access_scope": access_scope}
-        return self._get(
-            TrainingRun, f"/training_runs/{training_run_id}", sdk_method, query
-        ).future()
-
-    def _get(
-        self,
-        kind: type[M],
-        path: str,
-        sdk_method: str,
-        query: Mapping[str, object] | None = None,
-    ) -> AwaitableConcurrentFuture[M]:
-        return self._call(kind, "GET", path, sdk_method, query=query)
+        return self._call(endpoint, None, sdk_method=sdk_method, query=query).future()
 
     def _call(
-        self,
-        kind: type[M],
-        method: str,
-        path: str,
-        sdk_method: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        **options: Any,
-    ) -> AwaitableConcurrentFuture[M]:
-        return self.holder.submit(
-            lambda: self.holder.api.call(
-                kind,
-                method,
-                path,
-                connection=ConnectionClass.TRAIN,
-                headers={**sdk_headers(sdk_method), **(headers or {})},
-                **options,
-            )
-        )
+        self, endpoint: Endpoint[Req, Resp], message: Req, **options: Unpack[Options]
+    ) -> AwaitableConcurrentFuture[Resp]:
+        return self.holder.submit(lambda: self.holder.api.call(endpoint, message, **options))
 
-    def _do(
-        self, method: str, path: str, sdk_method: str, message: Model | None = None
-    ) -> Future[None]:
+    def _do(self, endpoint: Endpoint[Req, None], message: Req, sdk_method: str) -> Future[None]:
         """A call whose answer says nothing more than that it worked."""
 
         async def do() -> None:
-            await self.holder.api.send(
-                method,
-                path,
-                connection=ConnectionClass.TRAIN,
-                message=message,
-                headers=sdk_headers(sdk_method),
-            )
+            await self.holder.api.send(endpoint, message, sdk_method=sdk_method)
 
         return self.holder.submit(do).future()
 
@@ -561,5 +519,6 @@ def _parsed(tinker_path: str) -> ParsedCheckpointTinkerPath:
     return ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
 
 
-def _checkpoint(parsed: ParsedCheckpointTinkerPath) -> str:
-    return f"/training_runs/{parsed.training_run_id}/checkpoints/{parsed.checkpoint_id}"
+def _at(endpoint: Endpoint[Req, Resp], parsed: ParsedCheckpointTinkerPath) -> Endpoint[Req, Resp]:
+    kind, _, name = parsed.checkpoint_id.partition("/")
+    return endpoint.at(run_id=parsed.training_run_id, kind=kind, name=name)

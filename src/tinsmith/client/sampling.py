@@ -28,14 +28,11 @@ from tinsmith.client.results.retries import RetryConfig, SampleRetries
 from tinsmith.client.results.retrieval import retrieve, sample_kind
 from tinsmith.client.results.streaming import SampleStream
 from tinsmith.errors import TinkerError, ValidationError
-from tinsmith.transport.base import ConnectionClass
 from tinsmith.transport.retry import RetryPolicy
 from tinsmith.types import (
     CreateSamplingSessionRequest,
-    CreateSamplingSessionResponse,
     EncodedTextChunk,
     JoinSamplingSessionRequest,
-    JoinSamplingSessionResponse,
     ModelInput,
     SampleRequest,
     SampleResponse,
@@ -43,14 +40,16 @@ from tinsmith.types import (
     TensorData,
     UntypedAPIFuture,
 )
+from tinsmith.types.protocol import CLONE_BLOCK
 from tinsmith.types.sampling import SamplerInfo
+from tinsmith.wire import endpoints
+from tinsmith.wire import json as wire_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
-CLONE_BLOCK = 1_000_000_000
 """Sequence ids of each copy of a client come from a block of their own, this large."""
 
 _BYTES_PER_TOKEN = 10
@@ -281,11 +280,8 @@ class SamplingClient(QueueStateObserver):
         gate = self.holder.sample_gate
         async with gate.admit(num_bytes):
             return await self.holder.api.call(
-                UntypedAPIFuture,
-                "POST",
-                "/asample",
-                connection=ConnectionClass.SAMPLE,
-                message=body,
+                endpoints.SAMPLE,
+                wire_json.encode(body),
                 headers={"X-Tinker-Sampling-Backpressure": "1"},
                 retry=self._submit_policy(num_bytes),
             )
@@ -300,11 +296,8 @@ class SamplingClient(QueueStateObserver):
             if self._clone_id is not None:
                 return
             joined = await self.holder.api.call(
-                JoinSamplingSessionResponse,
-                "POST",
-                "/join_sampling_session",
-                connection=ConnectionClass.SESSION,
-                message=JoinSamplingSessionRequest(sampling_session_id=self._sampling_session_id),
+                endpoints.JOIN_SAMPLING_SESSION,
+                JoinSamplingSessionRequest(sampling_session_id=self._sampling_session_id),
             )
             self._seq_ids = itertools.count(joined.client_counter * CLONE_BLOCK)
             self._clone_id = joined.client_counter
@@ -348,10 +341,8 @@ class SamplingClient(QueueStateObserver):
     def _sampler(self) -> AwaitableConcurrentFuture[SamplerInfo]:
         return self.holder.submit(
             self.holder.api.call,
-            SamplerInfo,
-            "GET",
-            f"/samplers/{self._sampling_session_id}",
-            connection=ConnectionClass.TRAIN,
+            endpoints.GET_SAMPLER.at(sampler_id=self._sampling_session_id),
+            None,
         )
 
     # --- in other processes -------------------------------------------------------------------
@@ -411,11 +402,8 @@ async def _open_sampling_session(
     holder: Connection, seq_id: int, model_path: str | None, base_model: str | None
 ) -> str:
     created = await holder.api.call(
-        CreateSamplingSessionResponse,
-        "POST",
-        "/create_sampling_session",
-        connection=ConnectionClass.SESSION,
-        message=CreateSamplingSessionRequest(
+        endpoints.CREATE_SAMPLING_SESSION,
+        CreateSamplingSessionRequest(
             session_id=holder.get_session_id(),
             sampling_session_seq_id=seq_id,
             base_model=base_model,

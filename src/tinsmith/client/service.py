@@ -23,12 +23,10 @@ from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.training import TrainingClient
 from tinsmith.client.warn import warns
 from tinsmith.errors import ClosedError
-from tinsmith.transport.base import ConnectionClass
 from tinsmith.transport.config import ClientConfig
 from tinsmith.transport.retry import NO_RETRY, RetryPolicy
 from tinsmith.types import (
     CreateCustomLossRequest,
-    CreateCustomLossResponse,
     CustomLossInputRank,
     FinishSessionRequest,
     GetServerCapabilitiesResponse,
@@ -36,6 +34,7 @@ from tinsmith.types import (
     OptimizerConfig,
 )
 from tinsmith.types.console import CONSOLE, session_console_url
+from tinsmith.wire import endpoints
 
 FinishStatus = Literal["success", "errored", "interrupted"]
 
@@ -181,12 +180,7 @@ class ServiceClient:
     ) -> AwaitableConcurrentFuture[GetServerCapabilitiesResponse]:
         connection = self._rest_connection()
         return connection.submit(
-            connection.api.call,
-            GetServerCapabilitiesResponse,
-            "GET",
-            "/get_server_capabilities",
-            connection=ConnectionClass.TRAIN,
-            retry=retry,
+            connection.api.call, endpoints.GET_SERVER_CAPABILITIES, None, retry=retry
         )
 
     def check_accessible(self) -> None:
@@ -409,9 +403,7 @@ class ServiceClient:
         )
 
         async def upload() -> LossHandle:
-            created = await operate(
-                connection, "/create_custom_loss", request, CreateCustomLossResponse
-            )
+            created = await operate(connection, endpoints.CREATE_CUSTOM_LOSS, request)
             return dataclasses.replace(handle, loss_id=created.loss_id)
 
         return connection.submit(upload)
@@ -469,8 +461,6 @@ def _status_after(error: type[BaseException] | None) -> FinishStatus:
 
 async def _finish(connection: Connection, status: FinishStatus, detail: str | None) -> None:
     await connection.api.send(
-        "POST",
-        f"/sessions/{connection.get_session_id()}/finish",
-        connection=ConnectionClass.TRAIN,
-        message=FinishSessionRequest(reason={"type": status}, detail=detail),  # type: ignore[arg-type]  # read as one of the reasons
+        endpoints.FINISH_SESSION.at(session_id=connection.get_session_id()),
+        FinishSessionRequest(reason={"type": status}, detail=detail),  # type: ignore[arg-type]  # read as one of the reasons
     )

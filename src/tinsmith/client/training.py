@@ -20,7 +20,6 @@ from tinsmith.client.results.retries import RetryConfig
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.warn import warns
 from tinsmith.errors import TinkerError
-from tinsmith.transport.base import ConnectionClass
 from tinsmith.types import (
     AdamParams,
     Datum,
@@ -46,12 +45,15 @@ from tinsmith.types import (
 )
 from tinsmith.types.console import training_run_console_url
 from tinsmith.types.model import Model
+from tinsmith.wire import endpoints
+from tinsmith.wire.endpoints import Promised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Model)
+Result = TypeVar("Result")
 
 _LOAD_STATE = (
     "TrainingClient.load_state*() is deprecated: create a new training client from the checkpoint "
@@ -205,9 +207,8 @@ class TrainingClient:
                 f"optim_step needs AdamParams, DimuonParams or such, got {type(params).__name__}"
             )
         return self._operate(
-            "/optim_step",
+            endpoints.OPTIM_STEP,
             OptimStepRequest(optim_params=params, model_id=self.model_id),
-            OptimStepResponse,
         )
 
     async def optim_step_async(
@@ -230,7 +231,7 @@ class TrainingClient:
         `overwrite` replaces a checkpoint of that name together with its metadata.
         """
         return self._operate(
-            "/save_weights",
+            endpoints.SAVE_WEIGHTS,
             SaveWeightsRequest(
                 model_id=self.model_id,
                 path=name,
@@ -238,7 +239,6 @@ class TrainingClient:
                 overwrite=overwrite,
                 user_metadata=user_metadata,
             ),
-            SaveWeightsResponse,
         )
 
     async def save_state_async(
@@ -290,14 +290,13 @@ class TrainingClient:
             return SaveWeightsForSamplerResponse(path=_needed(saved.path, "path"))
 
         return self._operate(
-            "/save_weights_for_sampler",
+            endpoints.SAVE_WEIGHTS_FOR_SAMPLER,
             SaveWeightsForSamplerRequest(
                 model_id=self.model_id,
                 path=name,
                 ttl_seconds=ttl_seconds,
                 user_metadata=user_metadata,
             ),
-            SaveWeightsForSamplerResponseInternal,
         ).map(public)
 
     async def save_weights_for_sampler_async(
@@ -322,14 +321,13 @@ class TrainingClient:
             return SaveWeightsExternalResponse(path=_needed(saved.path, "path"))
 
         return self._operate(
-            "/save_weights_external",
+            endpoints.SAVE_WEIGHTS_EXTERNAL,
             SaveWeightsExternalRequest(
                 model_id=self.model_id,
                 path=name,
                 ttl_seconds=ttl_seconds,
                 age_encryption_recipients=age_encryption_recipients,
             ),
-            SaveWeightsExternalResponseInternal,
         ).map(public)
 
     async def save_weights_external_async(
@@ -379,12 +377,11 @@ class TrainingClient:
             )
 
         return self._operate(
-            "/save_weights_for_sampler",
+            endpoints.SAVE_WEIGHTS_FOR_SAMPLER,
             SaveWeightsForSamplerRequest(
                 model_id=self.model_id,
                 sampling_session_seq_id=sampling_session_seq_id,
             ),
-            SaveWeightsForSamplerResponseInternal,
         ).map(client)
 
     def create_sampling_client(
@@ -447,25 +444,21 @@ class TrainingClient:
 
     def _info(self) -> AwaitableConcurrentFuture[GetInfoResponse]:
         return self.holder.submit(
-            self.holder.api.call,
-            GetInfoResponse,
-            "POST",
-            "/get_info",
-            connection=ConnectionClass.TRAIN,
-            message=GetInfoRequest(model_id=self.model_id),
+            self.holder.api.call, endpoints.GET_INFO, GetInfoRequest(model_id=self.model_id)
         )
 
     # --- one operation ------------------------------------------------------------------------
 
-    def _operate(self, path: str, message: Model, result: type[M]) -> AwaitableConcurrentFuture[M]:
+    def _operate(
+        self, endpoint: Promised[M, Result], message: M
+    ) -> AwaitableConcurrentFuture[Result]:
         """Take the next id, send in turn, fetch the result."""
         ids = self._turns.reserve()
         future = self.holder.submit(
             operate,
             self.holder,
-            path,
+            endpoint,
             message.model_copy(update={"seq_id": ids[0]}),
-            result,
             observer=self._observer,
             turn=self._turns.take(ids[0]),
         )
@@ -479,14 +472,13 @@ def load_weights(
     """Load a checkpoint into a model that exists. For users there is
     `ServiceClient.create_training_client_from_state`, which makes the model, too."""
     return training._operate(
-        "/load_weights",
+        endpoints.LOAD_WEIGHTS,
         LoadWeightsRequest(
             model_id=training.model_id,
             path=path,
             optimizer=with_optimizer,
             weights_access_token=weights_access_token,
         ),
-        LoadWeightsResponse,
     )
 
 

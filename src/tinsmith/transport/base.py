@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
+from tinsmith.wire.endpoints import ConnectionClass
+
 if TYPE_CHECKING:
     from tinsmith.transport.retry import RetryPolicy
-
-
-class ConnectionClass(Enum):
-    """What a request is for. Each class has its own connections, so that none starves another."""
-
-    SESSION = "session"
-    TRAIN = "train"
-    SAMPLE = "sample"
-    RETRIEVE = "retrieve"
-    RETRIEVE_FUTURES = "retrieve_futures"
-    TELEMETRY = "telemetry"
-    REDIRECT = "redirect"
-    AUTH = "auth"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

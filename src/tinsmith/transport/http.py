@@ -34,9 +34,10 @@ from tinsmith.errors import (
     UnprocessableEntityError,
 )
 from tinsmith.transport import urls
-from tinsmith.transport.base import SECRET_HEADERS, ConnectionClass, Request, Response
+from tinsmith.transport.base import SECRET_HEADERS, Request, Response
 from tinsmith.transport.config import ClientConfig
 from tinsmith.transport.retry import is_bare_bad_request
+from tinsmith.wire.endpoints import ConnectionClass
 
 Pieces = AsyncIterator[bytes]
 

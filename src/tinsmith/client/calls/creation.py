@@ -5,23 +5,21 @@ from __future__ import annotations
 import logging
 
 from tinsmith.client.calls.operation import operate
-from tinsmith.client.connection.api import sdk_headers
 from tinsmith.client.connection.connection import Connection
 from tinsmith.client.results.queue_state import QueueStateLogger
 from tinsmith.client.training import TrainingClient, load_weights
 from tinsmith.errors import TinkerError
-from tinsmith.transport.base import ConnectionClass
 from tinsmith.types import (
     AdamOptimizerConfig,
     CreateModelRequest,
-    CreateModelResponse,
     LoadWeightsRequest,
-    LoadWeightsResponse,
     LoraConfig,
     OptimizerConfig,
     WeightsInfoRequest,
     WeightsInfoResponse,
+    protocol,
 )
+from tinsmith.wire import endpoints
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +35,7 @@ async def create(
     """A new adapter on a base model."""
     created = await operate(
         connection,
-        "/create_model",
+        endpoints.CREATE_MODEL,
         CreateModelRequest(
             session_id=connection.get_session_id(),
             model_seq_id=model_seq_id,
@@ -46,7 +44,6 @@ async def create(
             lora_config=lora,
             optimizer_config=optimizer or AdamOptimizerConfig(),
         ),
-        CreateModelResponse,
         observer=_observer(base_model),
     )
     logger.info("Model %s is ready to be trained.", created.model_id)
@@ -99,10 +96,10 @@ async def _load_as_new(
 ) -> TrainingClient:
     """Create and load in one request; the id is the one that the service derives, too."""
     model_seq_id = connection.next_model_seq_id()
-    model_id = f"{connection.get_session_id()}:train:{model_seq_id}"
+    model_id = protocol.model_id(connection.get_session_id(), model_seq_id)
     await operate(
         connection,
-        "/load_weights",
+        endpoints.LOAD_WEIGHTS,
         LoadWeightsRequest(
             session_id=connection.get_session_id(),
             model_seq_id=model_seq_id,
@@ -113,7 +110,6 @@ async def _load_as_new(
             optimizer_config=optimizer,
             weights_access_token=token,
         ),
-        LoadWeightsResponse,
         observer=_observer(model_id),
     )
     return TrainingClient(connection, model_seq_id=model_seq_id, model_id=model_id)
@@ -129,12 +125,9 @@ async def _weights_info(
         await asker.ready()
     try:
         return await asker.api.call(
-            WeightsInfoResponse,
-            "POST",
-            "/weights_info",
-            connection=ConnectionClass.TRAIN,
-            message=WeightsInfoRequest(tinker_path=path),
-            headers=sdk_headers("get_weights_info_by_tinker_path"),
+            endpoints.WEIGHTS_INFO,
+            WeightsInfoRequest(tinker_path=path),
+            sdk_method="get_weights_info_by_tinker_path",
         )
     finally:
         if asker is not connection:

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tinsmith.client.calls import chunking
 from tinsmith.client.calls.combining import combine
-from tinsmith.client.connection.api import PROTOBUF
 from tinsmith.client.futures import AwaitableConcurrentFuture
 from tinsmith.client.results.retrieval import pass_kind, retrieve
 from tinsmith.errors import APIStatusError
-from tinsmith.transport.base import ConnectionClass
 from tinsmith.types import (
     Datum,
     ForwardBackwardInput,
@@ -26,7 +24,7 @@ from tinsmith.types import (
     ModelID,
     UntypedAPIFuture,
 )
-from tinsmith.wire import proto, zstd
+from tinsmith.wire import endpoints, proto, zstd
 
 if TYPE_CHECKING:
     from tinsmith.client.calls.turns import Turns
@@ -168,13 +166,7 @@ class Passes:
                 body = await asyncio.to_thread(zstd.compress, body)
                 headers["Content-Encoding"] = "zstd"
             return await self._connection.api.call(
-                UntypedAPIFuture,
-                "POST",
-                "/forward_backward",
-                connection=ConnectionClass.TRAIN,
-                content=body,
-                content_type=PROTOBUF,
-                headers=headers,
+                endpoints.FORWARD_BACKWARD, body, headers=headers
             )
 
 

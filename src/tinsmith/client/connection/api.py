@@ -13,32 +13,42 @@ import random
 import sys
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from tinsmith.client.connection.stats import Stats
 from tinsmith.errors import APIError, APIResponseValidationError, ValidationError
 from tinsmith.transport import urls
-from tinsmith.transport.base import ConnectionClass, Request, Response, Transport
+from tinsmith.transport.base import Request, Response, Transport
 from tinsmith.transport.config import PROTOCOL_VERSION, ClientConfig
 from tinsmith.transport.http import Http
 from tinsmith.transport.limits import BillingPause
 from tinsmith.transport.retry import FailureObserver, Repeater, Retrying, RetryPolicy
 from tinsmith.transport.tokens import Authenticating, TokenSource
-from tinsmith.types import AuthTokenResponse
 from tinsmith.types.model import Model
+from tinsmith.types.protocol import JSON
+from tinsmith.wire import endpoints
 from tinsmith.wire import json as wire_json
+from tinsmith.wire.endpoints import Endpoint
 
 logger = logging.getLogger(__name__)
 
-M = TypeVar("M", bound=Model)
+Req = TypeVar("Req")
+Resp = TypeVar("Resp")
 
-PREFIX = "/api/v1"
-JSON = "application/json"
-PROTOBUF = "application/x-protobuf"
+
+class Options(TypedDict, total=False):
+    """What one request may have beside its message."""
+
+    headers: Mapping[str, str]
+    query: Mapping[str, object]
+    timeout_seconds: float
+    retry: RetryPolicy | None
+    sdk_method: str
+    """Which public method it came from, so that a service can see who uses what."""
 
 
 class Api:
-    """Lives on the I/O loop, except for `request`, which only builds."""
+    """Runs on the I/O loop."""
 
     def __init__(self, config: ClientConfig, tokens: TokenSource) -> None:
         self.config = config
@@ -59,37 +69,19 @@ class Api:
     def use_tokens(self, tokens: TokenSource) -> None:
         self.signer.tokens = tokens
 
-    async def call(self, kind: type[M], method: str, path: str, **options: Any) -> M:
-        """Send (see `send` for the options) and read the answer as a `kind`."""
-        return decode(kind, await self.send(method, path, **options))
+    async def call(
+        self, endpoint: Endpoint[Req, Resp], message: Req | bytes, **options: Unpack[Options]
+    ) -> Resp:
+        """Send a message, or one that is encoded already, and read the answer."""
+        response = await self.send(endpoint, message, **options)
+        return decode(endpoint.response, response)
 
     async def send(
-        self,
-        method: str,
-        path: str,
-        *,
-        connection: ConnectionClass,
-        message: Model | Mapping[str, Any] | None = None,
-        content: bytes | None = None,
-        content_type: str = JSON,
-        headers: Mapping[str, str] | None = None,
-        query: Mapping[str, object] | None = None,
-        timeout_seconds: float | None = None,
-        retry: RetryPolicy | None = None,
+        self, endpoint: Endpoint[Req, Any], message: Req | bytes, **options: Unpack[Options]
     ) -> Response:
-        """The body is either `message`, as JSON, or `content` as it is."""
-        request = self.request(
-            method,
-            path,
-            connection=connection,
-            content=wire_json.encode(message) if message is not None else content,
-            content_type=content_type,
-            headers=headers,
-            query=query,
-            timeout_seconds=timeout_seconds,
-            retry=retry,
-        )
-        with self.stats.watch(connection):
+        """Like `call`, for who reads the answer himself or needs none."""
+        request = self._request(endpoint, message, **options)
+        with self.stats.watch(endpoint.connection):
             response = await self._transport.send(request)
         if note := response.headers.get("x-deprecation-note"):
             self._log_deprecation(note, response.headers.get("x-deprecation-level"))
@@ -97,67 +89,47 @@ class Api:
 
     @contextlib.asynccontextmanager
     async def stream(
-        self,
-        method: str,
-        path: str,
-        *,
-        connection: ConnectionClass,
-        message: Model,
-        headers: Mapping[str, str],
+        self, endpoint: Endpoint[Req, Any], message: Req
     ) -> AsyncIterator[tuple[Response, AsyncIterator[bytes]]]:
         """The head of an answer and its body as it comes. Sent once: what has been read cannot be
         taken back."""
-        request = self.request(
-            method,
-            path,
-            connection=connection,
-            content=wire_json.encode(message),
-            headers=headers,
-        )
-        with self.stats.watch(connection):
+        request = self._request(endpoint, message, headers={"Accept": endpoint.gives[0]})
+        with self.stats.watch(endpoint.connection):
             async with self.http.stream(await self.signer.sign(request)) as opened:
                 yield opened
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        connection: ConnectionClass,
-        content: bytes | None = None,
-        content_type: str = JSON,
-        headers: Mapping[str, str] | None = None,
-        query: Mapping[str, object] | None = None,
-        timeout_seconds: float | None = None,
-        retry: RetryPolicy | None = None,
+    def _request(
+        self, endpoint: Endpoint[Req, Any], message: Req | bytes, **options: Unpack[Options]
     ) -> Request:
-        timeout = self.config.timeout_seconds if timeout_seconds is None else timeout_seconds
-        own = dict(self._headers)
-        own["X-Stainless-Read-Timeout"] = f"{timeout:g}"
-        if method != "GET":
-            own["X-Idempotency-Key"] = f"stainless-python-retry-{self._unique_id()}"
-            if content is not None:
-                own["Content-Type"] = content_type
-        if headers:
-            own.update(headers)
+        timeout = options.get("timeout_seconds", self.config.timeout_seconds)
+        headers = dict(self._headers)
+        headers["X-Stainless-Read-Timeout"] = f"{timeout:g}"
+        content: bytes | None = None
+        if message is not None:
+            content = message if isinstance(message, bytes) else wire_json.encode(message)
+            headers["Content-Type"] = endpoint.takes[0]
+        if endpoint.method != "GET":
+            headers["X-Idempotency-Key"] = f"stainless-python-retry-{self._unique_id()}"
+        if sdk_method := options.get("sdk_method"):
+            headers["x-sdk-version"] = PROTOCOL_VERSION
+            headers["x-sdk-method"] = sdk_method
+        headers.update(options.get("headers", {}))
         return Request(
-            method=method,
-            url=urls.join(self.config.base_url, PREFIX + path, query),
-            headers=own,
+            method=endpoint.method,
+            url=urls.join(self.config.base_url, endpoint.full_path, options.get("query")),
+            headers=headers,
             content=content,
-            connection=connection,
+            connection=endpoint.connection,
             timeout_seconds=timeout,
-            retry=retry,
+            retry=options.get("retry"),
         )
 
     async def exchange(self, credential: TokenSource) -> str:
         """A short-lived token for a credential."""
         signer = Authenticating(self.http, credential)
         transport = Retrying(signer, self.config.retry, self.repeater)
-        request = self.request(
-            "POST", "/auth/token", connection=ConnectionClass.AUTH, content=b"{}"
-        )
-        return decode(AuthTokenResponse, await transport.send(request)).jwt
+        request = self._request(endpoints.AUTH_TOKEN, b"{}")
+        return decode(endpoints.AUTH_TOKEN.response, await transport.send(request)).jwt
 
     async def close(self) -> None:
         await self.http.close()
@@ -179,8 +151,9 @@ class Api:
             logger.log(logging.ERROR if level == "error" else logging.WARNING, "%s", note)
 
 
-def decode(kind: type[M], response: Response) -> M:
+def decode(kind: type[Resp], response: Response) -> Resp:
     """The message in an answer; one that breaks the protocol is an error that shows it."""
+    assert issubclass(kind, Model), f"{kind.__name__} is read by the caller"
     try:
         return wire_json.decode(kind, response.content)
     except ValidationError as error:
@@ -199,11 +172,6 @@ def invalid_answer(
         body,
         f"the service's answer to {response.request!r} is not a {expected}: {error}",
     )
-
-
-def sdk_headers(method: str) -> dict[str, str]:
-    """Which public method a REST request came from, so that a service can see who uses what."""
-    return {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": method}
 
 
 def _platform_headers() -> dict[str, str]:

@@ -28,7 +28,6 @@ from tinsmith.client.connection.telemetry import Telemetry
 from tinsmith.client.connection.tracing import Spans
 from tinsmith.client.futures import AwaitableConcurrentFuture, explain_blocking
 from tinsmith.errors import ClosedError, NotFoundError, TinkerError
-from tinsmith.transport.base import ConnectionClass
 from tinsmith.transport.config import PROTOCOL_VERSION, ClientConfig
 from tinsmith.transport.limits import ByteBudget, SampleGate
 from tinsmith.transport.tokens import (
@@ -44,8 +43,8 @@ from tinsmith.types import (
     ClientConfigResponse,
     ClientDynamicConfigResponse,
     CreateSessionRequest,
-    CreateSessionResponse,
 )
+from tinsmith.wire import endpoints
 
 if TYPE_CHECKING:
     from tinsmith.client.calls.custom_loss import LossHandle
@@ -160,11 +159,7 @@ class Connection:
     async def _open(self) -> None:
         if self._client_config is None:
             flags = await self.api.call(
-                ClientConfigResponse,
-                "POST",
-                "/client/config",
-                connection=ConnectionClass.SESSION,
-                message=ClientConfigRequest(sdk_version=PROTOCOL_VERSION),
+                endpoints.CLIENT_CONFIG, ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
             )
             self._size_limits(flags)
             self._client_config = flags
@@ -210,11 +205,8 @@ class Connection:
 
     async def _create_session(self, plan: NewSession) -> str:
         created = await self.api.call(
-            CreateSessionResponse,
-            "POST",
-            "/create_session",
-            connection=ConnectionClass.SESSION,
-            message=CreateSessionRequest(
+            endpoints.CREATE_SESSION,
+            CreateSessionRequest(
                 tags=list(self.config.tags),
                 user_metadata=plan.user_metadata or {},
                 sdk_version=PROTOCOL_VERSION,

@@ -13,7 +13,6 @@ import time
 
 from tinsmith.client.connection.api import Api
 from tinsmith.errors import APIStatusError, TinkerError
-from tinsmith.transport.base import ConnectionClass
 from tinsmith.transport.config import PROTOCOL_VERSION
 from tinsmith.transport.retry import NO_RETRY, RetryPolicy
 from tinsmith.types import (
@@ -22,6 +21,7 @@ from tinsmith.types import (
     ClientDynamicConfigResponse,
     SessionHeartbeatRequest,
 )
+from tinsmith.wire import endpoints
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,8 @@ async def is_alive(api: Api, session_id: str) -> bool:
     """One heartbeat: False if the service says that the session has ended."""
     try:
         await api.send(
-            "POST",
-            "/session_heartbeat",
-            connection=ConnectionClass.SESSION,
-            message=SessionHeartbeatRequest(session_id=session_id),
+            endpoints.SESSION_HEARTBEAT,
+            SessionHeartbeatRequest(session_id=session_id),
             timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
             retry=NO_RETRY,
         )
@@ -94,11 +92,8 @@ class Switches:
 
 async def fetch_switches(api: Api, retry: RetryPolicy | None = None) -> ClientDynamicConfigResponse:
     return await api.call(
-        ClientDynamicConfigResponse,
-        "POST",
-        "/client/dynamic_config",
-        connection=ConnectionClass.SESSION,
-        message=ClientConfigRequest(sdk_version=PROTOCOL_VERSION),
+        endpoints.CLIENT_DYNAMIC_CONFIG,
+        ClientConfigRequest(sdk_version=PROTOCOL_VERSION),
         timeout_seconds=CONFIG_TIMEOUT_SECONDS,
         retry=retry,
     )
@@ -129,10 +124,8 @@ class Cancellations:
     async def _cancel(self, request_id: str) -> None:
         try:
             await self._api.send(
-                "POST",
-                "/cancel_future",
-                connection=ConnectionClass.RETRIEVE,
-                message=CancelFutureRequest(request_id=request_id),
+                endpoints.CANCEL_FUTURE,
+                CancelFutureRequest(request_id=request_id),
                 timeout_seconds=CANCEL_TIMEOUT_SECONDS,
             )
         except Exception as error:

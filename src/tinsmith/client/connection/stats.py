@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tinsmith.transport.base import ConnectionClass
+from tinsmith.wire.endpoints import ConnectionClass
 
 _KEPT = 2048
 

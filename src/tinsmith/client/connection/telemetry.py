@@ -23,7 +23,7 @@ from tinsmith.client.connection.api import Api
 from tinsmith.client.connection.tags import current_tags
 from tinsmith.client.connection.user_errors import find_user_error
 from tinsmith.errors import APIError
-from tinsmith.transport.base import ConnectionClass, Request
+from tinsmith.transport.base import Request
 from tinsmith.transport.config import PROTOCOL_VERSION
 from tinsmith.transport.retry import NO_RETRY
 from tinsmith.types import (
@@ -32,10 +32,11 @@ from tinsmith.types import (
     SessionStartEvent,
     Severity,
     TelemetryEvent,
-    TelemetryResponse,
     TelemetrySendRequest,
     UnhandledExceptionEvent,
 )
+from tinsmith.wire import endpoints
+from tinsmith.wire.endpoints import ConnectionClass
 
 logger = logging.getLogger(__name__)
 
@@ -202,11 +203,8 @@ class Telemetry:
         for attempt in range(SEND_ATTEMPTS):
             try:
                 await self._api.call(
-                    TelemetryResponse,
-                    "POST",
-                    "/telemetry",
-                    connection=ConnectionClass.TELEMETRY,
-                    message=batch,
+                    endpoints.TELEMETRY,
+                    batch,
                     timeout_seconds=SEND_TIMEOUT_SECONDS,
                     retry=NO_RETRY,
                 )

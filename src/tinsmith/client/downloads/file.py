@@ -18,8 +18,9 @@ from pathlib import Path
 
 from tinsmith.client.connection.connection import Connection
 from tinsmith.errors import APIConnectionError, APIStatusError, TinkerError, ValidationError
-from tinsmith.transport.base import ConnectionClass, Request, Response
+from tinsmith.transport.base import Request, Response
 from tinsmith.transport.retry import Attempts
+from tinsmith.wire.endpoints import ConnectionClass
 
 CHUNK_TIMEOUT_SECONDS = 60.0
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tinsmith.errors import TinkerError
-from tinsmith.transport.base import ConnectionClass
 from tinsmith.transport.retry import NO_RETRY, RetryPolicy
 from tinsmith.types import (
     FutureFailed,
@@ -21,6 +20,7 @@ from tinsmith.types import (
     FuturesRetrieveResponse,
     SamplingSessionFuturesTarget,
 )
+from tinsmith.wire import endpoints
 
 if TYPE_CHECKING:
     from tinsmith.client.connection.api import Api
@@ -116,11 +116,8 @@ class CompletionPoller:
     async def _ask(self) -> FuturesRetrieveResponse:
         retrieved = sorted(self._retrieved)
         answer = await self._api.call(
-            FuturesRetrieveResponse,
-            "POST",
-            "/retrieve_futures",
-            connection=ConnectionClass.RETRIEVE_FUTURES,
-            message=FuturesRetrieveRequest(
+            endpoints.RETRIEVE_FUTURES,
+            FuturesRetrieveRequest(
                 target=self._target,
                 prev_cursor=self._cursor,
                 retrieved_request_ids=retrieved,

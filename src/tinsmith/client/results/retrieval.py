@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tinsmith.client.connection.api import PROTOBUF, decode, invalid_answer
+from tinsmith.client.connection.api import decode, invalid_answer
 from tinsmith.client.results import queue_state
 from tinsmith.errors import (
     APIResponseValidationError,
@@ -23,7 +23,7 @@ from tinsmith.errors import (
     RetryableException,
     ValidationError,
 )
-from tinsmith.transport.base import ConnectionClass, Response
+from tinsmith.transport.base import Response
 from tinsmith.transport.retry import NO_RETRY, POLLING
 from tinsmith.types import (
     ForwardBackwardOutput,
@@ -34,15 +34,14 @@ from tinsmith.types import (
     SampleResponse,
     UntypedAPIFuture,
 )
-from tinsmith.types.model import Model
-from tinsmith.wire import proto
+from tinsmith.types.protocol import PROTOBUF
+from tinsmith.wire import endpoints, proto
 
 if TYPE_CHECKING:
     from tinsmith.client.connection.connection import Connection
     from tinsmith.client.results.poller import CompletionPoller
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Model)
 
 POLL_TIMEOUT_SECONDS = 45.0
 """Services hold a request for about 30 s."""
@@ -61,7 +60,7 @@ class ResultKind(Generic[T]):
     is_protobuf: bool = False
 
 
-def json_kind(request_type: str, kind: type[M]) -> ResultKind[M]:
+def json_kind(request_type: str, kind: type[T]) -> ResultKind[T]:
     return ResultKind(request_type, lambda response: decode(kind, response))
 
 
@@ -177,10 +176,8 @@ class _Asking:
         self.headers.pop(_ROUNDTRIP, None)  # told once
         self._iteration += 1
         return await self._connection.api.send(
-            "POST",
-            "/retrieve_future",
-            connection=ConnectionClass.RETRIEVE,
-            message=FutureRetrieveRequest(
+            endpoints.RETRIEVE_FUTURE,
+            FutureRetrieveRequest(
                 request_id=self._request_id, allow_metadata_only=self._allow_metadata_only
             ),
             headers=headers,

@@ -22,13 +22,13 @@ import orjson
 from tinsmith.client.connection.connection import Connection
 from tinsmith.client.futures import explain_blocking
 from tinsmith.errors import APIConnectionError, APIResponseValidationError, RequestFailedError
-from tinsmith.transport.base import ConnectionClass, Response
+from tinsmith.transport.base import Response
 from tinsmith.transport.retry import RetryPolicy
 from tinsmith.transport.sse import Event, events
 from tinsmith.types import RequestErrorCategory, SampleRequest, StopReason
 from tinsmith.types.model import Response as Message
-
-EVENT_STREAM = "text/event-stream"
+from tinsmith.types.protocol import EVENT_STREAM
+from tinsmith.wire import endpoints
 
 
 class StreamedTokens(Message):
@@ -93,13 +93,7 @@ class SampleStream:
         raise APIConnectionError(head.request, "The stream ended before its sequences did.")
 
     def _opened(self) -> AbstractAsyncContextManager[tuple[Response, AsyncIterator[bytes]]]:
-        return self._connection.api.stream(
-            "POST",
-            "/sample_stream",
-            connection=ConnectionClass.SAMPLE,
-            message=self._request,
-            headers={"Accept": EVENT_STREAM},
-        )
+        return self._connection.api.stream(endpoints.SAMPLE_STREAM, self._request)
 
 
 class _Reader:
