@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 import click
+
+Tell = Callable[[int, int, str], None]
+"""Called with how many tensors are done, how many there are, and the name of the last."""
 
 
 class Stage(Protocol):

@@ -15,7 +15,7 @@ from tinsmith.cli.failures import CommandError
 from tinsmith.cli.output import Output, Table, size_text, with_output
 
 if TYPE_CHECKING:
-    from tinsmith.cli.weights.stored_tensors import Tell
+    from tinsmith.cli.progress import Tell
     from tinsmith.client.rest import RestClient
 
 _FORMATS = {"peft": "PEFT adapter", "merged": "merged model", "gguf": "GGUF file"}

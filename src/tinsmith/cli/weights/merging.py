@@ -12,7 +12,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tinsmith.cli.weights.stored_tensors import Array, Stored, Tell, stored_tensors
+from tinsmith.cli.progress import Tell
+from tinsmith.engine.stored_tensors import Array, Stored, stored_tensors
 from tinsmith.errors import ValidationError
 
 _HEAD = "lm_head.weight"

@@ -28,7 +28,8 @@ from tinsmith.disk import FileRecord, describe_file, new_folder, write_file
 from tinsmith.engine.base import SnapshotInfo, SnapshotKind
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.snapshots.peft_config import peft_config, read_json, read_peft_config
-from tinsmith.engine.local.snapshots.tensor_files import encode_tensors, read_tensors, tensor_names
+from tinsmith.engine.local.snapshots.tensor_files import encode_tensors, read_tensors
+from tinsmith.engine.stored_tensors import stored_tensors
 from tinsmith.errors import EngineError, ValidationError
 from tinsmith.types import LoraConfig
 
@@ -121,7 +122,7 @@ def read_lora(folder: Path) -> LoraConfig:
     if manifest is not None:
         return manifest.lora
     rank = read_peft_config(folder / CONFIG).rank
-    parts = {_part(_module(name)) for name in tensor_names(_foreign_weights(folder))}
+    parts = {_part(_module(name)) for name in stored_tensors([_foreign_weights(folder)])}
     return LoraConfig(
         rank=rank,
         train_attn="attn" in parts,
