@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.families import UnsupportedModelError, decoder_config
+from tinsmith.engine.local.model.families import decoder_config
 from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.errors import EngineError
 
 TOLERANCE = 1e-5

@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingType
 
+from tinsmith.cli.progress import Tell
 from tinsmith.cli.weights import gguf_tokenizer
-from tinsmith.cli.weights.stored_tensors import Array, Stored, Tell, stored_tensors
-from tinsmith.engine.local.model.families import DecoderConfig, Rope, read_config
+from tinsmith.engine.local.model.families import DecoderConfig, read_config
+from tinsmith.engine.local.model.rope import Rope
+from tinsmith.engine.stored_tensors import Array, Stored, stored_tensors
 from tinsmith.errors import ValidationError
 
 FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

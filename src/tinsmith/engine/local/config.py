@@ -83,8 +83,12 @@ class LocalEngineConfig:
     max_running_samples: int = 256
     """Most sequences that are decoded at the same time."""
 
+    verify_models: bool = True
+    """Whether a model's logits are compared with those of transformers, on a few of its layers,
+    before it is first served; a model that differs is refused."""
+
     cache_folder: Path = field(default_factory=default_cache_folder)
-    """Where converted models are kept."""
+    """Where converted models are kept, and which models were verified."""
 
     hub_folder: Path = field(default_factory=default_hub_folder)
     """The Hugging Face cache in which models are looked up by name; nothing is added to it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -79,9 +80,9 @@ class EngineCore:
         for name in self._models.names:
             try:
                 infos.append(self._models.info(name))
-            except EngineError as error:
+            except Exception as error:  # one model's trouble, whatever it is, is that model's
                 logger.warning("base model %r cannot be served: %s", name, error)
-                refused.append(RefusedModel(name=name, reason=str(error)))
+                refused.append(RefusedModel(name=name, reason=_without_paths(str(error))))
         return Capabilities(
             models=tuple(infos),
             max_lora_rank=self._config.max_lora_rank,
@@ -344,6 +345,11 @@ class EngineCore:
             text_of = detokenizer(self._models.folder(base_model))
             self._generators[base_model] = Generator(decoder, self._config, text_of)
         return self._generators[base_model]
+
+
+def _without_paths(text: str) -> str:
+    """A text for those who may not know where files lie on this machine: names without folders."""
+    return re.sub(r"(?<![\w.~])/(?:[^\s/'\":;,()]+/)+", "", text)
 
 
 def _failure(error: ValidationError | EngineError) -> Failure:

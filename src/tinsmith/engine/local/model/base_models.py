@@ -19,8 +19,10 @@ import tinsmith.engine.local.model.foreign as foreign
 from tinsmith.engine.base import BaseModelInfo
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.families import DecoderConfig, UnsupportedModelError, read_config
+from tinsmith.engine.local.model.families import DecoderConfig, read_config
+from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.sources import Progress, model_folder, no_progress, weights_nbytes
+from tinsmith.engine.local.model.verification import verify
 from tinsmith.errors import EngineError
 from tinsmith.memory import machine_bytes
 
@@ -85,14 +87,29 @@ class BaseModels:
         return self._folders[name]
 
     def config(self, name: str) -> DecoderConfig:
-        """The model's shape, without loading it."""
+        """The model's shape, without loading it; what is in doubt about the model is an error."""
         if name not in self._configs:
             folder = self.folder(name)
             try:
-                self._configs[name] = read_config(folder)
+                config = read_config(folder)
             except UnsupportedModelError as error:
-                self._configs[name] = foreign.read_config(folder, error)
+                config = foreign.read_config(folder, error)
+            else:
+                if self._config.verify_models:
+                    self._verify(name, config)
+            self._configs[name] = config
         return self._configs[name]
+
+    def _verify(self, name: str, config: DecoderConfig) -> None:
+        try:
+            verify(self.folder(name), config, self._config.cache_folder)
+        except EngineError:
+            raise
+        except Exception as error:  # foreign code on files from anywhere
+            raise EngineError(
+                f"its logits could not be compared with transformers' ({type(error).__name__}: "
+                f"{error}). verify_models = false serves the model all the same"
+            ) from error
 
     def info(self, name: str) -> BaseModelInfo:
         config = self.config(name)

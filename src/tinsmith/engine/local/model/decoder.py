@@ -10,7 +10,6 @@ Shapes: N tokens, H query heads, K key/value heads, D head size, d hidden size, 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Protocol
 
@@ -21,10 +20,12 @@ from torch import Tensor
 
 from tinsmith.engine.local.model.adapted_linear import lora_linear, lora_linear_backward
 from tinsmith.engine.local.model.blocks import Attention, Block, Layer
-from tinsmith.engine.local.model.families import DecoderConfig, Rope, read_config
+from tinsmith.engine.local.model.families import DecoderConfig, read_config
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.pointwise import rms_norm
+from tinsmith.engine.local.model.rope import Rope
+from tinsmith.engine.stored_tensors import weight_files
 from tinsmith.errors import EngineError
 
 __all__ = ["Attention", "Decoder", "Layer", "Linear", "Weights", "build"]
@@ -151,12 +152,7 @@ class _WeightFiles:
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-            paths = [folder / name for name in sorted(names)]
-        else:
-            paths = sorted(folder.glob("*.safetensors"))
+        paths = weight_files(folder)
         if not paths:
             raise EngineError(f"no safetensors files in {folder}; convert the model to safetensors")
         self._folder = folder
@@ -215,16 +211,19 @@ def build(config: DecoderConfig, weights: Weights) -> Decoder:
     """The model of this shape with these weights; projections that share an input are fused."""
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = weights.get("embed_tokens.weight", (vocab, hidden))
-    head = ("lm_head.weight", (vocab, hidden))
-    is_tied = config.is_tied or head[0] not in weights
-    if is_tied and not config.is_tied:
+    head = embedding
+    if "lm_head.weight" in weights:
+        # As in transformers, a matrix in the files wins over a setting that says it is tied.
+        own = weights.get("lm_head.weight", (vocab, hidden))
+        head = embedding if config.is_tied and torch.equal(own, embedding) else own
+    elif not config.is_tied:
         raise EngineError("the model says its unembedding is its own, but has no lm_head.weight")
     return Decoder(
         config,
         embedding,
         tuple(_load_layer(config, weights, layer) for layer in range(config.num_layers)),
         _load_norm(config, weights, "norm", hidden),
-        Linear(embedding if is_tied else weights.get(*head), is_exact=True),
+        Linear(head, is_exact=True),
     )
 
 

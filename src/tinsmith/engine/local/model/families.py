@@ -16,66 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from tinsmith.engine.local.model.pointwise import Activation
+from tinsmith.engine.local.model.rope import Rope, UnsupportedModelError, read_rope
 from tinsmith.errors import EngineError
 
 Part = Literal["attn", "mlp", "unembed"]
 """The parts of a model that a LoRA configuration switches on or off."""
-
-
-class UnsupportedModelError(EngineError):
-    """The model is of an architecture, or has a setting, that the decoder does not know."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
-    """Rotary position embedding of a layer: the frequencies by which positions turn."""
-
-    theta: float
-    head_dim: int
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
-
-    def inverse_frequencies(self) -> Tensor:
-        """One frequency per pair of head dimensions, (head_dim / 2,) float32."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
-        frequencies = 1.0 / (self.theta**exponents)
-        if self.kind == "linear":
-            return frequencies / self.factor
-        if self.kind == "llama3":
-            return self._llama3(frequencies)
-        if self.kind == "yarn":
-            return self._yarn(frequencies)
-        return frequencies
-
-    def _llama3(self, frequencies: Tensor) -> Tensor:
-        """Long waves are stretched by `factor`, short ones kept, those between blended."""
-        turns = self.original_context * frequencies / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = kept.clamp(0.0, 1.0)
-        return kept * frequencies + (1 - kept) * frequencies / self.factor
-
-    def _yarn(self, frequencies: Tensor) -> Tensor:
-        """The same idea with a ramp that is linear in the index of the dimension."""
-
-        def dimension(turns: float) -> float:
-            waves = self.original_context / (turns * 2 * math.pi)
-            return self.head_dim * math.log(waves) / (2 * math.log(self.theta))
-
-        low = max(math.floor(dimension(self.beta_fast)), 0)
-        high = min(math.ceil(dimension(self.beta_slow)), self.head_dim - 1)
-        index = torch.arange(self.head_dim // 2, dtype=torch.float32)
-        stretched = ((index - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
-        return (1 - stretched) * frequencies + stretched * frequencies / self.factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,19 +100,30 @@ class DecoderConfig:
 
 def read_config(folder: Path) -> DecoderConfig:
     """The decoder's configuration for the model in `folder`."""
-    path = folder / "config.json"
+    settings = read_settings(folder / "config.json")
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        eos = read_settings(generation).get("eos_token_id")
+        if eos is not None:
+            settings = {**settings, "eos_token_id": eos}
+    try:
+        return decoder_config(settings)
+    except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
+        # A file from anywhere: null, text or a list may stand where a number is meant.
+        raise EngineError(f"config.json has a setting of the wrong kind: {error}") from error
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A model folder's JSON file of settings."""
     try:
         settings = json.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
-        raise EngineError(f"no model in {folder}: it has no config.json") from error
-    except ValueError as error:
+        raise EngineError(f"no model in {path.parent}: it has no {path.name}") from error
+    except (ValueError, RecursionError) as error:
         raise EngineError(f"{path} is not valid JSON: {error}") from error
-    generation = folder / "generation_config.json"
-    if generation.exists():
-        eos = json.loads(generation.read_text("utf-8")).get("eos_token_id")
-        if eos is not None:
-            settings = {**settings, "eos_token_id": eos}
-    return decoder_config(settings)
+    if not isinstance(settings, dict):
+        raise EngineError(f"{path} must hold a JSON object")
+    return settings
 
 
 def decoder_config(settings: Mapping[str, Any]) -> DecoderConfig:
@@ -302,7 +259,7 @@ class _Reader:
             is_sliding = kind == "sliding_attention"
             yield AttentionSpec(
                 scale=scale_of**-0.5,
-                rope=self._rope(kind),
+                rope=read_rope(self.family, self.values, self._head_dim(), kind),
                 softcap=float(softcap) if softcap is not None else None,
                 window=int(self.values["sliding_window"]) if is_sliding else None,
             )
@@ -334,59 +291,6 @@ class _Reader:
         if self.family == "gemma3_text":
             return (layer + 1) % int(values["sliding_window_pattern"]) != 0
         return False
-
-    def _rope(self, kind: str) -> Rope:
-        """Newer files say `rope_parameters`, by kind for Gemma 3; older ones `rope_scaling`."""
-        values = self.values
-        theta = float(values["rope_theta"])
-        scaling: Mapping[str, Any]
-        if "rope_parameters" in values:
-            scaling = values["rope_parameters"]
-            scaling = scaling.get(kind, scaling)
-        elif self.family == "gemma3_text" and kind == "sliding_attention":
-            scaling = {"rope_theta": float(values["rope_local_base_freq"])}
-        else:
-            scaling = values.get("rope_scaling", {})
-        name = scaling.get("rope_type", scaling.get("type", "default"))
-        theta = float(scaling.get("rope_theta", theta))
-        factor = float(scaling.get("factor", 1.0))
-        context = int(values["max_position_embeddings"])
-        original = int(scaling.get("original_max_position_embeddings", context))
-        if float(scaling.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise UnsupportedModelError("partial rotary embeddings are not supported")
-        plain = Rope(theta=theta, head_dim=self._head_dim())
-        match name:
-            case "default":
-                return plain
-            case "linear":
-                return replace(plain, kind="linear", factor=factor)
-            case "llama3":
-                return replace(
-                    plain,
-                    kind="llama3",
-                    factor=factor,
-                    low_freq_factor=float(scaling["low_freq_factor"]),
-                    high_freq_factor=float(scaling["high_freq_factor"]),
-                    original_context=original,
-                )
-            case "yarn":
-                if not {"mscale", "mscale_all_dim", "truncate"}.isdisjoint(scaling):
-                    raise UnsupportedModelError(
-                        "this variant of yarn rope scaling is not supported"
-                    )
-                attention = scaling.get("attention_factor", 0.1 * math.log(factor) + 1.0)
-                return replace(
-                    plain,
-                    kind="yarn",
-                    factor=factor,
-                    original_context=original,
-                    beta_fast=float(scaling.get("beta_fast", 32.0)),
-                    beta_slow=float(scaling.get("beta_slow", 1.0)),
-                    attention_factor=float(attention),
-                )
-        raise UnsupportedModelError(
-            f"rope scaling {name!r} is not supported; known: default, linear, llama3, yarn"
-        )
 
 
 def _with_projections(config: DecoderConfig) -> DecoderConfig:

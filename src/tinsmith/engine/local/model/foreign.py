@@ -13,7 +13,6 @@ those of an untouched copy of its code: a model that would be slightly wrong is 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,10 +33,11 @@ from tinsmith.engine.local.model.families import (
     DecoderConfig,
     Part,
     Projection,
-    UnsupportedModelError,
+    read_settings,
 )
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.model.rope import UnsupportedModelError
 
 ATTENTION_NAME = "tinsmith"
 """What our attention is called among `transformers`' attention functions."""
@@ -56,7 +56,7 @@ def is_foreign(config: DecoderConfig) -> bool:
 
 def read_config(folder: Path, reason: UnsupportedModelError) -> ForeignConfig:
     """The model's shape, or a refusal that begins with why our own decoder cannot run it."""
-    settings = json.loads((folder / "config.json").read_text("utf-8"))
+    settings = read_settings(folder / "config.json")
     architecture = (settings.get("architectures") or [settings.get("model_type")])[0]
     try:
         with torch.device("meta"):

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.engine.local.config import EMBEDDED_SOURCE, LocalEngineConfig
+from tinsmith.engine.stored_tensors import num_elements, stored_tensors, weight_files
 from tinsmith.errors import EngineError
 
 Progress = Callable[[str, float], None]
@@ -81,17 +82,7 @@ def embedded_gguf(cache_folder: Path, progress: Progress = no_progress) -> Path:
 
 def weights_nbytes(folder: Path, bytes_per_number: int) -> int:
     """Memory the folder's weights take at `bytes_per_number`, from the files' headers."""
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                count = 1
-                for size in entry["shape"]:
-                    count *= size
-                total += count * bytes_per_number
-    return total
+    return num_elements(stored_tensors(weight_files(folder))) * bytes_per_number
 
 
 def _hub_snapshot(name: str, hub_folder: Path) -> Path:
@@ -172,7 +163,7 @@ def _write_model(gguf: Path, folder: Path, progress: Progress) -> None:
     from transformers import AutoModelForCausalLM
 
     progress(f"converting {gguf.name}: weights", 0.1)
-    with _quiet_transformers():
+    with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
         )
@@ -199,7 +190,7 @@ def _write_model(gguf: Path, folder: Path, progress: Progress) -> None:
 def _write_tokenizer(gguf: Path, folder: Path, special_tokens: dict[str, str]) -> None:
     from transformers import AutoTokenizer
 
-    with _quiet_transformers():
+    with quiet_transformers():
         tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         for name, token in special_tokens.items():
             setattr(tokenizer, name, token)
@@ -207,17 +198,19 @@ def _write_tokenizer(gguf: Path, folder: Path, special_tokens: dict[str, str]) -
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Without progress bars of its own on the error stream."""
+def quiet_transformers() -> Iterator[None]:
+    """Without progress bars and warnings of its own on the error stream."""
     from transformers.utils import logging
 
-    was_enabled = logging.is_progress_bar_enabled()
+    was_enabled, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         # One of its bars takes no notice of the switch.
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
+        logging.set_verbosity(level)
         if was_enabled:
             logging.enable_progress_bar()
 

@@ -21,10 +21,10 @@ from tinsmith.engine.local.kernels.decode_attention import Heads, attend, prepar
 from tinsmith.engine.local.kernels.decode_lora import TILE_ROWS, TiledAdapters
 from tinsmith.engine.local.kernels.decode_pointwise import add_norm, gate
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.families import Rope
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.model.pointwise import rms_norm
+from tinsmith.engine.local.model.rope import Rope
 from tinsmith.engine.local.sample.choosing import draw_rows
 from tinsmith.engine.local.sample.decode_tables import AdapterTable, StepTable
 from tinsmith.engine.local.sample.next_tokens import NextToken, next_tokens

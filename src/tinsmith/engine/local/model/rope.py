@@ -1,0 +1,170 @@
+"""Rotary position embeddings: the frequencies of a layer, and what `config.json` says of them.
+
+Files have spelled these settings in many ways, and what `transformers` makes of each is the
+meaning: a model trained with one set of frequencies is another model with the next. What is not
+known here is refused by name, and `verification` compares the outcome.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tinsmith.errors import EngineError
+
+
+class UnsupportedModelError(EngineError):
+    """The model is of an architecture, or has a setting, that the decoder does not know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary position embedding of a layer: the frequencies by which positions turn."""
+
+    theta: float
+    head_dim: int
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+
+    def inverse_frequencies(self) -> Tensor:
+        """One frequency per pair of head dimensions, (head_dim / 2,) float32."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        frequencies = 1.0 / (self.theta**exponents)
+        if self.kind == "linear":
+            return frequencies / self.factor
+        if self.kind == "llama3":
+            return self._llama3(frequencies)
+        if self.kind == "yarn":
+            return self._yarn(frequencies)
+        return frequencies
+
+    def _llama3(self, frequencies: Tensor) -> Tensor:
+        """Long waves are stretched by `factor`, short ones kept, those between blended."""
+        turns = self.original_context * frequencies / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        blended = kept * frequencies + (1 - kept) * frequencies / self.factor
+        is_long = turns < self.low_freq_factor
+        is_between = ~is_long & (turns <= self.high_freq_factor)
+        return torch.where(
+            is_between, blended, torch.where(is_long, frequencies / self.factor, frequencies)
+        )
+
+    def _yarn(self, frequencies: Tensor) -> Tensor:
+        """The same idea with a ramp that is linear in the index of the dimension."""
+
+        def dimension(turns: float) -> float:
+            waves = self.original_context / (turns * 2 * math.pi)
+            return self.head_dim * math.log(waves) / (2 * math.log(self.theta))
+
+        low = max(math.floor(dimension(self.beta_fast)), 0)
+        high = min(math.ceil(dimension(self.beta_slow)), self.head_dim - 1)
+        index = torch.arange(self.head_dim // 2, dtype=torch.float32)
+        # Swapped betas turn the ramp round, as they do in transformers.
+        stretched = ((index - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
+        return (1 - stretched) * frequencies + stretched * frequencies / self.factor
+
+
+def read_rope(family: str, values: Mapping[str, Any], head_dim: int, kind: str) -> Rope:
+    """The rope of a kind of layer, from the settings of a `config.json` with defaults filled in."""
+    settings = _settings(family, values, kind)
+    name = settings.get("rope_type", settings.get("type", "default"))
+    rope = Rope(theta=_number(settings, "rope_theta"), head_dim=head_dim)
+    match name:
+        case "default":
+            return rope
+        case "linear":
+            return replace(rope, kind="linear", factor=_number(settings, "factor"))
+        case "llama3":
+            return replace(
+                rope,
+                kind="llama3",
+                factor=_number(settings, "factor"),
+                low_freq_factor=_number(settings, "low_freq_factor"),
+                high_freq_factor=_number(settings, "high_freq_factor"),
+                original_context=_original_context(family, values, settings),
+            )
+        case "yarn":
+            return _yarn(rope, settings, _original_context(family, values, settings))
+    raise UnsupportedModelError(
+        f"rope scaling {name!r} is not supported; known: default, linear, llama3, yarn"
+    )
+
+
+def _settings(family: str, values: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """The rope settings of a kind of layer, as `transformers` finds them.
+
+    Older files say `rope_scaling`, newer ones `rope_parameters`, and some both: the older name
+    wins. Gemma 3 has settings for each kind of layer; what it says for all of them at once is
+    not looked at, and `rope_scaling` is added to what full attention has.
+    """
+    parameters = _table(values, "rope_parameters")
+    scaling = _table(values, "rope_scaling")
+    theta = values["rope_theta"]
+    if family != "gemma3_text":
+        settings = scaling or parameters
+        if nested := sorted({"full_attention", "sliding_attention"} & settings.keys()):
+            raise UnsupportedModelError(
+                f"rope settings by kind of layer ({nested[0]}) are known for Gemma 3 only"
+            )
+    elif kind == "sliding_attention":
+        settings, theta = _table(parameters, kind), values["rope_local_base_freq"]
+    else:
+        settings = {**_table(parameters, kind), **scaling}
+        if scaling and parameters and kind not in parameters:
+            raise UnsupportedModelError(f"rope_scaling beside rope_parameters without {kind!r}")
+    if settings.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UnsupportedModelError("partial rotary embeddings are not supported")
+    return {"rope_theta": theta, **settings}
+
+
+def _original_context(family: str, values: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
+    """The context before it was stretched. The model's own setting wins over its rope's."""
+    name = "original_max_position_embeddings"
+    if family != "gemma3_text" and name in values:
+        return int(_number(values, name))
+    return int(_number({name: values["max_position_embeddings"], **settings}, name))
+
+
+def _yarn(rope: Rope, settings: Mapping[str, Any], original_context: int) -> Rope:
+    if not {"mscale", "mscale_all_dim", "truncate"}.isdisjoint(settings):
+        raise UnsupportedModelError("this variant of yarn rope scaling is not supported")
+    factor = _number(settings, "factor")
+    attention = settings.get("attention_factor")
+    if attention is None:
+        attention = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return replace(
+        rope,
+        kind="yarn",
+        factor=factor,
+        original_context=original_context,
+        beta_fast=float(settings.get("beta_fast") or 32.0),
+        beta_slow=float(settings.get("beta_slow") or 1.0),
+        attention_factor=float(attention),
+    )
+
+
+def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = values.get(name)
+    if table is None:
+        return {}
+    if not isinstance(table, Mapping):
+        raise EngineError(f"{name!r} in config.json must be an object, got {table!r}")
+    return table
+
+
+def _number(settings: Mapping[str, Any], name: str) -> float:
+    value = settings.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise EngineError(f"the rope setting {name!r} in config.json must be a number, got {value}")
+    return float(value)

@@ -1,0 +1,192 @@
+"""Whether our decoder computes what `transformers` computes from the same files.
+
+Settings in `config.json` have many spellings, and reading one of them differently gives a model
+that talks and is wrong. So before a model is served, a small one is cut from it (one layer of each
+kind, the first rows of the vocabulary, the settings as they stand), both libraries load that from
+disk, and their logits are compared, at short and at the longest positions. It takes memory for
+those few layers, in float32 on the CPU. The outcome is kept in the cache folder while the model's
+files, our code and `transformers` stay the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import re
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from tinsmith.engine.local.model.batch import PackedAttention
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.families import DecoderConfig, read_config, read_settings
+from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.model.sources import quiet_transformers
+from tinsmith.engine.stored_tensors import Entry, encode_header, stored_tensors, weight_files
+from tinsmith.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = 3e-5
+"""Largest difference between logits, relative to the largest; rounding gives about 1e-6."""
+
+_MAX_ROWS = 512
+"""Rows of the vocabulary that are compared."""
+
+_NUM_TOKENS = 24
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def verify(folder: Path, config: DecoderConfig, cache_folder: Path) -> None:
+    """Raise an error that says by how much, unless both give the same logits."""
+    record = cache_folder / "verified" / f"{_digest(folder)}.json"
+    if record.exists():
+        return
+    difference = compare(folder, config)
+    logger.info("%s: logits differ from transformers' by %.2g", folder.name, difference)
+    if not difference <= TOLERANCE:
+        raise EngineError(
+            f"the logits of {config.architecture} differ from transformers' by {difference:.2g} of "
+            f"their size (limit {TOLERANCE:g}): a setting in its config.json is read differently. "
+            "Please report it; verify_models = false serves the model all the same"
+        )
+    record.parent.mkdir(parents=True, exist_ok=True)
+    temporary = record.with_suffix(f".{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}")
+    temporary.write_text(json.dumps({"difference": difference}) + "\n", "utf-8")
+    temporary.replace(record)
+
+
+def compare(folder: Path, config: DecoderConfig) -> float:
+    """The largest difference between the logits, relative to the largest logit."""
+    _compare_kinds(folder, config)
+    # One layer of each kind of attention, the first of its kind.
+    layers = [config.layers.index(spec) for spec in dict.fromkeys(config.layers)]
+    with tempfile.TemporaryDirectory() as name:
+        small = Path(name)
+        num_rows = min(config.vocab_size, _MAX_ROWS)
+        _cut(folder, small, layers, num_rows)
+        decoder = Decoder.load(small)
+        half = min(_NUM_TOKENS, config.max_context_length) // 2
+        far = config.max_context_length - half
+        positions = torch.cat([torch.arange(half), torch.arange(far, far + half)])
+        tokens = torch.arange(len(positions)) * 7 % num_rows
+        expected = _reference_logits(small, tokens, positions)
+        segments = AdapterSegments.whole(len(tokens))
+        attention = PackedAttention(decoder.config, [len(tokens)])
+        with torch.no_grad():
+            hidden = decoder.hidden(tokens, positions, attention, segments)
+            logits = decoder.unembed(hidden, segments)
+    return float((logits - expected).abs().max() / expected.abs().max())
+
+
+def _compare_kinds(folder: Path, config: DecoderConfig) -> None:
+    """What the small model cannot show: which layers slide, and how far each sees."""
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
+    kinds = getattr(theirs, "layer_types", None)
+    window = getattr(theirs, "sliding_window", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if window else "full_attention"] * theirs.num_hidden_layers
+    expected = [window if kind == "sliding_attention" else None for kind in kinds]
+    if (found := [spec.window for spec in config.layers]) != expected:
+        raise EngineError(
+            f"transformers reads the attention windows of its layers as {expected}, we as {found}"
+        )
+
+
+def _reference_logits(folder: Path, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        ).eval()
+    with torch.no_grad():
+        output = model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            # Without a mask a gap between positions would be taken for the start of a sequence.
+            attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
+            use_cache=False,
+        )
+    logits: torch.Tensor = output.logits[0].float()
+    return logits
+
+
+def _cut(folder: Path, target: Path, layers: list[int], num_rows: int) -> None:
+    """Write a model of some layers and rows of the one in `folder`."""
+    settings = read_settings(folder / "config.json")
+    text = settings["text_config"] if isinstance(settings.get("text_config"), dict) else settings
+    text["num_hidden_layers"] = len(layers)
+    text["vocab_size"] = num_rows
+    if text.get("layer_types") is not None:
+        text["layer_types"] = [text["layer_types"][layer] for layer in layers]
+    elif len(layers) > 1:
+        kinds = _kinds(folder)
+        text["layer_types"] = [kinds[layer] for layer in layers]
+    for part in (settings, text):
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if name in part:
+                part[name] = 0
+    if isinstance(settings.get("vision_config"), dict):
+        settings["vision_config"]["num_hidden_layers"] = 1  # it is made, and not asked
+    (target / "config.json").write_text(json.dumps(settings), "utf-8")
+    _cut_weights(folder, target / "model.safetensors", layers, num_rows)
+
+
+def _kinds(folder: Path) -> list[str]:
+    config = read_config(folder)
+    return [
+        "full_attention" if spec.window is None else "sliding_attention" for spec in config.layers
+    ]
+
+
+def _cut_weights(folder: Path, target: Path, layers: list[int], num_rows: int) -> None:
+    stored = stored_tensors(weight_files(folder))
+    ending = "embed_tokens.weight"
+    prefix = next(name for name in stored if name.endswith(ending)).removesuffix(ending)
+    kept: dict[str, tuple[str, int | None]] = {}
+    """From the new name to the old one, and how many of its rows."""
+    for name in stored:
+        if name.endswith(("lm_head.weight", prefix + ending)):
+            kept[name] = (name, num_rows)
+        elif name.startswith(prefix):
+            layer = _LAYER.match(name.removeprefix(prefix))
+            if layer is None:
+                kept[name] = (name, None)
+            elif int(layer[1]) in layers:
+                number = layers.index(int(layer[1]))
+                kept[name.replace(layer[0], f"layers.{number}.", 1)] = (name, None)
+    entries = {}
+    for new, (old, rows) in kept.items():
+        dtype, shape, num_bytes = stored[old].entry
+        if rows is not None:
+            num_bytes, shape = num_bytes // shape[0] * rows, [rows, *shape[1:]]
+        entries[new] = Entry(dtype, shape, num_bytes)
+    with target.open("wb") as file:
+        file.write(encode_header(entries, {"format": "pt"}))
+        for old, rows in kept.values():
+            file.write(stored[old].read_bytes(rows))
+
+
+def _digest(folder: Path) -> str:
+    """Of what the outcome depends on: settings, names and shapes of the weights, and both codes."""
+    digest = hashlib.sha256(f"{version('transformers')} {_code_digest()}".encode())
+    digest.update((folder / "config.json").read_bytes())
+    for name, tensor in sorted(stored_tensors(weight_files(folder)).items()):
+        digest.update(repr((name, tensor.entry)).encode())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Of the modules that read and run a model."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
