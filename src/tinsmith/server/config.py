@@ -123,6 +123,9 @@ class ServerConfig:
     max_gathered_tokens: int = 65_536
     """Most tokens of training passes in one engine call; a longer single pass runs alone."""
 
+    max_gathered_seconds: float = 0.25
+    """Most time that passes in one engine call are expected to take; a longer pass runs alone."""
+
     max_loaded_models: int = 32
     """Most models in the engine's memory; beyond, the one idle longest is put on disk."""
 
@@ -184,8 +187,11 @@ class ServerConfig:
     key_max_models: int | None = None
     """Most models one owner may have in active sessions."""
 
-    key_max_queued_bytes: int | None = None
-    """Most bytes of unfinished training requests of one owner."""
+    key_max_queued_bytes: int = 16 * 1024**3
+    """Most bytes of unfinished training requests of one owner; beyond, clients wait."""
+
+    key_max_queued_operations: int = 50_000
+    """Most unfinished training requests of one owner; beyond, clients wait."""
 
     key_max_stored_bytes: int | None = None
     """Most bytes of one owner's checkpoints."""

@@ -121,7 +121,6 @@ class Service:
             snapshots=self.snapshots,
             metrics=metrics,
             config=config,
-            give_up=self.recorder.give_up,
         )
         self.retrieved: dict[str, float] = {}
         """Results of training operations that were fetched, not yet written down."""

@@ -56,11 +56,15 @@ def _candidate(
     )
 
 
-def _choose(
-    candidates: list[Candidate[str]], under_way: UnderWay | None = None, **limits: int
-) -> Choice[str]:
-    limits = {"max_tokens": 1000, "max_attempts": 3, **limits}
-    return choose(candidates, under_way or UnderWay(), Shares(), **limits)
+def _choose(candidates: list[Candidate[str]], under_way: UnderWay | None = None) -> Choice[str]:
+    return choose(
+        candidates,
+        under_way or UnderWay(),
+        Shares(),
+        max_tokens=1000,
+        max_seconds=60.0,
+        max_attempts=3,
+    )
 
 
 def _names(chosen: Any) -> list[str]:
@@ -75,7 +79,7 @@ def test_passes_of_one_model_go_together_in_order_and_stop_at_a_step() -> None:
 def test_an_owner_with_many_models_gets_no_more_turns_than_one_with_one() -> None:
     crowd = [_candidate(f"c{n}", *["forward_backward"] * 5, owner="crowd") for n in range(100)]
     neighbour = _candidate("n", *["forward_backward"] * 5)
-    chosen = _names(choose_passes([*crowd, neighbour], Shares(), 100))
+    chosen = _names(choose_passes([*crowd, neighbour], Shares(), 100, 60.0))
     assert chosen.count("n") == 5 and len(chosen) == 10
     assert len(set(chosen)) == 6, "the crowd's five turns are of five models"
 
@@ -84,7 +88,7 @@ def test_the_models_of_one_owner_take_turns_by_time() -> None:
     shares = Shares()
     shares.charge("o", "long", 5.0)
     models = [_candidate(name, *["forward"] * 3, owner="o") for name in ("long", "short")]
-    assert _names(choose_passes(models, shares, 30)) == ["short"] * 3
+    assert _names(choose_passes(models, shares, 30, 60.0)) == ["short"] * 3
 
 
 def test_who_was_idle_does_not_save_up_turns() -> None:
@@ -93,7 +97,7 @@ def test_who_was_idle_does_not_save_up_turns() -> None:
         shares.charge("busy", "busy", 1.0)
         shares.advance("busy", "busy")
     models = [_candidate(name, *["forward"] * 10) for name in ("busy", "idle")]
-    chosen = _names(choose_passes(models, shares, 100))
+    chosen = _names(choose_passes(models, shares, 100, 60.0))
     assert 4 <= chosen.count("busy") <= 6
 
 
@@ -101,18 +105,26 @@ def test_a_batch_holds_one_base_model_and_the_fairest_decides_which() -> None:
     shares = Shares()
     shares.charge("a", "a", 1.0)
     models = [_candidate("a", "forward"), _candidate("b", "forward", base_model="other")]
-    assert _names(choose_passes(models, shares, 1000)) == ["b"]
+    assert _names(choose_passes(models, shares, 1000, 60.0)) == ["b"]
 
 
 def test_a_pass_beyond_the_budget_runs_alone_and_is_not_overtaken_for_ever() -> None:
     large = _candidate("large", "forward", num_tokens=5000)
     small = _candidate("small", *["forward"] * 3)
-    assert _names(choose_passes([large], Shares(), 1000)) == ["large"]
+    assert _names(choose_passes([large], Shares(), 1000, 60.0)) == ["large"]
     shares = Shares()
     shares.charge("large", "large", 0.001)
-    assert _names(choose_passes([large, small], shares, 1000)) == ["small"]
+    assert _names(choose_passes([large, small], shares, 1000, 60.0)) == ["small"]
     shares.charge("small", "small", 0.002)
-    assert _names(choose_passes([large, small], shares, 1000)) == ["large"]
+    assert _names(choose_passes([large, small], shares, 1000, 60.0)) == ["large"]
+
+
+def test_a_batch_is_expected_to_take_no_longer_than_it_may() -> None:
+    shares = Shares()
+    shares.measured("base", 10, 0.1)
+    models = [_candidate(name, *["forward"] * 10) for name in ("a", "b")]
+    assert len(choose_passes(models, shares, 1000, 0.55)) == 5
+    assert len(choose_passes(models, shares, 1000, 0.01)) == 1, "one always runs"
 
 
 def test_a_pass_that_was_under_way_when_the_engine_died_runs_without_company() -> None:
@@ -125,9 +137,9 @@ def test_a_pass_that_was_under_way_when_the_engine_died_runs_without_company() -
     )
     other = _candidate("other", "forward")
     shares = Shares()
-    assert _names(choose_passes([again, other], shares, 1000)) == ["again"]
+    assert _names(choose_passes([again, other], shares, 1000, 60.0)) == ["again"]
     shares.charge("again", "again", 1.0)
-    assert _names(choose_passes([again, other], shares, 1000)) == ["other"]
+    assert _names(choose_passes([again, other], shares, 1000, 60.0)) == ["other"]
 
 
 def test_a_pass_known_to_be_slow_keeps_to_its_owners_batch() -> None:
@@ -136,9 +148,9 @@ def test_a_pass_known_to_be_slow_keeps_to_its_owners_batch() -> None:
     slow = _candidate("slow", "forward", "forward", seconds_per_token=2 * COSTLY * 0.01)
     quick = _candidate("quick", "forward")
     shares.charge("slow", "slow", 1.0)
-    assert _names(choose_passes([slow, quick], shares, 1000)) == ["quick"]
+    assert _names(choose_passes([slow, quick], shares, 1000, 60.0)) == ["quick"]
     shares.charge("quick", "quick", 2.0)
-    assert _names(choose_passes([slow, quick], shares, 1000)) == ["slow", "slow"]
+    assert _names(choose_passes([slow, quick], shares, 1000, 60.0)) == ["slow", "slow"]
 
 
 def test_steps_alternate_between_owners_and_are_few_enough_to_wait_for() -> None:

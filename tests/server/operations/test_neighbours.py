@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class TimedEngine(FakeEngine):
     """A pass takes as long as its tokens are many."""
 
-    TOKEN_SECONDS = 20e-6
+    TOKEN_SECONDS = 50e-6
 
     async def run_passes(self, passes: Sequence[Pass]) -> AsyncIterator[FinishedPass]:
         async for finished in super().run_passes(passes):

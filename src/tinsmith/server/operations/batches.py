@@ -136,7 +136,11 @@ class StepBatch(_Batch):
             self.parts.shares.charge(model.owner, model.model_id, seconds / len(steps))
             if isinstance(result, Failure):
                 doubt(model, result.category)
-            self.end_with(operation, result, step_done)
+                # The engine has dropped the gradient that made the step fail, and will again.
+                is_seen = result.category == "user"
+                self.end(operation, failed(operation, result, took_effect=is_seen))
+            else:
+                self.end_with(operation, result, step_done)
 
     async def _step_of(self, operation: Operation) -> Step | Failure:
         assert isinstance(operation.kind, StepKind)

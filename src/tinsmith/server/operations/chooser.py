@@ -107,9 +107,11 @@ def choose(
     shares: Shares,
     *,
     max_tokens: int,
+    max_seconds: float,
     max_attempts: int,
 ) -> Choice[M]:
-    """`max_tokens` bounds a batch of passes; at `max_attempts` deaths an operation is given up."""
+    """`max_tokens` and the `max_seconds` that it is expected to take bound a batch of passes; at
+    `max_attempts` deaths an operation is given up."""
     if under_way.is_alone:
         return Choice()
     suspects = [c for c in candidates if _is_suspect(c, max_attempts)]
@@ -134,7 +136,7 @@ def choose(
     return Choice(
         moves,
         [] if under_way.has_steps else choose_steps(steps, shares),
-        [] if under_way.has_passes else choose_passes(passes, shares, max_tokens),
+        [] if under_way.has_passes else choose_passes(passes, shares, max_tokens, max_seconds),
     )
 
 
@@ -164,19 +166,23 @@ def choose_steps(ready: Sequence[Candidate[M]], shares: Shares) -> list[Candidat
 
 
 def choose_passes(
-    ready: Sequence[Candidate[M]], shares: Shares, max_tokens: int
+    ready: Sequence[Candidate[M]], shares: Shares, max_tokens: int, max_seconds: float
 ) -> list[Candidate[M]]:
-    """Passes for one batch, in fair turns, in order within each model."""
+    """Passes for one batch, in fair turns, in order within each model.
+
+    Who comes while it runs waits for all of it, which is why its time is bounded.
+    """
     turns = _Turns(ready, shares)
     chosen: list[Candidate[M]] = []
     num_taken: Counter[str] = Counter()
-    budget = max_tokens
+    tokens_left, seconds_left = max_tokens, max_seconds
     is_batch_costly = False
     while (candidate := turns.take()) is not None:
         position = num_taken[candidate.model_id]
         if position >= len(candidate.front) or not candidate.front[position].is_pass:
             continue
         operation = candidate.front[position]
+        seconds = expected_seconds(candidate, operation, shares)
         is_costly = _is_costly(candidate, operation, shares)
         if chosen:
             first = chosen[0]
@@ -184,15 +190,16 @@ def choose_passes(
                 continue
             if (is_costly or is_batch_costly) and candidate.owner != first.owner:
                 continue
-            if operation.num_tokens > budget or operation.attempts:
+            if operation.num_tokens > tokens_left or seconds > seconds_left or operation.attempts:
                 break
         chosen.append(candidate)
         num_taken[candidate.model_id] += 1
         is_batch_costly |= is_costly
-        budget -= operation.num_tokens
+        tokens_left -= operation.num_tokens
+        seconds_left -= seconds
         if operation.attempts:
             break
-        turns.again(candidate, expected_seconds(candidate, operation, shares))
+        turns.again(candidate, seconds)
     return chosen
 
 

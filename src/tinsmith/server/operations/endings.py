@@ -19,7 +19,7 @@ from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.snapshots import Snapshots
-from tinsmith.server.store.errors import StoreConflictError
+from tinsmith.server.store.errors import StoreConflictError, StoreUnavailableError
 from tinsmith.server.store.records import Finish
 from tinsmith.server.store.store import Store
 from tinsmith.server.usage import Usage
@@ -49,10 +49,7 @@ class Endings:
 
     def end(self, model: LiveModel, operation: Operation, finish: Finish) -> None:
         """An operation is over: record that, then answer those who wait."""
-        operation.request = None
-        if operation.is_held:
-            self._models.held_bytes -= operation.record.payload_bytes
-            operation.is_held = False
+        self._models.ended(model, operation)
         if finish.status == "done":
             self._snapshots.note(model, operation)
             if operation.is_pass:
@@ -85,21 +82,43 @@ class Endings:
             batch = model.finishes[:size]
             try:
                 await self._store.log.finish(batch)
-            except StoreConflictError as error:
-                # One of them contradicts what is there: find it, and let the others through.
-                if len(batch) == 1:
-                    model.finishes[0] = _unrecordable(batch[0], error)
-                size = 1
-                continue
-            except Exception:
-                logger.exception("the end of %d operations could not be recorded", len(batch))
+            except StoreUnavailableError as error:
+                logger.warning("the ends of %s wait: %s", model.model_id, error)
                 await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            except Exception as error:
+                # One of them contradicts what is there, or cannot be written at all: find it, and
+                # let the others through.
+                if len(batch) == 1:
+                    model.finishes[0] = await self._unrecordable(model, batch[0], error)
+                size = 1
                 continue
             del model.finishes[: len(batch)]
             size = len(model.finishes)
             for finish in batch:
                 self._promises.resolve(finish.request_id, outcome_of(finish), finish.finished_at)
         model.committing = None
+
+    async def _unrecordable(self, model: LiveModel, finish: Finish, error: Exception) -> Finish:
+        """A failed end in place of one that cannot be recorded. Where that is no conflict over a
+        name, the model is rebuilt without the operation: its client hears that it failed."""
+        logger.error("the end of %s cannot be recorded", finish.request_id, exc_info=error)
+        is_conflict = isinstance(error, StoreConflictError)
+        if not is_conflict:
+            model.generation = 0
+        if finish.status == "failed":
+            await asyncio.sleep(_RETRY_SECONDS)  # not even this one: do not try without pause
+        return Finish(
+            request_id=finish.request_id,
+            status="failed",
+            finished_at=finish.finished_at,
+            error=(
+                f"what this request made contradicts what is there already: {error}"
+                if is_conflict
+                else "the result of this request could not be recorded"
+            ),
+            category="user" if is_conflict else "server",
+        )
 
     def _count_tokens(self, model: LiveModel, operation: Operation) -> None:
         record = model.record
@@ -111,14 +130,3 @@ class Endings:
             operation.num_tokens,
         )
         self._metrics.count("trained_tokens", operation.num_tokens)
-
-
-def _unrecordable(finish: Finish, error: StoreConflictError) -> Finish:
-    problem = f"what this request made contradicts what is there already: {error}"
-    return Finish(
-        request_id=finish.request_id,
-        status="failed",
-        finished_at=finish.finished_at,
-        error=problem,
-        category="user",
-    )

@@ -35,6 +35,7 @@ def done(
         finished_at=time.time(),
         result_type="json",
         result=json.encode(response),
+        took_effect=True,
         weights=weights,
         checkpoint=checkpoint,
         sampler=sampler,
@@ -50,6 +51,7 @@ def pass_done(operation: Operation, output: ForwardBackwardOutput) -> Finish:
         finished_at=time.time(),
         result_type="output",
         result=proto.encode_output(output),
+        took_effect=True,
     )
 
 
@@ -57,13 +59,15 @@ def step_done(operation: Operation, metrics: dict[str, float]) -> Finish:
     return done(operation, OptimStepResponse(metrics=metrics))
 
 
-def failed(operation: Operation, failure: Failure) -> Finish:
+def failed(operation: Operation, failure: Failure, *, took_effect: bool = False) -> Finish:
+    """`took_effect` when the model is in another state for it all the same."""
     return Finish(
         request_id=operation.record.request_id,
         status="failed",
         finished_at=time.time(),
         error=failure.message,
         category=failure.category,
+        took_effect=took_effect,
     )
 
 

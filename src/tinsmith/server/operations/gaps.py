@@ -29,6 +29,7 @@ class GapWatch:
         return [model for model in models if self._has_waited(model, elapsed)]
 
     def _has_waited(self, model: LiveModel, elapsed: float) -> bool:
-        is_waiting = not model.is_busy and len(model.queue) > 0 and model.queue.head() is None
+        is_idle = not model.is_busy and not model.num_recording
+        is_waiting = is_idle and len(model.queue) > 0 and model.queue.head() is None
         model.gap_seconds = model.gap_seconds + elapsed if is_waiting else 0.0
         return is_waiting and model.gap_seconds >= self._timeout_seconds

@@ -25,8 +25,9 @@ from tinsmith.wire.operation_ids import ids_at_front, ids_in
 
 R = TypeVar("R")
 
-MAX_AHEAD = 100_000
-"""How far a number may be ahead of the next one that runs."""
+MAX_AHEAD = 1000
+"""How many numbers may be missing before one that arrives: requests overtake each other, but not
+by more than are on their way at a time."""
 
 _DECODE_IN_THREAD_BYTES = 256 * 1024
 _RETRY_AFTER_MS = "1000"
@@ -39,7 +40,7 @@ async def refuse_unread(service: Service, caller: Caller, start: bytes, reason: 
     model_id, seq_id = ids_at_front(start) or ("", None)
     if seq_id is not None and seq_id >= 1:
         model = await owned_model(service, caller, model_id)
-        if seq_id <= model.queue.next_seq_id + MAX_AHEAD:
+        if seq_id <= model.queue.highest_seq_id + MAX_AHEAD:
             await service.recorder.refuse(caller.owner, model_id, seq_id, reason)
 
 
@@ -75,10 +76,14 @@ async def submit(
     await _check_session(service, caller, model)
     if seq_id is None or seq_id < 1:
         raise ValidationError("every operation needs a number from 1 on", "seq_id")
-    if seq_id > model.queue.next_seq_id + MAX_AHEAD:
-        raise ValidationError(f"{seq_id} is more than {MAX_AHEAD} ahead", "seq_id")
-    _check_room(service, caller, len(body))
+    highest = model.queue.highest_seq_id
+    if seq_id > highest + MAX_AHEAD:
+        problem = f"{seq_id} is {seq_id - highest} above the highest number so far, {highest}"
+        raise ValidationError(f"{problem}; at most {MAX_AHEAD} may be skipped", "seq_id")
+    if not _is_awaited(model, seq_id):
+        _check_room(service, caller, len(body))
     try:
+        _check_size(service, len(body))
         if is_large:
             request = await asyncio.to_thread(decode)
         else:
@@ -115,24 +120,31 @@ async def _check_session(service: Service, caller: Caller, model: LiveModel) -> 
     service.sessions.touch(session.session_id)
 
 
+def _is_awaited(model: LiveModel, seq_id: int) -> bool:
+    """Whether operations that were let in wait for this one. To keep it out would be to keep them
+    waiting, for room that they take up themselves."""
+    return len(model.queue) > 0 and seq_id in model.queue.missing(1)
+
+
 def _check_room(service: Service, caller: Caller, num_bytes: int) -> None:
+    """Clients send what is refused here again, with the same number, until there is room."""
+    backlog = service.models.backlog_of(caller.owner)
+    most_bytes = service.config.key_max_queued_bytes
+    most = service.config.key_max_queued_operations
+    problem = ""
+    if backlog.num_operations >= most:
+        problem = f"{backlog.num_operations} requests of this key are waiting; at most {most} may"
+    elif backlog.num_bytes and backlog.num_bytes + num_bytes > most_bytes:
+        waiting = f"{backlog.num_bytes} bytes of this key's requests are waiting"
+        problem = f"{waiting}; at most {most_bytes} may"
+    if problem:
+        raise Refusal(429, problem, {"retry-after-ms": _RETRY_AFTER_MS})
+
+
+def _check_size(service: Service, num_bytes: int) -> None:
     limit = service.config.key_max_queued_bytes
-    if limit is None:
-        return
-    queued = sum(
-        operation.record.payload_bytes
-        for model in service.models
-        if model.record.owner == caller.owner
-        for operation in model.queue.operations()
-    )
     if num_bytes > limit:
         raise TooLargeError(f"the request has {num_bytes} bytes; this key may queue {limit}")
-    if queued + num_bytes > limit:
-        raise Refusal(
-            429,
-            f"{queued} bytes of this key's requests are waiting; at most {limit} may",
-            {"retry-after-ms": _RETRY_AFTER_MS},
-        )
 
 
 def _num_tokens(kind: str, request: Any) -> int:

@@ -79,10 +79,4 @@ def operation_of(record: OperationRecord, request: object = None) -> Operation:
 
 def changed_model(record: OperationRecord) -> bool:
     """Whether an operation that has ended changed its model, so that it must be replayed."""
-    kind = KINDS.get(record.kind)
-    if kind is None or not kind.changes_model:
-        return False
-    # A step that failed for the user's gradient has dropped that gradient; it fails again in the
-    # replay, and drops it again.
-    is_step = isinstance(kind, StepKind)
-    return record.status == "done" or (is_step and record.category == "user")
+    return record.took_effect and KINDS[record.kind].changes_model

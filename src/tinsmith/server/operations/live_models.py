@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tinsmith.engine.base import Failure
 from tinsmith.server.futures import Promises
 from tinsmith.server.operations.kinds import changed_model, operation_of
 from tinsmith.server.operations.live_model import LiveModel
+from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.queue import SequenceQueue
 from tinsmith.server.store.records import ModelRecord
 from tinsmith.server.store.store import Store
+
+
+@dataclass(slots=True)
+class Backlog:
+    num_operations: int = 0
+    num_bytes: int = 0
+    held_bytes: int = 0
+    """Of these, what is kept in memory, decoded."""
+
+    def add(self, operation: Operation, sign: int) -> None:
+        num_bytes = sign * operation.record.payload_bytes
+        self.num_operations += sign
+        self.num_bytes += num_bytes
+        self.held_bytes += num_bytes * operation.is_held
 
 
 class LiveModels:
@@ -20,8 +36,28 @@ class LiveModels:
         self._promises = promises
         self._models: dict[str, LiveModel] = {}
         self._reading: dict[str, asyncio.Task[LiveModel | None]] = {}
-        self.held_bytes = 0
+        self._backlogs: dict[str, Backlog] = {}
+
+    def backlog_of(self, owner: str) -> Backlog:
+        """What the owner has sent and not yet got an end for."""
+        return self._backlogs.get(owner) or Backlog()
+
+    @property
+    def held_bytes(self) -> int:
         """Bytes of queued requests that are kept in memory, decoded."""
+        return sum(backlog.held_bytes for backlog in self._backlogs.values())
+
+    def enqueue(self, model: LiveModel, operation: Operation) -> None:
+        """Put a recorded operation into its model's queue, and count it until it has ended."""
+        model.queue.put(operation)
+        self._backlogs.setdefault(model.owner, Backlog()).add(operation, 1)
+
+    def ended(self, model: LiveModel, operation: Operation) -> None:
+        backlog = self._backlogs[model.owner]
+        backlog.add(operation, -1)
+        operation.request, operation.is_held = None, False
+        if not backlog.num_operations:
+            del self._backlogs[model.owner]
 
     def __iter__(self) -> Iterator[LiveModel]:
         return iter(list(self._models.values()))
@@ -64,14 +100,14 @@ class LiveModels:
         if record is None:
             return None
         log = await self._store.log.read(model_id, record.snapshot_seq_id)
-        queue = SequenceQueue(
-            record.snapshot_seq_id + 1, [o.seq_id for o in log if o.status != "pending"]
-        )
+        first = max(record.snapshot_seq_id, record.closed_seq_id) + 1
+        ended = [o.seq_id for o in log if o.status != "pending" and o.seq_id >= first]
+        queue = SequenceQueue(first, ended)
         model = LiveModel(record=record, queue=queue)
         for operation in log:
             if operation.status == "pending":
                 self._promises.open(operation.request_id, operation.owner)
-                queue.put(operation_of(operation))
+                self.enqueue(model, operation_of(operation))
             elif changed_model(operation):
                 model.is_changed = True
         if record.retired_at is not None:

@@ -6,6 +6,7 @@ Nothing here knows time, tasks or the engine; the scheduler asks for the head an
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from tinsmith.server.operations.operation import Operation
 
@@ -16,6 +17,8 @@ class SequenceQueue:
         self.next_seq_id = next_seq_id
         self._waiting: dict[int, Operation] = {}
         self._used = set(used)
+        self.highest_seq_id = max(self._used, default=next_seq_id - 1)
+        """The highest number that has been heard of."""
         self._skip_used()
 
     def __len__(self) -> int:
@@ -24,6 +27,7 @@ class SequenceQueue:
     def put(self, operation: Operation) -> None:
         """Add an operation, or put one back that was taken and has to be taken again."""
         self._waiting[operation.seq_id] = operation
+        self.highest_seq_id = max(self.highest_seq_id, operation.seq_id)
         self._used.discard(operation.seq_id)
         if operation.seq_id < self.next_seq_id:
             passed = range(operation.seq_id + 1, self.next_seq_id)
@@ -34,6 +38,7 @@ class SequenceQueue:
         """A number that was refused: those behind it need not wait for it."""
         if seq_id >= self.next_seq_id:
             self._used.add(seq_id)
+            self.highest_seq_id = max(self.highest_seq_id, seq_id)
             self._skip_used()
 
     def head(self) -> Operation | None:
@@ -63,12 +68,17 @@ class SequenceQueue:
     def operations(self) -> list[Operation]:
         return [self._waiting[seq_id] for seq_id in sorted(self._waiting)]
 
-    def missing(self) -> list[int]:
-        """The numbers that the lowest waiting operation waits for; empty when it can run."""
-        if not self._waiting:
-            return []
-        lowest = min(self._waiting)
-        return [n for n in range(self.next_seq_id, lowest) if n not in self._used]
+    def missing(self, most: int = 10) -> list[int]:
+        """The first numbers that the lowest waiting operation waits for; none when it can run."""
+        lowest = min(self._waiting, default=self.next_seq_id)
+        absent = (n for n in range(self.next_seq_id, lowest) if n not in self._used)
+        return list(islice(absent, most))
+
+    def close(self, seq_id: int) -> None:
+        """Wait for no number up to this one any more. Nothing up to it may be waiting."""
+        self.next_seq_id = max(self.next_seq_id, seq_id + 1)
+        self._used = {number for number in self._used if number >= self.next_seq_id}
+        self._skip_used()
 
     def drop_all(self) -> list[Operation]:
         dropped = self.operations()

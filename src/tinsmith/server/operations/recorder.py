@@ -1,8 +1,7 @@
 """Recording: the step between a checked request and its request id.
 
 An operation is entered into its model's log, on disk, before anybody hears of it; only then does it
-join the queue. The same (model, number) again finds the first, also while that is still being
-recorded.
+join the queue. The same request again finds the first, also while that is still being recorded.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import time
 import uuid
 from collections.abc import Callable
 
+from tinsmith.errors import ValidationError
 from tinsmith.server.futures import Promises
-from tinsmith.server.operations.kinds import REFUSED, operation_of
+from tinsmith.server.operations.kinds import KINDS, REFUSED, operation_of
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.operations.operation import Operation
@@ -23,6 +23,8 @@ from tinsmith.server.store.records import ModelRecord, OperationRecord
 from tinsmith.server.store.store import Store
 
 logger = logging.getLogger(__name__)
+
+_DIGEST_IN_THREAD_BYTES = 256 * 1024
 
 
 class Recorder:
@@ -39,7 +41,7 @@ class Recorder:
         self._promises = promises
         self._wake = wake
         self._max_held_bytes = max_held_bytes
-        self._under_way: dict[tuple[str, int], asyncio.Task[str]] = {}
+        self._under_way: dict[tuple[str, int], asyncio.Task[OperationRecord]] = {}
 
     async def submit(
         self,
@@ -54,7 +56,15 @@ class Recorder:
         num_tokens: int = 0,
         new_model: ModelRecord | None = None,
     ) -> str:
-        """Record an operation and put it into the queue; its request id."""
+        """Record an operation and put it into the queue; its request id.
+
+        The same request again gets the id of the first; another with the same number is refused.
+        """
+        codec = KINDS[kind].codec
+        if len(body) > _DIGEST_IN_THREAD_BYTES:
+            digest = await asyncio.to_thread(codec.digest, request)
+        else:
+            digest = codec.digest(request)
         operation = OperationRecord(
             request_id=uuid.uuid4().hex,
             model_id=model_id,
@@ -66,8 +76,16 @@ class Recorder:
             payload_bytes=len(body),
             num_tokens=num_tokens,
             created_at=time.time(),
+            digest=digest,
         )
-        return await self._once(operation, request, new_model)
+        recorded = await self._once(operation, request, new_model)
+        if not _is_same(recorded, operation):
+            raise ValidationError(
+                f"number {seq_id} of {model_id} was used for another request before "
+                f"({recorded.kind}); give each request a number of its own",
+                "seq_id" if seq_id else "model_seq_id",
+            )
+        return recorded.request_id
 
     async def refuse(self, owner: str, model_id: str, seq_id: int, reason: str) -> None:
         """Use up the number of a request that was not accepted, so that nobody waits for it."""
@@ -86,15 +104,10 @@ class Recorder:
         )
         await self._once(operation, None, None)
 
-    async def give_up(self, model: LiveModel, missing: list[int]) -> None:
-        """Use up numbers that were waited for in vain."""
-        for seq_id in missing:
-            reason = f"operation {seq_id} came after the others had given up waiting for it"
-            await self.refuse(model.record.owner, model.model_id, seq_id, reason)
-
     async def _once(
         self, operation: OperationRecord, request: object, new_model: ModelRecord | None
-    ) -> str:
+    ) -> OperationRecord:
+        """What is recorded under the operation's number: that operation, or an earlier one."""
         key = (operation.model_id, operation.seq_id)
         task = self._under_way.get(key)
         if task is None:
@@ -106,7 +119,7 @@ class Recorder:
 
     async def _record(
         self, operation: OperationRecord, request: object, new_model: ModelRecord | None
-    ) -> str:
+    ) -> OperationRecord:
         if new_model is not None:
             recorded, is_new = await self._store.log.record(operation, new_model)
             if not is_new:
@@ -119,12 +132,14 @@ class Recorder:
                 found = await self._models.get(operation.model_id)
                 assert found is not None, "it was recorded with its model"
                 self._wake(found)
-                return operation.request_id
+                return operation
             model = added
         else:
             found = await self._models.get(operation.model_id)
             assert found is not None, "the caller has looked the model up"
             model = found
+            if operation.seq_id <= model.record.closed_seq_id:
+                return await self._late(operation)
             model.num_recording += 1
             try:
                 recorded, is_new = await self._store.log.record(operation)
@@ -136,7 +151,7 @@ class Recorder:
             model.queue.use_up(operation.seq_id)
         else:
             self._promises.open(operation.request_id, operation.owner)
-            model.queue.put(self._operation(operation, request))
+            self._models.enqueue(model, self._operation(operation, request))
             model.wants_unload = False
             model.last_used_at = operation.created_at
             logger.info(
@@ -147,9 +162,18 @@ class Recorder:
                 extra=operation.log_fields,
             )
         self._wake(model)
-        return operation.request_id
+        return operation
 
-    def _adopt(self, model: LiveModel, recorded: OperationRecord) -> str:
+    async def _late(self, operation: OperationRecord) -> OperationRecord:
+        recorded = await self._store.log.find(operation.model_id, operation.seq_id)
+        if recorded is None:
+            raise ValidationError(
+                f"operation {operation.seq_id} came after the others had given up waiting for it",
+                "seq_id",
+            )
+        return recorded
+
+    def _adopt(self, model: LiveModel, recorded: OperationRecord) -> OperationRecord:
         """A number that was recorded before. Its first recording may have seemed to fail, when
         the connection to the store was lost in the midst of it: then nobody has queued it."""
         if recorded.kind == REFUSED:
@@ -157,17 +181,26 @@ class Recorder:
             self._wake(model)
         elif recorded.status == "pending" and self._promises.get(recorded.request_id) is None:
             self._promises.open(recorded.request_id, recorded.owner)
-            model.queue.put(operation_of(recorded))
+            self._models.enqueue(model, operation_of(recorded))
             self._wake(model)
-        return recorded.request_id
+        return recorded
 
     def _operation(self, record: OperationRecord, request: object) -> Operation:
         """The operation for the queue. Its payload is on disk; the decoded request is kept while
-        there is memory for it, and read again when its turn comes otherwise."""
+        there is memory for it, half of it for one owner, and read again in its turn otherwise."""
         record = dataclasses.replace(record, payload=None)
-        if self._models.held_bytes + record.payload_bytes > self._max_held_bytes:
-            return operation_of(record)
-        self._models.held_bytes += record.payload_bytes
-        operation = operation_of(record, request)
-        operation.is_held = True
+        num_bytes, most = record.payload_bytes, self._max_held_bytes
+        is_held = (
+            self._models.held_bytes + num_bytes <= most
+            and self._models.backlog_of(record.owner).held_bytes + num_bytes <= most // 2
+        )
+        operation = operation_of(record, request if is_held else None)
+        operation.is_held = is_held
         return operation
+
+
+def _is_same(recorded: OperationRecord, operation: OperationRecord) -> bool:
+    """Whether both are one request. One that was refused before is refused again as it was."""
+    if recorded.kind == REFUSED:
+        return True
+    return recorded.kind == operation.kind and recorded.digest in (None, operation.digest)

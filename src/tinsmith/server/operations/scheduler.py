@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from tinsmith.engine.base import Failure
@@ -58,9 +59,7 @@ class Scheduler:
         snapshots: Snapshots,
         metrics: Metrics,
         config: ServerConfig,
-        give_up: Callable[[LiveModel, list[int]], Coroutine[Any, Any, None]],
     ) -> None:
-        """`give_up` records numbers of a model that were waited for in vain."""
         self._store = store
         self._engines = engines
         self._models = models
@@ -68,7 +67,6 @@ class Scheduler:
         self._snapshots = snapshots
         self._metrics = metrics
         self._config = config
-        self._give_up = give_up
         self._recovery = Recovery(executor)
         self._residents = Residents(models, engines, config, self.wake)
         self._shares = Shares()
@@ -131,6 +129,7 @@ class Scheduler:
             self._under_way(),
             self._shares,
             max_tokens=self._config.max_gathered_tokens,
+            max_seconds=self._config.max_gathered_seconds,
             max_attempts=self._config.engine_attempts,
         )
         self._carry_out(choice)
@@ -249,17 +248,22 @@ class Scheduler:
         self.wake(model)
 
     async def _end_gap(self, model: LiveModel) -> None:
-        missing = model.queue.missing()
-        try:
-            await self._give_up(model, missing)
-            numbers = ", ".join(str(n) for n in missing[:10])
-            waited = self._config.gap_timeout_seconds
-            problem = f"waited {waited:g} s for operation {numbers}, which never arrived"
-            self._endings.end_all(model, Failure(problem, "user"))
-            for number in missing:
-                model.queue.use_up(number)
-        except StoreUnavailableError as error:
-            logger.warning("%s; trying again in %g s", error, STORE_PAUSE_SECONDS)
-            await asyncio.sleep(STORE_PAUSE_SECONDS)
-        finally:
-            self._free(model)
+        """Fail what waited in vain. What it waited for is refused if it comes after all."""
+        numbers = ", ".join(str(n) for n in model.queue.missing())
+        waited = self._config.gap_timeout_seconds
+        problem = f"waited {waited:g} s for operation {numbers}, which never arrived"
+        last = model.queue.highest_seq_id
+        model.record = dataclasses.replace(model.record, closed_seq_id=last)
+        self._endings.end_all(model, Failure(problem, "user"))
+        model.queue.close(last)
+        # In this order: an operation that is still pending after a crash waits again, and does
+        # not run without those before it.
+        await model.recorded()
+        while True:
+            try:
+                await self._store.models.update(model.model_id, {"closed_seq_id": last})
+                break
+            except StoreUnavailableError as error:
+                logger.warning("%s; trying again in %g s", error, STORE_PAUSE_SECONDS)
+                await asyncio.sleep(STORE_PAUSE_SECONDS)
+        self._free(model)

@@ -86,6 +86,7 @@ class Log:
             "result_bytes": len(finish.result or b""),
             "error": finish.error,
             "category": finish.category,
+            "took_effect": finish.took_effect,
             "weights_id": finish.used_weights_id,
         }
         if finish.result is not None and len(finish.result) > INLINE_BYTES:
@@ -128,6 +129,14 @@ class Log:
             table.c.model_id == model_id, table.c.seq_id > after_seq_id
         )
         return await self._database.all(OperationRecord, query.order_by(table.c.seq_id))
+
+    async def find(self, model_id: str, seq_id: int) -> OperationRecord | None:
+        """The operation with a number, without payload and result."""
+        table = schema.operations
+        query = sa.select(*_LIGHT_COLUMNS).where(
+            table.c.model_id == model_id, table.c.seq_id == seq_id
+        )
+        return await self._database.one(OperationRecord, query)
 
     async def read_payload(self, request_id: str) -> bytes:
         table = schema.operations

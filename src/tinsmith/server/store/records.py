@@ -85,6 +85,9 @@ class ModelRecord:
     previous_snapshot_weights_id: str | None = None
     trimmed_seq_id: int = -1
     """The log has no operations up to this one any more: they ended long ago."""
+    closed_seq_id: int = -1
+    """Numbers up to this one that are not in the log were waited for in vain; they may no longer
+    come."""
     is_corrupted: bool = False
     retired_at: float | None = None
     """When the state was dropped because nobody had used it for very long."""
@@ -116,6 +119,12 @@ class OperationRecord:
     category: str | None = None
     weights_id: str | None = None
     """The weights that a load takes, kept for as long as the load may be replayed."""
+    digest: str | None = None
+    """Tells a request that is sent again from another with the same number; operations of release
+    0.1 have none."""
+    took_effect: bool = False
+    """Whether the engine carried it out, so that a rebuilt model must have seen it as well. A step
+    that failed for its gradient did: it dropped that gradient."""
 
     @property
     def log_fields(self) -> dict[str, Any]:
@@ -226,6 +235,7 @@ class Finish:
     result: bytes | None = None
     error: str | None = None
     category: str | None = None
+    took_effect: bool = False
     used_weights_id: str | None = None
     weights: WeightsRecord | None = None
     checkpoint: CheckpointRecord | None = None

@@ -1,4 +1,5 @@
-"""The log holds operations only; a store has an identity; what was deleted can be brought back."""
+"""The log holds operations only, and says which took effect; a store has an identity; what was
+deleted can be brought back."""
 
 from __future__ import annotations
 
@@ -24,6 +25,33 @@ def upgrade() -> None:
     op.create_index("ix_samplers_owner", "samplers", ["owner"])
     _move_losses_out_of_the_log()
     op.execute("DELETE FROM operations WHERE kind IN ('create_custom_loss', 'unload_model')")
+    _say_what_took_effect()
+
+
+def _say_what_took_effect() -> None:
+    """Until now that was guessed from how an operation ended. A step that waited for a missing
+    number in vain was a mistake of that guess: it never reached the engine."""
+    op.add_column("operations", sa.Column("digest", sa.Text(), nullable=True))
+    op.add_column(
+        "operations",
+        sa.Column("took_effect", sa.Boolean(), nullable=False, server_default=sa.false()),
+    )
+    op.add_column(
+        "models", sa.Column("closed_seq_id", sa.BigInteger(), nullable=False, server_default="-1")
+    )
+    operations = sa.table(
+        "operations",
+        *(sa.column(name) for name in ("kind", "status", "category", "error", "took_effect")),
+    )
+    waited_in_vain = operations.c.error.like("waited % for operation %, which never arrived")
+    dropped_its_gradient = sa.and_(
+        operations.c.kind == "optim_step", operations.c.category == "user", ~waited_in_vain
+    )
+    op.execute(
+        sa.update(operations)
+        .where(sa.or_(operations.c.status == "done", dropped_its_gradient))
+        .values(took_effect=True)
+    )
 
 
 def _move_losses_out_of_the_log() -> None:
