@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
 
+from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.kvcache import CacheShape, KVCache, Slot, Span
-from tinsmith.engine.local.sample.prefixes import Prefixes, shared_prefix
+from tinsmith.engine.local.sample.prefixes import Prefixes, Realm, shared_prefix
 
 SHAPE = CacheShape(2, 2, 4, 512, torch.device("cpu"), torch.float32)
 TOKEN = SHAPE.bytes_per_token
+
+
+BARE = Realm("", None)
 
 
 def cache_of(num_tokens: int, prefixes: Prefixes | None = None) -> KVCache:
@@ -132,13 +138,34 @@ def test_the_longest_match_of_the_same_adapter_is_found() -> None:
     prefixes, cache = Prefixes(), cache_of(10_000)
     spans = [cache.new_span(4, num_slots=1) for _ in range(3)]
     one, two, three = (span for span in spans if span)
-    adapter = object()
-    prefixes.remember(None, np.array([1, 2, 3, 4]), one)
-    prefixes.remember(None, np.array([1, 2, 9, 9]), two)
-    prefixes.remember(adapter, np.array([1, 2, 9, 8]), three)  # type: ignore[arg-type]  # any object is one
-    assert prefixes.find(None, np.array([1, 2, 9, 8])) == (two, 3)
-    assert prefixes.find(adapter, np.array([1, 2, 9, 8])) == (three, 4)  # type: ignore[arg-type]
-    assert prefixes.find(None, np.array([7])) == (None, 0)
+    other = Realm("", cast(Adapter, object()))
+    prefixes.remember(BARE, np.array([1, 2, 3, 4]), one)
+    prefixes.remember(BARE, np.array([1, 2, 9, 9]), two)
+    prefixes.remember(other, np.array([1, 2, 9, 8]), three)
+    assert prefixes.find(BARE, np.array([1, 2, 9, 8])) == (two, 3)
+    assert prefixes.find(other, np.array([1, 2, 9, 8])) == (three, 4)
+    assert prefixes.find(BARE, np.array([7])) == (None, 0)
+
+
+def test_a_prompt_of_another_scope_is_never_found() -> None:
+    prefixes, cache = Prefixes(), cache_of(10_000)
+    span = cache.new_span(4, num_slots=1)
+    assert span is not None
+    prefixes.remember(Realm("ann", None), np.array([1, 2, 3, 4]), span)
+    assert prefixes.find(Realm("bob", None), np.array([1, 2, 3, 4])) == (None, 0)
+    assert prefixes.find(Realm("ann", None), np.array([1, 2, 3, 4])) == (span, 4)
+
+
+def test_the_scope_that_remembers_most_gives_way_first() -> None:
+    prefixes = Prefixes()
+    cache = cache_of(100_000, prefixes)
+    spans = {}
+    for scope, token in [("bob", 0), *[("ann", token) for token in range(1, 6)]]:
+        spans[token] = cache.new_span(64, num_slots=1)
+        spans[token].num_users = 0
+        prefixes.remember(Realm(scope, None), np.full(64, token), spans[token])
+    gone = [prefixes.evict() for _ in range(4)]
+    assert gone == [spans[token] for token in (1, 2, 3, 4)], "bob's is the oldest, and stays"
 
 
 def test_the_least_recently_used_idle_prompt_gives_way() -> None:
@@ -148,11 +175,11 @@ def test_the_least_recently_used_idle_prompt_gives_way() -> None:
     for token in (1, 2, 3):
         span = cache.new_span(64, num_slots=1)
         assert span is not None
-        prefixes.remember(None, np.full(64, token), span)
+        prefixes.remember(BARE, np.full(64, token), span)
         spans.append(span)
     for span in (spans[0], spans[2]):
         span.num_users = 0
-    prefixes.find(None, np.full(64, 1))
+    prefixes.find(BARE, np.full(64, 1))
     assert cache.new_span(64, num_slots=1) is not None
     assert [span in prefixes for span in spans] == [True, True, False]
 
@@ -162,9 +189,9 @@ def test_a_prompt_that_contains_an_idle_one_replaces_it() -> None:
     short, long = cache.new_span(2, num_slots=1), cache.new_span(3, num_slots=1)
     assert short is not None
     assert long is not None
-    prefixes.remember(None, np.array([1, 2]), short)
+    prefixes.remember(BARE, np.array([1, 2]), short)
     short.num_users = 0
-    assert prefixes.remember(None, np.array([1, 2, 3]), long) == [short]
+    assert prefixes.remember(BARE, np.array([1, 2, 3]), long) == [short]
     assert len(prefixes) == 1
 
 
@@ -174,8 +201,8 @@ def test_forgetting_an_adapter_leaves_spans_that_are_still_read() -> None:
     assert read is not None
     assert idle is not None
     idle.num_users = 0
-    prefixes.remember(None, np.array([1, 2]), read)
-    prefixes.remember(None, np.array([3, 4]), idle)
+    prefixes.remember(BARE, np.array([1, 2]), read)
+    prefixes.remember(BARE, np.array([3, 4]), idle)
     assert prefixes.forget(None) == [idle]
     assert len(prefixes) == 0
 
@@ -195,9 +222,9 @@ def test_whatever_was_remembered_the_longest_match_is_found_and_covered_prompts_
                 for known, old in kept
                 if not old.num_users and shared_prefix(known, tokens) == len(known)
             ]
-            gone = prefixes.remember(None, tokens, span)
+            gone = prefixes.remember(BARE, tokens, span)
             assert {id(old) for old in gone} == {id(old) for old in covered}
             kept = [(known, old) for known, old in kept if old not in gone] + [(tokens, span)]
-            _, num_shared = prefixes.find(None, asked)
+            _, num_shared = prefixes.find(BARE, asked)
             assert num_shared == max(shared_prefix(known, asked) for known, _ in kept)
             assert len(prefixes) == len(kept)

@@ -161,6 +161,10 @@ class SampleJob:
     stream: bool = False
     """Whether to report tokens as they are decoded (`TokensSampled`)."""
 
+    scope: str = ""
+    """An opaque name. Only jobs of one scope share cached prompts, so that neither an answer nor
+    its speed tells of another scope's; and scopes that have work share the device evenly."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokensSampled:

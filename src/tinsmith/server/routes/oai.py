@@ -211,6 +211,7 @@ def _job(ask: Ask, sampler: SamplerRecord, prompt: list[int]) -> SampleJob:
         num_samples=ask.n,
         topk_sample_logprobs=ask.top_logprobs,
         stream=ask.stream,
+        scope=sampler.owner,
     )
 
 

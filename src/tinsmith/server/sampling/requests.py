@@ -303,4 +303,5 @@ def sample_job(request_id: str, sampler: SamplerRecord, request: SampleRequest) 
         topk_sample_logprobs=request.topk_sample_logprobs,
         target_prompt_logprobs=request.target_prompt_logprobs,
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+        scope=sampler.owner,
     )

@@ -1,6 +1,6 @@
-"""What the tokens of one sampling turn see: their own sequence, by way of the cache.
+"""What the tokens of one sampling step see: their own sequence, by way of the cache.
 
-A turn mixes two kinds of rows: chunks of prompts, and one new token for each running sequence. The
+A step mixes two kinds of rows: chunks of prompts, and one new token for each running sequence. The
 new keys and values are written to the cache first, then every row attends to what its sequence
 holds. Running sequences are taken a slab at a time, in one call over padded rows; on the CPU in
 float32 that is torch's own kernel, where the heads that share keys are rows of one product (two
@@ -8,7 +8,7 @@ cores, 16 sequences of 100 tokens: 0.14 ms a layer, and 0.26 ms as batched produ
 there is how often keys and values are read, so the samples of one prompt attend to it together; the
 two partial results are then weighed by the probability each part holds.
 
-Shapes: N rows of the turn, B sequences in a slab, H query heads, K key/value heads, G = H / K,
+Shapes: N rows of the step, B sequences in a slab, H query heads, K key/value heads, G = H / K,
 D head size, T tokens of a chunk or span.
 """
 
@@ -60,7 +60,7 @@ class SlabRows:
     slab: Slab
     first: int
     rows: list[int] = field(default_factory=list)
-    """For each sequence, the turn's row that holds its new token."""
+    """For each sequence, the step's row that holds its new token."""
     num_own: list[int] = field(default_factory=list)
     """For each, how many tokens its slot held before."""
     num_shared: list[int] = field(default_factory=list)
@@ -69,7 +69,7 @@ class SlabRows:
 
 
 class CachedAttention:
-    """The `Attention` of one turn. Lengths are those before it; the caller counts up after."""
+    """The `Attention` of one step. Lengths are those before it; the caller counts up after."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class CachedAttention:
 
 
 class _PackedPrompts:
-    """All chunks of a turn without running rows, on CUDA: few launches, whatever their number.
+    """All chunks of a step without running rows, on CUDA: few launches, whatever their number.
 
     Keys and values are written by one kernel. Chunks at the start of their prompt then attend in
     one call of a kernel for packed sequences, and those further on in another.
@@ -174,7 +174,7 @@ class _LaterRows:
 
 
 def _rows_of(chunks: list[PromptChunk], device: torch.device) -> Tensor:
-    """The turn's rows that some chunks have."""
+    """The step's rows that some chunks have."""
     rows = [np.arange(chunk.start, chunk.stop) for chunk in chunks]
     return torch.from_numpy(np.concatenate(rows)).to(device)
 
@@ -267,7 +267,7 @@ class _RunningRows:
         ]
 
     def is_in_order(self, num_rows: int) -> bool:
-        """Whether the turn's rows are these sequences, in this order."""
+        """Whether the step's rows are these sequences, in this order."""
         return self._part.rows == list(range(num_rows))
 
     def attend(self, layer: int, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ At the sizes of decoding a GPU finishes its kernels faster than a program can as
 the whole step, from token ids to chosen tokens, is a fixed list of kernels over buffers that never
 move (`decode_tables`), captured once for each number of rows, rounded up, and then replayed. It
 reads the same weights as `Decoder` and rounds where that does. Prompts, other devices,
-deterministic mode and foreign models take the plain path in `turn`.
+deterministic mode and foreign models take the plain path in `mixed_step`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tinsmith.engine.local.model.pointwise import rms_norm
 from tinsmith.engine.local.model.rope import Rope
 from tinsmith.engine.local.sample.choosing import draw_rows
 from tinsmith.engine.local.sample.decode_tables import AdapterTable, StepTable
+from tinsmith.engine.local.sample.mixed_step import Chunk, requests_of
 from tinsmith.engine.local.sample.next_tokens import NextToken, next_tokens
 from tinsmith.engine.local.sample.sequences import Request, Sequence
-from tinsmith.engine.local.sample.turn import Chunk, requests_of
 
 _MAX_ROWS = 256
 """More sequences than this take several steps."""
@@ -92,8 +92,8 @@ class DecodeStep:
             found += self._run(_by_adapter(running[start : start + self._max_rows]))
         return found
 
-    def turn(self, running: list[Sequence]) -> DecodeTurn:
-        return DecodeTurn(self, running)
+    def of(self, running: list[Sequence]) -> DecodeOnly:
+        return DecodeOnly(self, running)
 
     def forget(self, adapter: Adapter) -> None:
         """Let go of an adapter's weights."""
@@ -224,8 +224,8 @@ class DecodeStep:
         return cos.to(self._decoder.dtype), sin.to(self._decoder.dtype)
 
 
-class DecodeTurn:
-    """A turn of the sampler without prompts: one step."""
+class DecodeOnly:
+    """A step without prompts, in the form of a `MixedStep`."""
 
     def __init__(self, step: DecodeStep, running: list[Sequence]) -> None:
         self.chunks: list[Chunk] = []

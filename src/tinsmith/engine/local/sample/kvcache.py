@@ -4,8 +4,9 @@ Two kinds of room, because prompts and continuations live differently. A *span* 
 is filled once, never changes, may be read by many sequences at a time, and is kept for later
 prompts that begin alike (`prefixes`). A *slot* holds what one running sequence adds, or all of it
 when its prompt is not shared: it grows. Slots of one capacity are rows of one tensor, a *slab*,
-without holes, so that attention over all of them is one batched product. A sequence that outgrows
-its slot moves to one of twice the capacity, which bounds both the padding and the copying.
+those that run without holes, so that attention over all of them is one batched product. A
+sequence that outgrows its slot moves to one of twice the capacity, which bounds both the padding
+and the copying.
 
 This module hands out room and counts bytes; who gives way when there is none is the generator's
 affair, which may also `force` its way past the budget for a sequence that runs alone.
@@ -101,11 +102,15 @@ class Slot:
 
 
 class Slab:
-    """Slots of one capacity: keys and values (L, R, K, C, D), the first rows in use."""
+    """Slots of one capacity: keys and values (L, R, K, C, D).
+
+    The first rows are those of running sequences, without holes; behind them are the paused ones.
+    """
 
     def __init__(self, shape: CacheShape, capacity: int) -> None:
         self.capacity = capacity
         self.slots: list[Slot] = []
+        self._num_running = 0
         self._shape = shape
         self.keys = shape.zeros(0, capacity)
         self.values = shape.zeros(0, capacity)
@@ -131,19 +136,42 @@ class Slab:
         self.keys, self.values = keys, values
 
     def take(self) -> Slot:
+        """A slot among the running ones."""
         slot = Slot(self, len(self.slots))
         self.slots.append(slot)
+        self.resume(slot)
         return slot
 
+    def pause(self, slot: Slot) -> None:
+        """Move a slot behind the running ones."""
+        self._num_running -= 1
+        self._swap(slot.row, self._num_running)
+
+    def resume(self, slot: Slot) -> None:
+        """Move a paused slot to the end of the running ones."""
+        self._swap(slot.row, self._num_running)
+        self._num_running += 1
+
     def give_back(self, slot: Slot) -> None:
-        """Free a row; the last one moves into the hole."""
-        last = self.slots.pop()
-        if last is not slot:
-            used = last.num_tokens
-            for tensor in (self.keys, self.values):
-                tensor[:, slot.row, :, :used] = tensor[:, last.row, :, :used]
-            last.row = slot.row
-            self.slots[last.row] = last
+        """Free a row; no hole is left among the running ones, nor behind them."""
+        slot.num_tokens = 0
+        if slot.row < self._num_running:
+            self.pause(slot)
+        self._swap(slot.row, len(self.slots) - 1)
+        self.slots.pop()
+
+    def _swap(self, one: int, other: int) -> None:
+        """Exchange two rows and what they hold."""
+        if one == other:
+            return
+        left, right = self.slots[one], self.slots[other]
+        for tensor in (self.keys, self.values):
+            kept = tensor[:, one, :, : left.num_tokens].clone()
+            moved = slice(0, right.num_tokens)
+            tensor[:, one, :, moved] = tensor[:, other, :, moved]
+            tensor[:, other, :, : left.num_tokens] = kept
+        left.row, right.row = other, one
+        self.slots[one], self.slots[other] = right, left
 
 
 class KVCache:
@@ -173,13 +201,20 @@ class KVCache:
 
         What follows is one slot with the span's content, or `num_slots` that share it.
         """
-        follow = self.shape.slot_capacity(num_tokens + 1 if num_slots == 1 else 1) * num_slots
-        if not self._make_room((num_tokens + follow) * self.shape.bytes_per_token) and not force:
+        if not self._make_room(self.bytes_for_span(num_tokens, num_slots)) and not force:
             return None
         span = Span(self.shape, num_tokens)
         span.num_users = 1
         self._span_bytes += span.nbytes
         return span
+
+    def bytes_for_span(self, num_tokens: int, num_slots: int) -> int:
+        """What a span and the slots that follow it take."""
+        follow = self.shape.slot_capacity(num_tokens + 1 if num_slots == 1 else 1) * num_slots
+        return (num_tokens + follow) * self.shape.bytes_per_token
+
+    def bytes_for_slot(self, num_tokens: int) -> int:
+        return self.shape.slot_capacity(num_tokens + 1) * self.shape.bytes_per_token
 
     def drop_span(self, span: Span) -> None:
         self._span_bytes -= span.nbytes

@@ -1,15 +1,18 @@
 """Prompts worth remembering: spans of finished prefills, found again by the tokens they begin with.
 
-Entries belong to an adapter (or the bare model), since its weights went into the keys and values.
-They are kept in the order of their tokens, where the one that shares most with a prompt is its
-neighbour. The least recently used entry that no sequence reads gives way first.
+Entries belong to an adapter (or the bare model), since its weights went into the keys and values,
+and to a scope: nobody may learn from a hit, or from its speed, what another scope has asked. They
+are kept in the order of their tokens, where the one that shares most with a prompt is its
+neighbour. The scope whose entries take the most memory gives way first, with its least recently
+used entry that no sequence reads.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,9 +23,16 @@ _MAX_ENTRIES = 4096
 """More would cost memory for tokens and order without being found again."""
 
 
+class Realm(NamedTuple):
+    """Within one, prompts may be shared."""
+
+    scope: str
+    adapter: Adapter | None
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    adapter: Adapter | None
+    realm: Realm
     tokens: np.ndarray
     span: Span
 
@@ -31,9 +41,13 @@ class Prefixes:
     """Remembered prompts. Whoever removes one frees its memory: see `evict` and `forget`."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        self._order: dict[Adapter | None, list[tuple[bytes, int]]] = {}
-        """For each adapter the entries' tokens and ids, sorted."""
+        self._entries: dict[int, _Entry] = {}
+        self._recent: dict[str, OrderedDict[int, None]] = {}
+        """For each scope its entries, the one used last at the end."""
+        self._bytes: Counter[str] = Counter()
+        """What each scope's entries take."""
+        self._order: dict[Realm, list[tuple[bytes, int]]] = {}
+        """For each realm the entries' tokens and ids, sorted."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -41,9 +55,9 @@ class Prefixes:
     def __contains__(self, span: Span) -> bool:
         return id(span) in self._entries
 
-    def find(self, adapter: Adapter | None, tokens: np.ndarray) -> tuple[Span | None, int]:
+    def find(self, realm: Realm, tokens: np.ndarray) -> tuple[Span | None, int]:
         """An entry that shares the longest beginning with `tokens`, and how much of it."""
-        order = self._order.get(adapter, [])
+        order = self._order.get(realm, [])
         place = bisect.bisect_left(order, (_sort_key(tokens), 0))
         best: _Entry | None = None
         longest = 0
@@ -54,25 +68,27 @@ class Prefixes:
                 best, longest = entry, shared
         if best is None:
             return None, 0
-        self._entries.move_to_end(id(best.span))
+        self._recent[realm.scope].move_to_end(id(best.span))
         return best.span, longest
 
-    def remember(self, adapter: Adapter | None, tokens: np.ndarray, span: Span) -> list[Span]:
+    def remember(self, realm: Realm, tokens: np.ndarray, span: Span) -> list[Span]:
         """Keep a prompt; the answer lists unused spans that this makes superfluous."""
-        covered = [entry.span for entry in self._prefixes_of(adapter, tokens)]
+        covered = [entry.span for entry in self._prefixes_of(realm, tokens)]
         covered = [old for old in covered if not old.num_users]
         for old in covered:
             self._remove(old)
-        self._entries[id(span)] = _Entry(adapter, tokens, span)
-        bisect.insort(self._order.setdefault(adapter, []), (_sort_key(tokens), id(span)))
+        self._entries[id(span)] = _Entry(realm, tokens, span)
+        self._recent.setdefault(realm.scope, OrderedDict())[id(span)] = None
+        self._bytes[realm.scope] += span.nbytes
+        bisect.insort(self._order.setdefault(realm, []), (_sort_key(tokens), id(span)))
         if len(self._entries) > _MAX_ENTRIES:
             oldest = self.evict()
             covered += [oldest] if oldest is not None else []
         return covered
 
-    def _prefixes_of(self, adapter: Adapter | None, tokens: np.ndarray) -> list[_Entry]:
+    def _prefixes_of(self, realm: Realm, tokens: np.ndarray) -> list[_Entry]:
         """The entries whose tokens `tokens` begins with."""
-        order, key = self._order.get(adapter, []), _sort_key(tokens)
+        order, key = self._order.get(realm, []), _sort_key(tokens)
         found = []
         place = _last_up_to(order, key)
         while place >= 0:
@@ -90,22 +106,27 @@ class Prefixes:
 
     def _remove(self, span: Span) -> _Entry:
         entry = self._entries.pop(id(span))
-        order = self._order[entry.adapter]
+        scope, order = entry.realm.scope, self._order[entry.realm]
         del order[bisect.bisect_left(order, (_sort_key(entry.tokens), id(span)))]
         if not order:
-            del self._order[entry.adapter]
+            del self._order[entry.realm]
+        del self._recent[scope][id(span)]
+        self._bytes[scope] -= span.nbytes
+        if not self._recent[scope]:
+            del self._recent[scope], self._bytes[scope]
         return entry
 
     def evict(self) -> Span | None:
-        """Remove the least recently used entry that nobody reads."""
-        for entry in self._entries.values():
-            if not entry.span.num_users:
-                return self._remove(entry.span).span
+        """Remove an entry that nobody reads; see the module's notes on which."""
+        for scope, _ in self._bytes.most_common():
+            for name in self._recent[scope]:
+                if not self._entries[name].span.num_users:
+                    return self._remove(self._entries[name].span).span
         return None
 
     def forget(self, adapter: Adapter | None) -> list[Span]:
         """Remove all entries of an adapter; the answer lists those that nobody reads."""
-        spans = [entry.span for entry in self._entries.values() if entry.adapter is adapter]
+        spans = [e.span for e in self._entries.values() if e.realm.adapter is adapter]
         for span in spans:
             self._remove(span)
         return [span for span in spans if not span.num_users]

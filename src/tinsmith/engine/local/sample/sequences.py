@@ -14,6 +14,7 @@ from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.choosing import fresh_seed
 from tinsmith.engine.local.sample.kvcache import Slot, Span
+from tinsmith.engine.local.sample.prefixes import Realm
 from tinsmith.engine.local.sample.prompt_scores import PromptScores
 from tinsmith.engine.stopping import Detokenize, StopRule, StopWatch
 from tinsmith.errors import ValidationError
@@ -33,6 +34,7 @@ class Request:
     ) -> None:
         self.job = job
         self.adapter = adapter
+        self.realm = Realm(job.scope, adapter)
         self.prompt = job.prompt.tokens_np()
         room = config.max_context_length - len(self.prompt)
         if room < 0:
@@ -55,10 +57,15 @@ class Request:
         is_cut = 0 < params.top_k < config.vocab_size or params.top_p < 1.0
         self.draws_whole = job.topk_sample_logprobs <= 0 and not (is_cut and params.temperature > 0)
         """Whether each token is drawn from the whole distribution and nothing more is asked."""
+        prompt = self.prompt.tolist()
         self.sequences = [
-            Sequence(self, index, StopWatch(self.rule, detokenize, self.prompt.tolist()))
+            Sequence(self, index, StopWatch(self.rule, detokenize, prompt))
             for index in range(job.num_samples)
         ]
+
+    @property
+    def scope(self) -> str:
+        return self.job.scope
 
     @property
     def is_finished(self) -> bool:

@@ -1,4 +1,4 @@
-"""One turn of the sampler: a batch of prompt chunks and new tokens, and one forward pass over it.
+"""One mixed step: chunks of prompts (prefill) and new tokens (decode) in one forward pass.
 
 Rows are ordered so that those of one adapter lie together. What the results mean for the sequences
 is decided in `generation`.
@@ -37,7 +37,7 @@ class Chunk:
     num_tokens: int
 
 
-class Turn:
+class MixedStep:
     """What goes through the model together."""
 
     def __init__(self, decoder: Decoder, chunks: list[Chunk], running: list[Sequence]) -> None:
@@ -76,7 +76,7 @@ class Turn:
         return requests_of(self.chunks, self.running)
 
     def run(self) -> None:
-        """The forward pass. The cache then holds the turn's tokens."""
+        """The forward pass. The cache then holds the step's tokens."""
         device = self._decoder.device
         attention = CachedAttention(
             self._decoder.config, device, self._prompt_chunks(), self._slab_rows()
@@ -105,7 +105,7 @@ class Turn:
             yield part.start, self._logits(np.arange(part.start, part.stop) + shift)
 
     def next_tokens(self) -> Iterator[NextToken]:
-        """The choices for all sequences whose next token this turn decides."""
+        """The choices for all sequences whose next token this step decides."""
         deciding = [(row, [sequence]) for sequence, row in self._row_of.items()]
         deciding += [
             (rows.stop - 1, prefill.sequences)
@@ -143,6 +143,7 @@ class Turn:
             slot, span = sequence.slot, sequence.prompt_span
             assert slot is not None
             part = parts.setdefault(slot.slab, SlabRows(slot.slab, slot.row))
+            assert slot.row == part.first + len(part.rows), "rows of a slab run without holes"
             if span is not None:
                 key = (slot.slab, span)
                 if key not in shared:

@@ -1,0 +1,176 @@
+"""Scopes beside each other in one generator: what one asks for, the other neither sees nor feels.
+
+Delay is counted in steps, which a loaded machine does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinsmith.engine.base import SampleJob
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.sample.generation import Generator
+from tinsmith.types import ModelInput, SampleResponse, SamplingParams
+
+PROMPT = [10, 40, 20, 60, 30]
+
+
+def job(job_id: str, scope: str, prompt: list[int] = PROMPT, **fields: Any) -> SampleJob:
+    max_tokens = fields.pop("max_tokens", 8)
+    return SampleJob(
+        job_id=job_id,
+        base_model="tiny",
+        sampler_id=None,
+        prompt=ModelInput.from_ints(prompt),
+        params=SamplingParams(max_tokens=max_tokens, seed=5, stop=[]),
+        scope=scope,
+        **fields,
+    )
+
+
+def run_until(generator: Generator, job_id: str, max_steps: int = 20_000) -> tuple[Any, int]:
+    """Step until the job has ended; its answer, and after how many steps."""
+    for number in range(1, max_steps):
+        for found, event in generator.step():
+            if found == job_id:
+                assert isinstance(event, SampleResponse), event
+                return event, number
+    raise AssertionError(f"{job_id} has not ended after {max_steps} steps")
+
+
+def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(3, 97, num_tokens)]
+
+
+@pytest.fixture
+def new_generator(tiny_decoder: Decoder) -> Callable[..., Generator]:
+    def build(**settings: Any) -> Generator:
+        config = {"device": "cpu", "max_running_samples": 16, **settings}
+        return Generator(tiny_decoder, LocalEngineConfig(**config), prefill_tokens=16)
+
+    return build
+
+
+def test_a_prompt_of_another_scope_brings_no_hit_and_no_speed(
+    new_generator: Callable[..., Generator],
+) -> None:
+    secret = prompt_of(100)
+    alone = new_generator()
+    alone.submit(job("b", "bob", secret), None)
+    wanted, quiet_steps = run_until(alone, "b")
+    generator = new_generator()
+    generator.submit(job("a", "ann", secret), None)
+    run_until(generator, "a")
+    generator.submit(job("b", "bob", secret), None)
+    found, steps = run_until(generator, "b")
+    assert found.prompt_cache_hit_tokens == wanted.prompt_cache_hit_tokens == 0
+    assert steps == quiet_steps
+    generator.submit(job("again", "bob", secret), None)
+    hit, fewer_steps = run_until(generator, "again")
+    assert hit.prompt_cache_hit_tokens == 99, "one's own prompts are still found"
+    assert fewer_steps < quiet_steps
+
+
+def test_a_prompt_that_another_scope_has_read_is_not_waited_for(
+    new_generator: Callable[..., Generator],
+) -> None:
+    """Waiting for a neighbour's prefill would show by its delay that the prompts are alike."""
+    steps = []
+    for others_prompt in (prompt_of(100, seed=1), prompt_of(100, seed=2)):
+        generator = new_generator()
+        generator.submit(job("a", "ann", others_prompt), None)
+        generator.step()
+        generator.submit(job("b", "bob", prompt_of(100, seed=1)), None)
+        steps.append(run_until(generator, "b")[1])
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "crowd",
+    [
+        pytest.param([{"num_samples": 4096, "max_tokens": 120}], id="one request of 4096 samples"),
+        pytest.param([{"max_tokens": 120}] * 300, id="300 requests"),
+        pytest.param([{"num_samples": 16, "max_tokens": 120}] * 20, id="groups"),
+    ],
+)
+def test_a_neighbours_sample_takes_few_more_steps_beside_a_crowd(
+    new_generator: Callable[..., Generator], crowd: list[dict[str, Any]], deterministic: bool
+) -> None:
+    quiet = new_generator(deterministic=deterministic)
+    quiet.submit(job("b", "bob"), None)
+    wanted, quiet_steps = run_until(quiet, "b")
+    generator = new_generator(deterministic=deterministic)
+    for number, fields in enumerate(crowd):
+        generator.submit(job(f"a{number}", "ann", **fields), None)
+    for _ in range(30):
+        generator.step()
+    assert generator.num_running == 16
+    generator.submit(job("b", "bob"), None)
+    found, steps = run_until(generator, "b")
+    assert steps <= 3 * quiet_steps
+    assert found.sequences[0].tokens == wanted.sequences[0].tokens
+    if deterministic:
+        assert found.sequences[0].logprobs == wanted.sequences[0].logprobs
+
+
+def test_a_neighbours_long_prompt_is_read_beside_endless_short_ones(
+    new_generator: Callable[..., Generator],
+) -> None:
+    quiet = new_generator()
+    quiet.submit(job("b", "bob", prompt_of(110)), None)
+    _, quiet_steps = run_until(quiet, "b")
+    generator = new_generator()
+    for number in range(400):
+        short = prompt_of(15, seed=number)
+        generator.submit(job(f"a{number}", "ann", short, max_tokens=1), None)
+    generator.submit(job("b", "bob", prompt_of(110)), None)
+    _, steps = run_until(generator, "b")
+    assert steps <= 4 * quiet_steps, "half of the prefill, every second step"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_paused_sequence_goes_on_as_if_nothing_had_been(
+    new_generator: Callable[..., Generator], deterministic: bool
+) -> None:
+    quiet = new_generator(deterministic=deterministic)
+    quiet.submit(job("a", "ann", num_samples=16, max_tokens=40), None)
+    wanted, _ = run_until(quiet, "a")
+    generator = new_generator(deterministic=deterministic)
+    generator.submit(job("a", "ann", num_samples=16, max_tokens=40), None)
+    for number in range(10):
+        generator.step()
+        generator.submit(job(f"b{number}", "bob", max_tokens=12), None)
+    found, _ = run_until(generator, "a")
+    assert [s.tokens for s in found.sequences] == [s.tokens for s in wanted.sequences]
+    if deterministic:
+        assert [s.logprobs for s in found.sequences] == [s.logprobs for s in wanted.sequences]
+
+
+def test_a_scope_that_fills_the_cache_makes_way_for_a_neighbour(
+    new_generator: Callable[..., Generator], tiny_decoder: Decoder
+) -> None:
+    config = tiny_decoder.config
+    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    small: dict[str, Any] = {"kv_cache_bytes": 700 * token}
+    quiet = new_generator(**small)
+    quiet.submit(job("b", "bob", prompt_of(90)), None)
+    wanted, quiet_steps = run_until(quiet, "b")
+    generator = new_generator(**small)
+    for number in range(40):
+        own = prompt_of(40, seed=number + 1)
+        generator.submit(job(f"a{number}", "ann", own, max_tokens=80), None)
+    for _ in range(40):
+        generator.step()
+    generator.submit(job("b", "bob", prompt_of(90)), None)
+    found, steps = run_until(generator, "b")
+    assert steps <= 3 * quiet_steps
+    assert found.sequences[0].tokens == wanted.sequences[0].tokens
+    ended = [event for _ in range(2000) if generator.busy for _, event in generator.step()]
+    assert not generator.busy
+    assert all(isinstance(event, SampleResponse) for event in ended), "nor is the crowd harmed"
