@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tinsmith.engine.base import CustomLoss, FinishedPass, Pass
+from tinsmith.engine.base import CustomLoss, Failure, FinishedPass, Pass
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter
@@ -89,3 +90,27 @@ def test_the_time_of_a_custom_loss_is_its_own_passes(
     (plain, custom), taken = timed(tiny_decoder, new_adapter(tiny_decoder), *passes)
     assert custom.seconds > plain.seconds
     assert plain.seconds + custom.seconds == pytest.approx(taken, rel=0.5)
+
+
+def test_a_loss_that_takes_too_long_fails_its_pass_alone_unless_it_is_replayed(
+    tiny_decoder: Decoder, new_adapter: Callable[..., Adapter]
+) -> None:
+    """What was done once must be done again, on a slower machine too."""
+    config = LocalEngineConfig(device="cpu", custom_loss_seconds=1e-6)
+    slow = Pass(
+        adapter_id="a", data=[datum(5)], loss_fn="custom", custom_loss=sorting_loss(2**10, 1)
+    )
+    passes = [
+        Pass(adapter_id="a", data=[datum(100)], loss_fn="cross_entropy"),
+        slow,
+        replace(slow, is_replay=True),
+    ]
+    adapters = {"a": new_adapter(tiny_decoder)}
+    results = {p.index: p.result for p in run_passes(passes, adapters, tiny_decoder, config) if p}
+    assert isinstance(results[0], ForwardBackwardOutput)
+    assert results[1] == Failure(
+        "data[0].graph: the loss has taken more than 1e-06 s in one pass; send fewer datums at a "
+        "time, or make it smaller",
+        "user",
+    )
+    assert isinstance(results[2], ForwardBackwardOutput)

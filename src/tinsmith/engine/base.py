@@ -111,6 +111,9 @@ class Pass:
     custom_loss: CustomLoss | None = None
     """The graph behind `loss_fn="custom"`; the caller has looked it up."""
 
+    is_replay: bool = False
+    """Whether it was done before and is done again: its loss may then take as long as it takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class FinishedPass:

@@ -73,6 +73,9 @@ class LocalEngineConfig:
     quarter of the machine's memory and of `memory_budget_bytes`; not in deterministic mode,
     where asking for it is an error."""
 
+    custom_loss_seconds: float = 10.0
+    """Most time that the uploaded loss of one pass may take; the pass then fails."""
+
     max_lora_rank: int = 128
     """Largest rank that a model may ask for."""
 

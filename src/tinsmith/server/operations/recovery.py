@@ -8,6 +8,7 @@ recording anything; those still pending are in the model's queue and run in thei
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from tinsmith.engine.base import Engine, Failure, Pass
 from tinsmith.errors import TinkerError
@@ -95,7 +96,7 @@ class Recovery:
         if isinstance(item, Failure):
             problem = f"operation {operation.seq_id} cannot be replayed: {item.message}"
             raise RebuildError(problem)
-        return item
+        return replace(item, is_replay=True)
 
 
 async def _run(engine: Engine, passes: list[Pass]) -> None:

@@ -1,8 +1,7 @@
 """Uploaded losses, run: an interpreter for checked graphs on one datum's tensors.
 
 What a node receives and returns is a dense tensor, a number, or a tuple of those, so that a graph
-has nothing to reach for. Before a node runs, torch is asked on the meta device, where nothing
-is allocated, how large the result will be; sizes and total work are limited.
+has nothing to reach for. What a node may cost is looked at before it runs (`custom_work`).
 
 Graphs run on the CPU whatever the model runs on: there an index out of range is an error of
 that graph, while on a GPU it would take down the device with every tenant on it.
@@ -11,7 +10,7 @@ that graph, while on a GPU it would take down the device with every tenant on it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,27 +26,19 @@ from tinsmith.engine.local.train.custom_graph import (
     decode_graph,
 )
 from tinsmith.engine.local.train.custom_operations import ATTRIBUTES, DTYPES, METHODS, RESULT_FIELDS
+from tinsmith.engine.local.train.custom_work import Budget, Meter, has_tensor, operation_kind
 from tinsmith.errors import ValidationError
-
-MAX_PARTS = 1024
-"""Tensors that one `split`, `chunk` or `unbind` may return."""
-
-MAX_ELEMENTS = 2**26
-"""Elements of one intermediate tensor."""
-
-MAX_WORK = 2**28
-"""Elements of all intermediate tensors of one evaluation, products of matrices counted in full."""
-
-MAX_PASS_WORK = 2**30
-"""The same for all evaluations of one pass together: seconds, not hours, whoever sent it."""
 
 _MAX_REMEMBERED_SHAPES = 1024
 _CPU = torch.device("cpu")
 
 
-def compile_loss(custom: CustomLoss) -> CompiledLoss:
-    """Check an uploaded loss and make it callable; the error names the node at fault."""
-    return CompiledLoss(decode_graph(custom))
+def compile_loss(custom: CustomLoss, max_seconds: float = math.inf) -> CompiledLoss:
+    """Check an uploaded loss and make it callable for one pass; the error names the node at fault.
+
+    `max_seconds` is how long the evaluations may take together.
+    """
+    return CompiledLoss(decode_graph(custom), Budget(max_seconds))
 
 
 class CompiledLoss:
@@ -57,16 +48,22 @@ class CompiledLoss:
     detached scalars by name.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, budget: Budget) -> None:
         self.input_names = graph.input_names
         self.input_ranks = graph.input_ranks
         self._graph = graph
+        self._budget = budget
         # Sizes follow from the shapes of the inputs alone unless a mask selects elements, so
         # shapes that were measured once need no second look.
         self._measured: dict[tuple[Any, ...], int] = {}
-        self._work = 0
 
     def __call__(
+        self, logprobs: Tensor, inputs: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        with self._budget.timed():
+            return self._evaluate(logprobs, inputs)
+
+    def _evaluate(
         self, logprobs: Tensor, inputs: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         wants_gradient = torch.is_grad_enabled() and logprobs.requires_grad
@@ -75,12 +72,14 @@ class CompiledLoss:
         values += [inputs[name].detach().to(_CPU) for name in self.input_names[1:]]
         shapes = tuple((value.shape, value.dtype) for value in values)
         known_work = self._measured.get(shapes)
-        meter = None if known_work is not None else _Meter()
-        self._count(known_work or 0)
+        meter = None if known_work is not None else Meter(len(self._graph.calls))
+        self._budget.charge(known_work or 0)
         for call in self._graph.calls:
+            self._budget.check_time()
             values.append(_run(call, values, meter))
+        self._budget.check_time()
         if meter is not None:
-            self._count(meter.work)
+            self._budget.charge(meter.work)
             if not meter.selects_by_value:
                 if len(self._measured) >= _MAX_REMEMBERED_SHAPES:
                     self._measured.clear()
@@ -101,15 +100,6 @@ class CompiledLoss:
         gradient = _gradient(loss, leaf)
         known = loss.detach().float().to(device), gradient.to(device)
         return _KnownGradient.apply(logprobs, *known), metrics
-
-    def _count(self, work: int) -> None:
-        self._work += work
-        if self._work > MAX_PASS_WORK:
-            raise ValidationError(
-                f"the loss computes more than {MAX_PASS_WORK} elements in one pass; send fewer "
-                "datums at a time, or make it smaller",
-                "graph",
-            )
 
 
 def _gradient(loss: Tensor, leaf: Tensor) -> Tensor:
@@ -145,48 +135,7 @@ class _KnownGradient(torch.autograd.Function):  # type: ignore[misc]  # torch is
         return grad * gradient, None, None
 
 
-class _Meter:
-    """Adds up the work of one evaluation and stops it at the limits, before the work is done."""
-
-    def __init__(self) -> None:
-        self.work = 0
-        self.selects_by_value = False
-        """Whether sizes depended on the values of a mask."""
-
-    def measure(self, call: Call, args: Sequence[Value], kwargs: Mapping[str, Value]) -> None:
-        if _selects_by_mask(call, args):
-            self.selects_by_value = True
-            size = _most_selected(call, args, kwargs)
-            self._count(size, size)
-            return
-        _check_parts(call, args, kwargs)
-        if call.target == "operator.getitem":
-            args = (args[0], _with_plain_numbers(args[1]))
-        with torch.no_grad():
-            result = call.operation.function(
-                *_on_meta(args), **{key: _on_meta(value) for key, value in kwargs.items()}
-            )
-        sizes = [tensor.numel() for tensor in _tensors(result)]
-        largest = max(sizes, default=0)
-        read = max((t.numel() for t in _tensors([*args, *kwargs.values()])), default=0)
-        work = max(sum(sizes), read)
-        if call.operation.multiplies_matrices:
-            work = max(work, largest * max(_tensor_at(args, 0).shape[-1:], default=1))
-        self._count(largest, work)
-
-    def _count(self, largest: int, work: int) -> None:
-        self.work += work
-        if largest > MAX_ELEMENTS:
-            raise ValidationError(
-                f"the result would have {largest} elements; at most {MAX_ELEMENTS} are allowed"
-            )
-        if self.work > MAX_WORK:
-            raise ValidationError(
-                f"the loss computes more than {MAX_WORK} elements for one datum; make it smaller"
-            )
-
-
-def _run(call: Call, values: Sequence[Value], meter: _Meter | None) -> Value:
+def _run(call: Call, values: Sequence[Value], meter: Meter | None) -> Value:
     args = _filled_in(call.args, values)
     kwargs = {key: _filled_in(value, values) for key, value in call.kwargs.items()}
     try:
@@ -206,14 +155,14 @@ def _run(call: Call, values: Sequence[Value], meter: _Meter | None) -> Value:
 
 
 def _evaluate(
-    call: Call, args: tuple[Value, ...], kwargs: dict[str, Value], meter: _Meter | None
+    call: Call, args: tuple[Value, ...], kwargs: dict[str, Value], meter: Meter | None
 ) -> Value:
     operation = call.operation
     if call.target == "getattr":
         return _attribute(*args)
     if call.target == "operator.getitem" and not isinstance(args[0], Tensor):
         return _item(*args)
-    if not operation.is_creation and not _has_tensor([*args, *kwargs.values()]):
+    if not operation.is_creation and not has_tensor([*args, *kwargs.values()]):
         return _on_numbers(call, args, kwargs)
     if call.target.startswith("math."):
         raise ValidationError("math functions take numbers; use the torch function on tensors")
@@ -270,7 +219,7 @@ def _check_index(index: Value) -> None:
     if masks and len(others) > 1:
         raise ValidationError("a boolean mask cannot be combined with another index tensor")
     for item in items:
-        if isinstance(item, slice) and _has_tensor(item):
+        if isinstance(item, slice) and has_tensor(item):
             raise ValidationError("the ends of a slice must be numbers")
 
 
@@ -278,7 +227,7 @@ def _refuse_integer_division(
     call: Call, args: Sequence[Value], kwargs: Mapping[str, Value]
 ) -> None:
     # On some processors the smallest integer divided by -1 stops the whole process.
-    if _kind(call) in ("div", "divide") and "rounding_mode" not in kwargs:
+    if operation_kind(call) in ("div", "divide") and "rounding_mode" not in kwargs:
         return
     floats = (
         value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
@@ -286,49 +235,6 @@ def _refuse_integer_division(
     )
     if not any(floats):
         raise ValidationError("division of integers is not supported; convert with .float() first")
-
-
-def _selects_by_mask(call: Call, args: Sequence[Value]) -> bool:
-    if call.target != "operator.getitem":
-        return _kind(call) == "masked_select"
-    items = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return any(isinstance(item, Tensor) and item.dtype == torch.bool for item in items)
-
-
-def _most_selected(call: Call, args: Sequence[Value], kwargs: Mapping[str, Value]) -> int:
-    """How many elements there are if the mask selects all of them."""
-    if call.target == "operator.getitem":
-        return _tensor_at(args, 0).numel()
-    shapes = [tensor.shape for tensor in _tensors([*args, *kwargs.values()])]
-    return math.prod(torch.broadcast_shapes(*shapes))
-
-
-def _with_plain_numbers(index: Value) -> Value:
-    """The index with scalar tensors as the number 0: which row they name matters to no size."""
-    if isinstance(index, tuple):
-        return tuple(_with_plain_numbers(item) for item in index)
-    return 0 if isinstance(index, Tensor) and index.ndim == 0 else index
-
-
-def _check_parts(call: Call, args: Sequence[Value], kwargs: Mapping[str, Value]) -> None:
-    """Refuse cutting a tensor into very many parts; each would be an object of its own."""
-    kind = _kind(call)
-    if kind not in ("chunk", "split", "unbind"):
-        return
-    whole = _tensor_at(args, 0)
-    longest = max(whole.shape, default=0)
-    if kind == "unbind":
-        parts = longest
-    else:
-        names = ("chunks", "split_size", "split_size_or_sections")
-        given = [*args[1:2], *(kwargs[name] for name in names if name in kwargs)]
-        part = given[0] if given else 0
-        if kind == "split" and isinstance(part, int):
-            parts = longest // max(part, 1)
-        else:
-            parts = len(part) if isinstance(part, list | tuple) else int(part)
-    if parts > MAX_PARTS:
-        raise ValidationError(f"{kind} into {parts} parts; at most {MAX_PARTS} are allowed")
 
 
 def _check_result(value: Value, depth: int = 0) -> None:
@@ -364,47 +270,9 @@ def _filled_in(value: Value, values: Sequence[Value]) -> Value:
     return value
 
 
-def _on_meta(value: Value) -> Value:
-    """The same value with every tensor replaced by one that has no memory."""
-    if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    if isinstance(value, torch.device):
-        return torch.device("meta")
-    if isinstance(value, tuple):
-        return tuple(_on_meta(item) for item in value)
-    if isinstance(value, list):
-        return [_on_meta(item) for item in value]
-    return value
-
-
-def _tensors(value: Value) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, slice):
-        yield from _tensors([value.start, value.stop, value.step])
-
-
-def _has_tensor(value: Value) -> bool:
-    return any(True for _ in _tensors(value))
-
-
 def _first_line(error: Exception) -> str:
     """torch's messages may go on with a stack trace."""
     return str(error).split("\n", 1)[0]
-
-
-def _kind(call: Call) -> str:
-    """The operation's name without its module."""
-    return call.target.rsplit(".", 1)[-1]
-
-
-def _tensor_at(args: Sequence[Value], index: int) -> Tensor:
-    if index >= len(args) or not isinstance(args[index], Tensor):
-        raise ValidationError(f"argument {index} must be a tensor, given by position")
-    return args[index]
 
 
 def _is_plain_index(index: Value) -> bool:

@@ -30,6 +30,12 @@ class Operation:
 
     multiplies_matrices: bool = False
 
+    cost: int = 1
+    """Units of work for each element, forward and backward (`custom_work`)."""
+
+    keeps_size: bool = False
+    """Whether the result is never larger than the arguments broadcast together."""
+
 
 def _operations(
     namespace: object, prefixes: Sequence[str], names: str, **flags: bool
@@ -37,13 +43,26 @@ def _operations(
     """The named functions of a namespace, under each prefix that tracing may give them."""
     for name in names.split():
         for prefix in prefixes:
-            yield prefix + name, Operation(getattr(namespace, name), **flags)
+            yield prefix + name, Operation(getattr(namespace, name), cost=_cost(name), **flags)
+
+
+def _cost(name: str) -> int:
+    if name in _SLOWEST:
+        return 64
+    return 16 if name in _SLOW else 4
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+_SLOW = _words(
+    """
+    cummax cummin cumprod cumsum float_power lgamma log_ndtr logaddexp logaddexp2 logit median
+    pow xlog1py xlogy
+    """
+)
+_SLOWEST = _words("argsort logcumsumexp sort topk")
 _ELEMENTWISE = """
     abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and
     bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip copysign cos cosh
@@ -52,25 +71,25 @@ _ELEMENTWISE = """
     less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not
     logical_or logical_xor logit lt masked_fill maximum minimum mul multiply nan_to_num ne neg
     negative not_equal positive pow rad2deg reciprocal relu round rsqrt sgn sigmoid sign sin
-    sinc sinh sqrt square sub subtract tan tanh true_divide trunc where xlogy
+    sinc sinh sqrt square sub subtract tan tanh true_divide trunc xlogy
 """
 _REDUCING = """
-    all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum diff
+    all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum
     log_softmax logcumsumexp logsumexp max mean median min nanmean nansum norm prod softmax
     sort std sum topk var
 """
 _SHAPING = """
-    chunk diag_embed diagonal flatten flip gather index_select masked_select movedim narrow
+    chunk diag_embed diagonal diff flatten flip gather index_select masked_select movedim narrow
     permute ravel repeat_interleave reshape roll select split squeeze t take_along_dim tile
-    transpose tril triu unbind unsqueeze
+    transpose tril triu unbind unsqueeze where
 """
 _FUNCTIONS_ONLY = """
     broadcast_to cat concat full_like hstack ones_like rsub stack vstack zeros_like
 """
+_CONVERTING = "bool clone contiguous detach double float int long to"
 _METHODS_ONLY = """
-    bool clone contiguous detach dim double expand expand_as float index_add index_copy
-    index_fill int long new_full new_ones new_zeros numel repeat reshape_as scatter
-    scatter_add size sum_to_size to type_as view view_as
+    dim expand expand_as index_add index_copy index_fill new_full new_ones new_zeros numel
+    repeat reshape_as scatter scatter_add size sum_to_size type_as view view_as
 """
 _ROUNDING_DIVISIONS = "div divide floor_divide fmod remainder"
 _MATRIX_PRODUCTS = "dot inner matmul mm mv outer"
@@ -80,7 +99,8 @@ _FUNCTIONAL = ("torch.nn.functional.", "torch._C._nn.")
 
 FUNCTIONS: Mapping[str, Operation] = dict(
     [
-        *_operations(torch, _TORCH, _ELEMENTWISE + _REDUCING + _SHAPING + _FUNCTIONS_ONLY),
+        *_operations(torch, _TORCH, _ELEMENTWISE + _REDUCING, keeps_size=True),
+        *_operations(torch, _TORCH, _SHAPING + _FUNCTIONS_ONLY),
         *_operations(torch, _TORCH, _ROUNDING_DIVISIONS, is_rounding_division=True),
         *_operations(torch, _TORCH, _MATRIX_PRODUCTS, multiplies_matrices=True),
         *_operations(torch, _TORCH, "arange full linspace ones zeros", is_creation=True),
@@ -89,10 +109,12 @@ FUNCTIONS: Mapping[str, Operation] = dict(
             _FUNCTIONAL,
             """
             binary_cross_entropy binary_cross_entropy_with_logits elu gelu hardtanh huber_loss
-            kl_div l1_loss leaky_relu log_softmax logsigmoid mse_loss pad relu relu6 sigmoid
+            kl_div l1_loss leaky_relu log_softmax logsigmoid mse_loss relu relu6 sigmoid
             silu smooth_l1_loss softmax softmin softplus softsign tanh
             """,
+            keeps_size=True,
         ),
+        *_operations(functional, _FUNCTIONAL, "pad"),
         ("torch._C._nn.log_sigmoid", Operation(functional.logsigmoid)),
         *_operations(
             torch.special,
@@ -101,6 +123,7 @@ FUNCTIONS: Mapping[str, Operation] = dict(
             entr erf erfc exp2 expit expm1 log1p log_ndtr log_softmax logit logsumexp ndtr round
             sinc softmax xlog1py xlogy
             """,
+            keeps_size=True,
         ),
         ("torch.linalg.vector_norm", Operation(torch.linalg.vector_norm)),
         ("torch._C._linalg.linalg_vector_norm", Operation(torch.linalg.vector_norm)),
@@ -108,10 +131,12 @@ FUNCTIONS: Mapping[str, Operation] = dict(
             operator,
             ("operator.",),
             """
-            abs add and_ eq ge getitem gt inv invert le lshift lt mul ne neg or_ pos pow rshift sub
+            abs add and_ eq ge gt inv invert le lshift lt mul ne neg or_ pos pow rshift sub
             truediv xor
             """,
+            keeps_size=True,
         ),
+        *_operations(operator, ("operator.",), "getitem"),
         *_operations(operator, ("operator.",), "floordiv mod", is_rounding_division=True),
         *_operations(operator, ("operator.",), "matmul", multiplies_matrices=True),
         *_operations(
@@ -129,7 +154,8 @@ FUNCTIONS: Mapping[str, Operation] = dict(
 
 METHODS: Mapping[str, Operation] = dict(
     [
-        *_operations(Tensor, ("",), _ELEMENTWISE + _REDUCING + _SHAPING + _METHODS_ONLY),
+        *_operations(Tensor, ("",), _ELEMENTWISE + _REDUCING + _CONVERTING, keeps_size=True),
+        *_operations(Tensor, ("",), _SHAPING + _METHODS_ONLY),
         *_operations(Tensor, ("",), _ROUNDING_DIVISIONS, is_rounding_division=True),
         *_operations(Tensor, ("",), _MATRIX_PRODUCTS, multiplies_matrices=True),
     ]

@@ -16,6 +16,7 @@ itself and in smaller micro-batches; one that fails even so fails alone.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +57,12 @@ def run_passes(
     mode they are added datum by datum, so that cutting a pass into several changes no bit.
     `max_tokens` is given when memory ran out before: a micro-batch then holds no more than that.
     """
-    progress = {index: _Progress.start(p, adapters[p.adapter_id]) for index, p in enumerate(passes)}
+    progress = {
+        index: _Progress.start(
+            p, adapters[p.adapter_id], math.inf if p.is_replay else config.custom_loss_seconds
+        )
+        for index, p in enumerate(passes)
+    }
     yield from _finished(progress, adapters, decoder, config)
     items = [
         Item(index, number, datum.model_input.length, p.adapter_id, p.forward_only)
@@ -207,12 +213,12 @@ class _Progress:
     """What its losses took in the micro-batch under way."""
 
     @classmethod
-    def start(cls, request: Pass, adapter: Adapter) -> _Progress:
+    def start(cls, request: Pass, adapter: Adapter, max_loss_seconds: float) -> _Progress:
         state = cls(request, adapter)
         if request.custom_loss is not None:
             start = time.perf_counter()
             try:
-                state.custom = compile_loss(request.custom_loss)
+                state.custom = compile_loss(request.custom_loss, max_loss_seconds)
             except ValidationError as error:
                 state.fail(str(error), "user")
             state.seconds = time.perf_counter() - start
