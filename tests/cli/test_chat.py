@@ -20,7 +20,7 @@ from tests.support import live_server
 from tests.support.live_server import Server
 from tests.support.scripted_server import Answer, Recorded
 from tests.support.tinker_stub import PROTOBUF, TinkerStub
-from tinsmith.cli.tokenizer import load_tokenizer
+from tinsmith.cli.sampling.tokenizer import load_tokenizer
 from tinsmith.client.service import ServiceClient
 from tinsmith.types import (
     AdamParams,

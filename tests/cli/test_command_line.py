@@ -24,7 +24,7 @@ from tinsmith.cli.__main__ import COMMANDS, cli
 from tinsmith.cli.commands.demo import learning_rate
 from tinsmith.cli.fetching import all_pages
 from tinsmith.cli.output import Output, size_text, time_text
-from tinsmith.cli.plot import plot
+from tinsmith.cli.training.plot import plot
 from tinsmith.cli.weights.hub import model_card, repository_name
 from tinsmith.client.service import ServiceClient
 from tinsmith.types import Datum, ModelInput, WeightsInfoResponse
@@ -331,7 +331,7 @@ def test_top_counts_what_is_under_way(run_json: Any, server: Server) -> None:
 
 
 def test_rates_are_changes_over_time() -> None:
-    from tinsmith.cli.server_metrics import parse
+    from tinsmith.cli.server.metrics import parse
 
     lines = (
         'tinsmith_samples_total{{status="done"}} {}\ntinsmith_samples_total{{status="failed"}} 1'
@@ -344,7 +344,7 @@ def test_rates_are_changes_over_time() -> None:
 
 
 def test_a_quantile_is_the_end_of_a_bucket_of_what_was_observed_meanwhile() -> None:
-    from tinsmith.cli.server_metrics import parse
+    from tinsmith.cli.server.metrics import parse
 
     def reading(*counts: int) -> str:
         ends = ("0.01", "0.1", "+Inf")

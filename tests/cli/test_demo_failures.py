@@ -156,7 +156,7 @@ def test_it_is_interrupted(stage: str, tmp_path: Path) -> None:
 
 
 def test_a_background_server_is_gone_when_its_block_ends(tmp_path: Path) -> None:
-    from tinsmith.cli.background import serving
+    from tinsmith.cli.server.background import serving
 
     with (
         pytest.raises(RuntimeError, match="mistake"),
@@ -172,7 +172,8 @@ def test_a_background_server_is_gone_when_its_owner_is_told_to_end(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom tinsmith.cli.background import serving\n"
+        "import sys, time\nfrom pathlib import Path\n"
+        "from tinsmith.cli.server.background import serving\n"
         "with serving(Path(sys.argv[1]), options=['--engine', 'fake']):\n"
         "    print('ready', flush=True)\n    time.sleep(60)\n"
     )

@@ -88,7 +88,6 @@ GOOD: dict[str, Line] = {
     "checkpoint unpublish": lambda p: ("checkpoint", "unpublish", p.external),
     "checkpoint set-ttl": lambda p: ("checkpoint", "set-ttl", p.external, "--ttl", "7200"),
     "checkpoint set-ttl remove": lambda p: ("checkpoint", "set-ttl", p.external, "--remove"),
-    "checkpoint delete missing": lambda p: ("checkpoint", "delete", "-y", _missing(p)),
     "checkpoint delete none": lambda p: (
         *("checkpoint", "delete", "-y", "--run-id", p.run_id),
         *("--type", "weights", "--before", "2020-01-01"),

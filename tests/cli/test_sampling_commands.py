@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tinsmith.cli.tokenizer import load_tokenizer
+from tinsmith.cli.sampling.tokenizer import load_tokenizer
 from tinsmith.cli.training import conversation, training_data
 from tinsmith.cli.training.supervised import METRICS_FILE, RUN_FILE
 
@@ -177,6 +177,7 @@ def test_long_examples_are_counted_and_left_out(byte_tokenizer: Path, tmp_path: 
 
 def test_every_example_is_seen_once_in_an_epoch() -> None:
     examples = [training_data.Example([i], [1.0]) for i in range(7)]
-    seen = [e.tokens[0] for step in range(7) for e in training_data.batch(examples, 2, step, 1)]
+    batches = training_data.Batches(examples, 2, 1)
+    seen = [e.tokens[0] for step in range(7) for e in batches.of_step(step)]
     assert sorted(seen[:7]) == sorted(seen[7:]) == list(range(7))
     assert seen[:7] != seen[7:]

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support import live_server
 from tests.support.live_server import Server
-from tinsmith.cli.plot import svg
+from tinsmith.cli.training.plot import svg
 from tinsmith.cli.training.supervised import METRICS_FILE, PLOT_FILE, RUN_FILE
 
 if TYPE_CHECKING:

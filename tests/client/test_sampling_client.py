@@ -316,6 +316,18 @@ async def test_a_sample_that_is_no_longer_awaited_is_cancelled(
     assert await comes_true(lambda: stub.count("/cancel_future") == 1)
 
 
+async def test_what_sample_returns_can_be_awaited_and_blocked_on(
+    sampler: SamplingClient,
+) -> None:
+    future = sampler.sample(PROMPT, 1, SamplingParams())
+    assert isinstance(future, Future)
+    response = await future
+    assert future.result() is response
+    assert await sampler.compute_logprobs(PROMPT)
+    both = await asyncio.gather(*(sampler.sample(PROMPT, 1, SamplingParams()) for _ in range(2)))
+    assert len(both) == 2
+
+
 async def comes_true(condition: Callable[[], bool]) -> bool:
     for _ in range(500):
         if condition():

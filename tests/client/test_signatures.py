@@ -47,6 +47,13 @@ def public(cls: type) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_method_says_what_it_does(name: str) -> None:
+    """The twins say what their siblings do."""
+    methods = public(PAIRS[name])
+    assert [each for each in methods if not inspect.getdoc(getattr(PAIRS[name], each))] == []
+
+
 def parameters(function: Any) -> list[tuple[str, Any, Any]]:
     if isinstance(function, staticmethod):
         function = function.__func__

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tinsmith.cli import keyring
+from tinsmith.cli.server import keyring
 from tinsmith.server.edge import auth
 from tinsmith.server.edge.auth import Auth, create_key
 

@@ -1,4 +1,4 @@
-"""`python -m tinsmith.cli`, and the entry point of the `tinsmith` command."""
+"""The table of commands and what all of them have in common; also `python -m tinsmith.cli`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from tinsmith import __version__
 from tinsmith.cli.failures import explained
 from tinsmith.cli.lazy import LazyGroup
 from tinsmith.cli.output import Output
@@ -51,6 +52,7 @@ class _Root(LazyGroup):
     help="How results are shown.",
 )
 @click.option("--json", "is_json", is_flag=True, help="The same as --format json.")
+@click.version_option(__version__, "--version", message="tinsmith %(version)s")
 @click.pass_context
 def cli(ctx: click.Context, form: str, is_json: bool) -> None:
     """Train and sample language models: a service, and a client for it.

@@ -1,6 +1,7 @@
 """What a command shows: a table for people, JSON for programs.
 
-Tables are drawn on a terminal and plain columns elsewhere, so that a pipe sees one line per row.
+Tables are drawn on a terminal that is wide enough, and never cut: a narrow one gets a line for each
+cell. A pipe sees plain columns, one line per row.
 """
 
 from __future__ import annotations
@@ -68,6 +69,11 @@ def _draw(table: Table) -> None:
     from rich.console import Console
     from rich.table import Table as Drawing
 
+    # Ids contain words between colons, which rich would take for emoji and for markup.
+    console = Console(emoji=False, markup=False)
+    if console.width < _drawn_width(table):
+        click.echo("\n".join(_record_lines(table)))
+        return
     drawing = Drawing(title=table.title)
     for number, column in enumerate(table.columns):
         if number == 0:
@@ -76,8 +82,24 @@ def _draw(table: Table) -> None:
             drawing.add_column(column)
     for row in table.rows:
         drawing.add_row(*row)
-    # Ids contain words between colons, which rich would take for emoji and for markup.
-    Console(emoji=False, markup=False).print(drawing)
+    console.print(drawing)
+
+
+def _drawn_width(table: Table) -> int:
+    """Columns of the terminal that show every cell whole, on one line."""
+    widths = [max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True)]
+    return sum(widths) + 3 * len(widths) + 1
+
+
+def _record_lines(table: Table) -> list[str]:
+    """A table that is too wide for the terminal: a line for each cell, so that nothing is cut."""
+    lines = [table.title] if table.title else []
+    if len(table.columns) == 2:  # names and values already
+        return lines + [f"{name}: {value}" for name, value in table.rows]
+    for row in table.rows:
+        lines.append("")
+        lines += [f"{name}: {cell}" for name, cell in zip(table.columns, row, strict=True)]
+    return lines
 
 
 def _plain_lines(table: Table) -> list[str]:

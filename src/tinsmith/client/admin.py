@@ -11,6 +11,7 @@ from tinsmith.client.connection.connection import Connection
 from tinsmith.client.connection.telemetry import Telemetry
 from tinsmith.client.futures import AwaitableConcurrentFuture
 from tinsmith.client.rest import AuditEventType, rest_connection
+from tinsmith.client.twins import documented_twins
 from tinsmith.types import (
     AuditLogResponse,
     BillingUsageResponse,
@@ -24,6 +25,7 @@ from tinsmith.wire.endpoints import Endpoint
 Resp = TypeVar("Resp")
 
 
+@documented_twins
 class AdminClient:
     """Audit log, billing, storage. Made like a `RestClient`; needs an administrator's credential.
 
@@ -40,6 +42,7 @@ class AdminClient:
         self.holder = rest_connection(_holder, base_url=base_url, api_key=api_key)
 
     def get_telemetry(self) -> Telemetry | None:
+        """What reports errors to the service; None if that is switched off."""
         return self.holder.get_telemetry()
 
     def get_audit_log(

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterat
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from tinsmith.client.connection.loop import is_io_thread, mailbox_of
+from tinsmith.client.connection.loop import AwaitableFuture, is_io_thread, mailbox_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class APIFuture(ABC, Generic[T]):
         raise NotImplementedError(f"{type(self).__name__} has no concurrent future")
 
     def done(self) -> bool:
+        """Whether there is a result or an error."""
         return self.future().done()
 
     def cancel(self) -> bool:
@@ -103,7 +104,7 @@ class AwaitableConcurrentFuture(APIFuture[T]):
 
     def map(self, change: Callable[[T], U]) -> AwaitableConcurrentFuture[U]:
         """A future for `change(result)`; cancelling it cancels this one."""
-        mapped: Future[U] = Future()
+        mapped: AwaitableFuture[U] = AwaitableFuture()
 
         def resolve(source: Future[T]) -> None:
             if mapped.cancelled():

@@ -18,6 +18,7 @@ from tinsmith.client.downloads.download import download, download_archive
 from tinsmith.client.downloads.file import ProgressCallback
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture
 from tinsmith.client.paging import Pages
+from tinsmith.client.twins import documented_twins
 from tinsmith.client.warn import ExperimentalWarning, warns
 from tinsmith.errors import TinkerError
 from tinsmith.transport.config import ClientConfig
@@ -64,6 +65,7 @@ TRACE_POLL_SECONDS = 5.0
 _MOVED = "this method of RestClient is deprecated; AdminClient has it, and is made the same way"
 
 
+@documented_twins
 class RestClient:
     """Runs, checkpoints, sessions, samplers: listing, reading, deleting, publishing, copying.
 
@@ -83,6 +85,7 @@ class RestClient:
         self.holder = rest_connection(_holder, base_url=base_url, api_key=api_key)
 
     def get_telemetry(self) -> Telemetry | None:
+        """What reports errors to the service; None if that is switched off."""
         return self.holder.get_telemetry()
 
     # --- training runs ------------------------------------------------------------------------
@@ -90,6 +93,7 @@ class RestClient:
     def get_training_run(
         self, training_run_id: ModelID, access_scope: AccessScope = "owned"
     ) -> Future[TrainingRun]:
+        """A run, with its last checkpoints."""
         return self._training_run(training_run_id, access_scope, "get_training_run")
 
     async def get_training_run_async(
@@ -116,6 +120,7 @@ class RestClient:
         access_scope: AccessScope = "owned",
         project_id: str | None = None,
     ) -> Future[TrainingRunsResponse]:
+        """Your runs, newest first, a page at a time."""
         query: dict[str, object] = {"limit": limit, "offset": offset, "access_scope": access_scope}
         if project_id is not None:
             query["project_id"] = project_id
@@ -236,6 +241,7 @@ class RestClient:
         return self.holder.submit(fetch)
 
     def delete_checkpoint(self, training_run_id: ModelID, checkpoint_id: str) -> Future[None]:
+        """Delete a checkpoint of a run for good, as in `weights/0001`."""
         kind, _, name = checkpoint_id.partition("/")
         endpoint = endpoints.DELETE_CHECKPOINT.at(run_id=training_run_id, kind=kind, name=name)
         return self._do(endpoint, None, "delete_checkpoint")
@@ -244,6 +250,7 @@ class RestClient:
         await _result(self.delete_checkpoint(training_run_id, checkpoint_id))
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
+        """Delete a checkpoint for good."""
         endpoint = _at(endpoints.DELETE_CHECKPOINT, _parsed(tinker_path))
         return self._do(endpoint, None, "delete_checkpoint_from_tinker_path")
 
@@ -259,6 +266,7 @@ class RestClient:
         await _result(self.publish_checkpoint_from_tinker_path(tinker_path))
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
+        """Make a published checkpoint private again."""
         endpoint = _at(endpoints.UNPUBLISH, _parsed(tinker_path))
         return self._do(endpoint, None, "unpublish_checkpoint_from_tinker_path")
 
@@ -324,6 +332,7 @@ class RestClient:
     def get_session(
         self, session_id: str, access_scope: AccessScope = "owned"
     ) -> Future[GetSessionResponse]:
+        """The runs and samplers of a session."""
         query = {"access_scope": access_scope}
         endpoint = endpoints.GET_SESSION.at(session_id=session_id)
         return self._call(endpoint, None, sdk_method="get_session", query=query).future()
@@ -336,6 +345,7 @@ class RestClient:
     def list_sessions(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
     ) -> Future[ListSessionsResponse]:
+        """The ids of your sessions, newest first, a page at a time."""
         query = {"limit": limit, "offset": offset, "access_scope": access_scope}
         return self._call(
             endpoints.LIST_SESSIONS, None, sdk_method="list_sessions", query=query
@@ -370,6 +380,7 @@ class RestClient:
         return self._call(endpoints.SEARCH_SESSIONS, request, sdk_method="search_sessions").future()
 
     def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
+        """Move a session to a project."""
         return self._do(
             endpoints.ASSIGN_PROJECT.at(session_id=session_id),
             AssignSessionProjectRequest(project_id=project_id),
@@ -405,6 +416,7 @@ class RestClient:
         return await _result(self.export_session_trace(session_id))
 
     def get_sampler(self, sampler_id: str) -> APIFuture[GetSamplerResponse]:
+        """The base model and the weights of a sampler."""
         endpoint = endpoints.GET_SAMPLER.at(sampler_id=sampler_id)
         return self._call(endpoint, None, sdk_method="get_sampler").map(
             # Without the tokenizer's place, which the service says beside the protocol.
@@ -440,6 +452,7 @@ class RestClient:
     def get_audit_log(
         self, event_type: AuditEventType = "all", day: date | None = None
     ) -> Future[AuditLogResponse]:
+        """What happened on a day (UTC, default today), to one kind of thing or all."""
         return self._admin().get_audit_log(event_type, day)
 
     @warns(_MOVED, FutureWarning)
@@ -452,6 +465,7 @@ class RestClient:
     def get_billing_usage(
         self, starting_on: datetime | str, ending_before: datetime | str
     ) -> Future[BillingUsageResponse]:
+        """What was used between two moments."""
         return self._admin().get_billing_usage(starting_on, ending_before)
 
     @warns(_MOVED, FutureWarning)
@@ -464,6 +478,7 @@ class RestClient:
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
     ) -> Future[CurrentCheckpointStorageUsageResponse]:
+        """The bytes that checkpoints take now."""
         return self._admin().get_current_checkpoint_storage_usage(project_id)
 
     @warns(_MOVED, FutureWarning)

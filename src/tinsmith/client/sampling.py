@@ -19,6 +19,7 @@ import orjson
 
 from tinsmith.client import tokenizers
 from tinsmith.client.connection.connection import Connection
+from tinsmith.client.connection.loop import AwaitableFuture
 from tinsmith.client.connection.sharing import CONNECTIONS, SharedConnection, share
 from tinsmith.client.connection.telemetry import Telemetry
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture
@@ -27,6 +28,7 @@ from tinsmith.client.results.queue_state import QueueState, QueueStateLogger, Qu
 from tinsmith.client.results.retries import RetryConfig, SampleRetries
 from tinsmith.client.results.retrieval import retrieve, sample_kind
 from tinsmith.client.results.streaming import SampleStream
+from tinsmith.client.twins import documented_twins
 from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.transport.retry import RetryPolicy
 from tinsmith.types import (
@@ -56,6 +58,7 @@ _BYTES_PER_TOKEN = 10
 """About what a token takes in a JSON body."""
 
 
+@documented_twins
 class SamplingClient(QueueStateObserver):
     """Samples from weights that do not change.
 
@@ -143,7 +146,7 @@ class SamplingClient(QueueStateObserver):
         target_prompt_logprobs: TensorData | None = None,
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
-    ) -> Future[SampleResponse]:
+    ) -> AwaitableFuture[SampleResponse]:
         """Continue `prompt` `num_samples` times.
 
         The other arguments ask about the prompt: its log-probabilities, of the last n tokens only;
@@ -170,7 +173,7 @@ class SamplingClient(QueueStateObserver):
             record_stability_info=self._record_stability_info,
         )
         repeats = not self.holder.get_client_config().sample_no_retries
-        return self.holder.submit(self._sample, request, repeats).future()
+        return self.holder.submit_future(self._sample, request, repeats)
 
     async def sample_async(
         self,
@@ -214,7 +217,7 @@ class SamplingClient(QueueStateObserver):
 
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
-    ) -> Future[list[float | None]]:
+    ) -> AwaitableFuture[list[float | None]]:
         """The log-probability of each prompt token; None where there is none, as for the first.
 
         With `prompt_logprobs_last_n`, of the last n only, which lets the service reuse its prefix.
@@ -235,7 +238,7 @@ class SamplingClient(QueueStateObserver):
                 raise TinkerError("the service returned no prompt log-probabilities")
             return response.prompt_logprobs
 
-        return self.holder.submit(compute).future()
+        return self.holder.submit_future(compute)
 
     async def compute_logprobs_async(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
@@ -330,6 +333,7 @@ class SamplingClient(QueueStateObserver):
         return tokenizers.load(sampler.base_model, sampler.tokenizer_id)
 
     def get_telemetry(self) -> Telemetry | None:
+        """What reports errors to the service; None if that is switched off."""
         return self.holder.get_telemetry()
 
     def on_queue_state_change(

@@ -21,6 +21,7 @@ from tinsmith.client.rest import RestClient
 from tinsmith.client.results.retries import RetryConfig
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.training import TrainingClient
+from tinsmith.client.twins import documented_twins
 from tinsmith.client.warn import warns
 from tinsmith.errors import ClosedError
 from tinsmith.transport.config import ClientConfig
@@ -44,6 +45,7 @@ _NO_REST_CLIENT = (
 )
 
 
+@documented_twins
 class ServiceClient:
     """A service, seen with one credential.
 
@@ -157,6 +159,7 @@ class ServiceClient:
         return session is not None and session.submit(session.check_session).result()
 
     def get_telemetry(self) -> Telemetry | None:
+        """What reports errors to the service; None if that is switched off."""
         connection = self._session or self._rest
         return None if connection is None else connection.get_telemetry()
 
@@ -425,6 +428,7 @@ class ServiceClient:
 
     @warns(_NO_REST_CLIENT, FutureWarning)
     def create_rest_client(self) -> RestClient:
+        """Deprecated: make a `RestClient`."""
         return RestClient(self._rest_connection())
 
     # --- connections --------------------------------------------------------------------------

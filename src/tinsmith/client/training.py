@@ -18,6 +18,7 @@ from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture, explai
 from tinsmith.client.results.queue_state import QueueStateLogger
 from tinsmith.client.results.retries import RetryConfig
 from tinsmith.client.sampling import SamplingClient
+from tinsmith.client.twins import documented_twins
 from tinsmith.client.warn import warns
 from tinsmith.errors import TinkerError
 from tinsmith.types import (
@@ -66,6 +67,7 @@ _UNUSED_NAME = (
 )
 
 
+@documented_twins
 class TrainingClient:
     """One model that is being trained.
 
@@ -440,6 +442,7 @@ class TrainingClient:
         return training_run_console_url(self.model_id)
 
     def get_telemetry(self) -> Telemetry | None:
+        """What reports errors to the service; None if that is switched off."""
         return self.holder.get_telemetry()
 
     def _info(self) -> AwaitableConcurrentFuture[GetInfoResponse]:

@@ -269,7 +269,7 @@ def _checked(response: Response) -> Response:
     body: object
     try:
         body = response.json()
-        message = f"Error code: {response.status_code} - {body}"
+        message = f"Error code: {response.status_code} - {_reason(body)}"
     except ValueError:
         body = response.text
         message = response.text.strip() or f"Error code: {response.status_code}"
@@ -278,6 +278,13 @@ def _checked(response: Response) -> Response:
     if is_bare_bad_request(error):
         error.message = "Error code: 400 without a body, probably from a proxy"
     raise error
+
+
+def _reason(body: object) -> object:
+    """What an error's body says, without the braces around it."""
+    if isinstance(body, dict) and isinstance(body.get("detail"), str):
+        return body["detail"]
+    return body
 
 
 def _redirected(request: Request, response: Response) -> Request:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinsmith.cli.output import Output, with_output
-from tinsmith.cli.sampling_options import params, sampler, with_sampling_options
+from tinsmith.cli.sampling.options import params, sampler, with_sampling_options
 
 if TYPE_CHECKING:
     from tinsmith.cli.training.conversation import Message
@@ -34,8 +34,8 @@ def command(
     """
     import json
 
-    from tinsmith.cli import replies
-    from tinsmith.cli.tokenizer import load_tokenizer
+    from tinsmith.cli.sampling import replies
+    from tinsmith.cli.sampling.tokenizer import load_tokenizer
     from tinsmith.cli.training import conversation
     from tinsmith.client.service import ServiceClient
 

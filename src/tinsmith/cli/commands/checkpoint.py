@@ -393,7 +393,7 @@ def _confirm(paths: Sequence[str], found: Sequence[Checkpoint] | None) -> bool:
 
 
 def _delete_all(client: RestClient, paths: Sequence[str], output: Output) -> None:
-    """All of them, whatever becomes of one; the exit code stays 0, as scripts expect."""
+    """All of them, whatever becomes of one. The exit code is 1 if none could be deleted."""
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
     from tinsmith.errors import TinkerError
@@ -424,9 +424,11 @@ def _delete_all(client: RestClient, paths: Sequence[str], output: Output) -> Non
     if output.is_json:
         reasons = [{"tinker_path": path, "error": error} for path, error in failed]
         click.echo(json.dumps({"deleted_count": num_deleted, "failed": reasons}))
-        return
-    click.echo(f"Deleted {num_deleted} checkpoint(s)")
-    if failed:
-        click.echo(f"Failed to delete {len(failed)} checkpoint(s):")
-        for path, error in failed:
-            click.echo(f"  - {path}: {error}")
+    else:
+        click.echo(f"Deleted {num_deleted} checkpoint(s)")
+        if failed:
+            click.echo(f"Failed to delete {len(failed)} checkpoint(s):")
+            for path, error in failed:
+                click.echo(f"  - {path}: {error}")
+    if num_deleted == 0:
+        sys.exit(1)

@@ -124,8 +124,8 @@ def _check_disk(cache: Path, data_dir: Path) -> None:
 
 def _run(folder: Path, port: int, steps: int, seed: int, progress: Progress) -> tuple[Story, str]:
     """What happened, and the key that opens the demo's server."""
-    from tinsmith.cli import keyring
-    from tinsmith.cli.background import serving
+    from tinsmith.cli.server import keyring
+    from tinsmith.cli.server.background import serving
     from tinsmith.cli.training import embedded_model
     from tinsmith.server.config import build_config
     from tinsmith.server.serving import FIRST_OWNER
@@ -254,7 +254,7 @@ def _tell(output: Output, story: Story, data_dir: Path, key: str) -> None:
             }
         )
         return
-    from tinsmith.cli.plot import plot
+    from tinsmith.cli.training.plot import plot
 
     click.echo()
     click.echo(plot(story.losses, title=f"Loss per token over {len(story.losses)} steps"))

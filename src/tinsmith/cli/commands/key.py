@@ -37,7 +37,7 @@ def create(
     output: Output, /, name: str, owner: str, note: str, ttl: int | None, **where: Any
 ) -> None:
     """Create a key and print it. It is stored as a hash: this is the one time it is shown."""
-    from tinsmith.cli import keyring
+    from tinsmith.cli.server import keyring
 
     key, record = keyring.create(config_of(**where), owner, name, note, ttl)
     if output.is_json:
@@ -52,7 +52,7 @@ def create(
 @with_output
 def list_keys(output: Output, /, **where: Any) -> None:
     """List keys, those that were revoked or have expired too."""
-    from tinsmith.cli import keyring
+    from tinsmith.cli.server import keyring
 
     records = keyring.list_keys(config_of(**where))
     output.show(
@@ -81,7 +81,7 @@ def list_keys(output: Output, /, **where: Any) -> None:
 @with_output
 def revoke(output: Output, /, key_id: int, **where: Any) -> None:
     """Make a key useless. A server on this data folder refuses it from then on."""
-    from tinsmith.cli import keyring
+    from tinsmith.cli.server import keyring
 
     if not keyring.revoke(config_of(**where), key_id):
         raise CommandError(

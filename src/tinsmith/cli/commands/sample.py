@@ -8,7 +8,7 @@ import click
 
 from tinsmith.cli.failures import CommandError
 from tinsmith.cli.output import Output, with_output
-from tinsmith.cli.sampling_options import params, sampler, with_sampling_options
+from tinsmith.cli.sampling.options import params, sampler, with_sampling_options
 
 
 @click.command("sample")
@@ -42,7 +42,7 @@ def command(
 
     The prompt is taken as it is, unless --chat puts it into the model's chat template.
     """
-    from tinsmith.cli.tokenizer import load_tokenizer
+    from tinsmith.cli.sampling.tokenizer import load_tokenizer
     from tinsmith.cli.training import conversation
     from tinsmith.client.service import ServiceClient
     from tinsmith.types import ModelInput

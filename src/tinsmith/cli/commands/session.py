@@ -16,6 +16,23 @@ def command() -> None:
     """Manage sessions."""
 
 
+@command.command("list")
+@click.option(
+    "--limit", type=click.IntRange(0), default=20, show_default=True, help="Most to show; 0: all."
+)
+@with_output
+def list_sessions(output: Output, limit: int) -> None:
+    """List your sessions, newest first."""
+    from itertools import islice
+
+    from tinsmith.client.rest import RestClient
+
+    sessions = list(islice(RestClient().iter_sessions(), limit or None))
+    title = f"{len(sessions)} session{'' if len(sessions) == 1 else 's'}"
+    rows = [[session_id] for session_id in sessions]
+    output.show({"sessions": sessions}, Table(["Session ID"], rows, title))
+
+
 @command.command("export-trace")
 @click.argument("session_id")
 @click.option(

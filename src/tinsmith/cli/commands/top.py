@@ -12,7 +12,7 @@ import click
 from tinsmith.cli.output import Output, Table, size_text, with_output
 
 if TYPE_CHECKING:
-    from tinsmith.cli.server_metrics import Reading
+    from tinsmith.cli.server.metrics import Reading
 
 
 @click.command("top")
@@ -24,7 +24,7 @@ def command(output: Output, interval: float, once: bool) -> None:
 
     On a terminal the view is renewed until Ctrl-C; elsewhere it is shown once.
     """
-    from tinsmith.cli.server_metrics import read
+    from tinsmith.cli.server.metrics import read
     from tinsmith.transport.config import ClientConfig
 
     url = ClientConfig.from_env().base_url

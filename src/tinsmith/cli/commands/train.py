@@ -75,7 +75,7 @@ def sft(
     seed: int,
     tokenizer_source: str | None,
 ) -> None:
-    """Fine-tune on DATA, a file of JSON lines.
+    """Fine-tune on DATA, a file of JSON lines or a JSON array.
 
     \b
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
@@ -86,7 +86,7 @@ def sft(
     the server; --resume goes on after an interruption as if there had been none.
     """
     from tinsmith.cli.progress import Progress
-    from tinsmith.cli.tokenizer import load_tokenizer
+    from tinsmith.cli.sampling.tokenizer import load_tokenizer
     from tinsmith.cli.training import supervised, training_data
     from tinsmith.client.service import ServiceClient
 
@@ -97,7 +97,7 @@ def sft(
             "Go on with it (--resume), or choose another folder (--output).",
         )
     with ServiceClient(user_metadata={"made_by": "tinsmith train sft"}) as service:
-        model = model or _only_model(service)
+        model = _known_model(service, model)
         tokenizer = load_tokenizer(model, tokenizer_source)
         everything, num_too_long = training_data.read(data, tokenizer, max_length)
         if num_too_long:
@@ -132,7 +132,7 @@ def sft(
     metrics = supervised.read_metrics(folder)
     supervised.write_plot(folder, metrics, f"Loss per token, {data.name}")
     if not output.is_json:
-        from tinsmith.cli.plot import plot
+        from tinsmith.cli.training.plot import plot
 
         click.echo(plot(_thinned([line["loss"] for line in metrics]), title="Loss per token"))
     last = metrics[-1]
@@ -149,7 +149,11 @@ def sft(
         "metrics": str(folder / supervised.METRICS_FILE),
         "plot": str(folder / supervised.PLOT_FILE),
     }
-    rows = [[name, str(value)] for name, value in facts.items() if value is not None]
+    rows = [
+        [name, f"{value:.4f}" if isinstance(value, float) else str(value)]
+        for name, value in facts.items()
+        if value is not None
+    ]
     output.show(facts, Table(["Property", "Value"], rows))
 
 
@@ -158,15 +162,22 @@ def _folder_beside(data: Path) -> Path:
     return data.with_name(f"{data.name}-run") if named == data else named
 
 
-def _only_model(service: ServiceClient) -> str:
+def _known_model(service: ServiceClient, name: str | None) -> str:
+    """The model of that name, or the only one; asked before its tokenizer is looked for."""
     known = [
         each.model_name
         for each in service.get_server_capabilities().supported_models
         if each.trainable is not False and each.model_name
     ]
-    if len(known) != 1:
+    if name is None and len(known) == 1:
+        return known[0]
+    if name is None:
         raise CommandError("Say which model to train: --model", f"Known: {', '.join(known)}")
-    return known[0]
+    if name not in known:
+        raise CommandError(
+            f"The server cannot train a model called {name!r}", f"Known: {', '.join(known)}"
+        )
+    return name
 
 
 def _thinned(values: list[float], most: int = 72) -> list[float]:

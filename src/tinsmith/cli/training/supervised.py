@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinsmith.cli import plot
 from tinsmith.cli.progress import Stage
-from tinsmith.cli.training import conversation, training_data
+from tinsmith.cli.training import conversation, plot, training_data
 from tinsmith.cli.training.training_data import Example
 from tinsmith.errors import TinkerError
 from tinsmith.types import AdamParams
@@ -73,7 +72,7 @@ def load_progress(folder: Path, plan: Plan) -> Progress:
         saved = json.loads((folder / RUN_FILE).read_text("utf-8"))
     except FileNotFoundError:
         raise TinkerError(
-            f"there is nothing to resume in {folder}: it has no {RUN_FILE}; leave --resume away"
+            f"there is nothing to resume in {folder}: it has no {RUN_FILE}; omit --resume"
         ) from None
     before, now = saved["plan"], asdict(plan)
     changed = [f"{name} was {before.get(name)!r}" for name in now if before.get(name) != now[name]]
@@ -107,10 +106,11 @@ def train(
     """Run the plan from where `progress` is to its end."""
     training = _training_client(service, plan, progress)
     _drop_metrics_after(folder / METRICS_FILE, progress.step)
+    batches = training_data.Batches(examples, plan.batch_size, plan.seed)
     started, num_tokens = time.monotonic(), 0
     while progress.step < plan.num_steps:
         step = progress.step
-        chosen = training_data.batch(examples, plan.batch_size, step, plan.seed)
+        chosen = batches.of_step(step)
         passed = training.forward_backward(
             [conversation.datum(each.tokens, each.weights) for each in chosen], "cross_entropy"
         )

@@ -1,10 +1,10 @@
-"""Examples to learn from, one JSON object per line.
+"""Examples to learn from: one JSON object per line, or a JSON array of them.
 
 {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
 {"prompt": "…", "completion": "…"}
 
-A mistake is reported with its line. Nothing is cut: an example that is too long is left out and
-counted.
+A mistake is reported with its line or its place in the array. Nothing is cut: an example that is
+too long is left out and counted.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tinsmith.cli.training import conversation
 from tinsmith.errors import TinkerError, ValidationError
@@ -38,18 +38,15 @@ def read(path: Path, tokenizer: Any, max_tokens: int) -> tuple[list[Example], in
     """The examples of a file, and how many were left out because they are too long."""
     examples = []
     num_too_long = 0
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                example = Example(*_tokens(json.loads(line), tokenizer))
-            except (ValueError, TinkerError) as error:
-                raise ValidationError(str(error), f"{path}, line {number}") from None
-            if len(example.tokens) > max_tokens:
-                num_too_long += 1
-            else:
-                examples.append(example)
+    for place, value in _entries(path):
+        try:
+            example = Example(*_tokens(value, tokenizer))
+        except (ValueError, TinkerError) as error:
+            raise ValidationError(str(error), place) from None
+        if len(example.tokens) > max_tokens:
+            num_too_long += 1
+        else:
+            examples.append(example)
     if not examples:
         raise ValidationError(f"no example of at most {max_tokens} tokens", str(path))
     return examples, num_too_long
@@ -77,15 +74,52 @@ def split(
     )
 
 
-def batch(examples: Sequence[Example], size: int, step: int, seed: int) -> list[Example]:
-    """The examples of a step. Each epoch has an order of its own, known from its number."""
-    chosen = []
-    for position in range(step * size, (step + 1) * size):
-        epoch, index = divmod(position, len(examples))
-        order = list(range(len(examples)))
-        random.Random(f"{seed} {epoch}").shuffle(order)
-        chosen.append(examples[order[index]])
-    return chosen
+class Batches:
+    """The examples of each step. Each epoch has an order of its own, known from its number."""
+
+    def __init__(self, examples: Sequence[Example], size: int, seed: int) -> None:
+        self._examples = examples
+        self._size = size
+        self._seed = seed
+        self._epoch, self._order = -1, [0]
+
+    def of_step(self, step: int) -> list[Example]:
+        return [self._at(n) for n in range(step * self._size, (step + 1) * self._size)]
+
+    def _at(self, position: int) -> Example:
+        epoch, index = divmod(position, len(self._examples))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(self._examples)))
+            random.Random(f"{self._seed} {epoch}").shuffle(self._order)
+        return self._examples[self._order[index]]
+
+
+def _entries(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each entry of a file, with its place."""
+    with path.open(encoding="utf-8-sig") as file:  # some programs begin a file with a mark
+        if _first_character(file) == "[":
+            for number, item in enumerate(_parsed(file.read(), str(path)), 1):
+                yield f"{path}, item {number}", item
+            return
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                place = f"{path}, line {number}"
+                yield place, _parsed(line, place)
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValidationError(str(error), place) from None
+
+
+def _first_character(file: TextIO) -> str:
+    """The first character that is not white space; the file is read from its start again."""
+    while (character := file.read(1)) and character.isspace():
+        pass
+    file.seek(0)
+    return character
 
 
 def _tokens(value: Any, tokenizer: Any) -> tuple[list[int], list[float]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from tinsmith.client.connection.api import Api
-from tinsmith.client.connection.loop import io_loop, submit
+from tinsmith.client.connection.loop import AwaitableFuture, io_loop, submit
 from tinsmith.client.connection.session import (
     Cancellations,
     Switches,
@@ -230,7 +230,13 @@ class Connection:
         self, operation: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
     ) -> AwaitableConcurrentFuture[T]:
         """Call `operation` on the I/O thread; its errors are reported before they are raised."""
-        return AwaitableConcurrentFuture(submit(self._reported(lambda: operation(*args, **kwargs))))
+        return AwaitableConcurrentFuture(self.submit_future(operation, *args, **kwargs))
+
+    def submit_future(
+        self, operation: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> AwaitableFuture[T]:
+        """The same, for methods that promise a `concurrent.futures.Future`."""
+        return submit(self._reported(lambda: operation(*args, **kwargs)))
 
     def run_coroutine_threadsafe(
         self, coro: Coroutine[Any, Any, T]

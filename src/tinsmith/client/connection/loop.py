@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -101,14 +101,21 @@ def io_loop() -> asyncio.AbstractEventLoop:
     return _THREAD.loop()
 
 
-def submit(operation: Coroutine[Any, Any, T]) -> Future[T]:
+class AwaitableFuture(Future[T]):
+    """A `concurrent.futures.Future` that can be awaited too; whoever stops awaiting cancels it."""
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self).__await__()
+
+
+def submit(operation: Coroutine[Any, Any, T]) -> AwaitableFuture[T]:
     """Run on the I/O thread, in the order of calls; context variables of the caller come along."""
     try:
         loop = io_loop()
     except TinkerError:
         operation.close()
         raise
-    future: Future[T] = Future()
+    future: AwaitableFuture[T] = AwaitableFuture()
     context = contextvars.copy_context()
     mailbox_of(loop).post(lambda: _start(loop, operation, future, context))
     return future

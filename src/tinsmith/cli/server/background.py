@@ -97,7 +97,7 @@ def _last_words(process: subprocess.Popen[str], log: object) -> str:
         return f"the server was not ready within {START_SECONDS:.0f} seconds; is the machine busy?"
     reason = lines[-1].removeprefix("Error: ") if lines else f"exit code {process.returncode}"
     if "cannot listen" in reason:
-        reason += "; choose another with --port, or leave it away to get a free one"
+        reason += "; choose another with --port, or omit --port to get a free one"
     return f"the server could not start: {reason}"
 
 

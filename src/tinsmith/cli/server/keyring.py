@@ -1,7 +1,7 @@
 """The keys of a data folder, read and changed whether or not a server runs on it.
 
-A server that runs on the same data folder is told of a revocation at once; one on another machine,
-with which only a database is shared, looks at its keys every few seconds.
+A server on the same data folder sees a change with its next request; one on another machine, with
+which only the database is shared, within five seconds.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What `sample` and `chat` share."""

@@ -1,0 +1,1 @@
+"""A server on this machine: its process, its keys, its metrics."""

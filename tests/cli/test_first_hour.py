@@ -1,0 +1,163 @@
+"""What a new user stumbles over first."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import tinsmith
+from tinsmith.cli.sampling.tokenizer import load_tokenizer
+from tinsmith.cli.training import training_data
+from tinsmith.errors import ValidationError
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Paths, Run
+
+LINES = [{"prompt": f"{number}+1=", "completion": f"{number + 1}"} for number in range(3)]
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("module", ["tinsmith", "tinsmith.cli"])
+def test_the_version_is_an_option_too(module: str) -> None:
+    shown = python("-m", module, "--version")
+    assert (shown.returncode, shown.stdout) == (0, f"tinsmith {tinsmith.__version__}\n")
+
+
+@pytest.mark.parametrize("missing", ["click", "rich"])
+def test_a_plain_install_says_which_extra_the_command_needs(missing: str) -> None:
+    """`pip install tinsmith` puts a `tinsmith` on the path, which needs click."""
+    code = f"import sys; sys.modules[{missing!r}] = None; from tinsmith.__main__ import main; "
+    told = python("-c", code + "sys.argv = ['tinsmith', '--help']; main()")
+    assert "Traceback" not in told.stderr
+    if missing == "click":
+        assert told.returncode == 1
+        assert "pip install 'tinsmith[cli]'" in told.stderr
+
+
+def test_sessions_are_listed(run: Run, run_json: Any, paths: Paths) -> None:
+    assert paths.session_id in run_json("session", "list", "--limit", "0")["sessions"]
+    assert paths.session_id in run("session", "list").stdout
+    assert len(run_json("session", "list", "--limit", "1")["sessions"]) == 1
+
+
+def test_a_deletion_that_deletes_nothing_fails(run: Run, paths: Paths) -> None:
+    missing = f"tinker://{paths.run_id}/weights/missing"
+    for form in ("table", "json"):
+        deleted = run("--format", form, "checkpoint", "delete", "-y", missing)
+        assert deleted.exit_code == 1
+        assert "missing" in deleted.stdout
+
+
+def test_an_error_shows_the_reason_without_braces(run: Run) -> None:
+    shown = run("checkpoint", "publish", "tinker://nobody/weights/x")
+    assert shown.exit_code == 1
+    assert "nobody" in shown.stderr and "{" not in shown.stderr
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120, 400])
+def test_ids_are_whole_on_a_terminal_of_any_width(columns: int) -> None:
+    """A path that is cut off cannot be copied."""
+    path = "tinker://0b7e1c52-93c7-4e51-9a56-1b0f1f7f4a11:train:0/sampler_weights/step-000100"
+    code = (
+        "from tinsmith.cli.output import Output, Table\n"
+        "names = ['Checkpoint ID', 'Type', 'Size', 'Public', 'Created', 'Path']\n"
+        f"row = ['sampler_weights/step-000100', 'sampler', '1 MB', 'No', 'just now', {path!r}]\n"
+        "Output().show({}, Table(names, [row], 'title'))\n"
+        f"Output().show({{}}, Table(['Property', 'Value'], [['Path', {path!r}]]))\n"
+    )
+    parent, child = pty.openpty()
+    environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}
+    done = subprocess.run([sys.executable, "-c", code], stdout=child, env=environment, timeout=60)
+    os.close(child)
+    shown = b""
+    try:
+        while piece := os.read(parent, 65536):
+            shown += piece
+    except OSError:  # a terminal whose other end is closed
+        pass
+    os.close(parent)
+    assert done.returncode == 0
+    text = shown.decode()
+    assert text.count(path) == 2, text
+    assert "sampler_weights/step-000100" in text.replace(path, "")
+
+
+def test_a_model_that_the_server_does_not_have_is_noticed_before_its_tokenizer_is_looked_for(
+    run: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(map(json.dumps, LINES)))
+    refused = run("train", "sft", str(file), "--model", "tinsmith/fak")
+    assert refused.exit_code == 1
+    assert "'tinsmith/fak'" in refused.stderr and "tinsmith/fake" in refused.stderr
+
+
+# --- data -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokenizer(byte_tokenizer: Path) -> Any:
+    return load_tokenizer("tinsmith/fake", str(byte_tokenizer))
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "byte order mark"])
+@pytest.mark.parametrize("form", ["lines", "array", "indented array"])
+def test_lines_and_arrays_are_read_with_and_without_a_mark(
+    tokenizer: Any, tmp_path: Path, form: str, mark: str
+) -> None:
+    text = {
+        "lines": "\n".join(map(json.dumps, LINES)),
+        "array": json.dumps(LINES),
+        "indented array": "\n " + json.dumps(LINES, indent=2),
+    }[form]
+    file = tmp_path / "data.json"
+    file.write_text(mark + text, encoding="utf-8")
+    examples, _ = training_data.read(file, tokenizer, 100)
+    assert len(examples) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (json.dumps([*LINES, "text"]), "item 4"),
+        (json.dumps([*LINES, {"prompt": 3}]), "item 4"),
+        ("[{", "data.json"),
+    ],
+)
+def test_a_mistake_in_an_array_is_reported_with_its_place(
+    tokenizer: Any, tmp_path: Path, text: str, place: str
+) -> None:
+    file = tmp_path / "data.json"
+    file.write_text(text)
+    with pytest.raises(ValidationError, match=place):
+        training_data.read(file, tokenizer, 100)
+
+
+def test_a_step_does_not_shuffle_everything() -> None:
+    """It did, once for every example: 1.3 s a step at 100,000."""
+    examples = [training_data.Example([number], [1.0]) for number in range(100_000)]
+    batches = training_data.Batches(examples, 8, seed=0)
+    batches.of_step(0)
+    started = time.process_time()
+    for step in range(1, 200):
+        batches.of_step(step)
+    assert time.process_time() - started < 1.0
+
+
+def test_a_resumed_run_sees_the_batches_of_an_undisturbed_one() -> None:
+    examples = [training_data.Example([number], [1.0]) for number in range(7)]
+    undisturbed = training_data.Batches(examples, 3, seed=5)
+    expected = [undisturbed.of_step(step) for step in range(10)]
+    for step in range(10):
+        assert training_data.Batches(examples, 3, seed=5).of_step(step) == expected[step]
