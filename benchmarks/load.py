@@ -120,6 +120,15 @@ class Connection(asyncio.Protocol):
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(ConnectionResetError("the server closed the connection"))
 
+    def send(self, request: bytes) -> None:
+        """Without waiting for an answer."""
+        assert self._transport is not None
+        self._transport.write(request)
+
+    def close(self) -> None:
+        assert self._transport is not None
+        self._transport.close()
+
     async def ask(self, request: bytes) -> tuple[int, bytes]:
         assert self._transport is not None
         self._answer = asyncio.get_running_loop().create_future()

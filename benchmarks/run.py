@@ -23,6 +23,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "machine": ("machine.py",),
     "training": ("training.py",),
     "tenants": ("tenants.py",),
+    "neighbours": ("neighbours.py",),
     "sampling": ("sampling.py",),
     "loop": ("whole_loop.py",),
     "growth": ("growth.py",),

@@ -13,8 +13,12 @@ import pytest
 
 from tests.security.test_leaving import PROTO, Visitor
 from tests.support.listening import listening
+from tinsmith.errors import TooLargeError
 from tinsmith.server.edge.connections import MAX_HEAD_BYTES
 from tinsmith.server.edge.shares import Shares
+from tinsmith.server.edge.workers import Workers
+from tinsmith.wire import json
+from tinsmith.wire.limits import DEFAULT_LIMITS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -320,3 +324,39 @@ def _claims(token: str) -> Any:
     from tinker.lib._jwt_auth import jwt_claims
 
     return jwt_claims(token)
+
+
+async def test_whoever_sends_many_large_bodies_waits_behind_his_own() -> None:
+    workers = Workers()
+    done: list[str] = []
+
+    def work(name: str) -> None:
+        time.sleep(0.02)
+        done.append(name)
+
+    greedy = [asyncio.create_task(workers.run("greedy", work, f"greedy {n}")) for n in range(10)]
+    await asyncio.sleep(0)
+    await workers.run("other", work, "other")
+    assert done.index("other") <= 2, "after the one under way, and the one whose turn was next"
+    await asyncio.gather(*greedy)
+    assert [name for name in done if name != "other"] == [f"greedy {n}" for n in range(10)]
+    workers.close()
+
+
+async def test_who_leaves_while_waiting_for_a_turn_does_not_hold_it() -> None:
+    workers = Workers()
+    tasks = [asyncio.create_task(workers.run("a", time.sleep, 0.05)) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    for task in tasks[:2]:
+        task.cancel()
+    await asyncio.wait_for(workers.run("b", time.sleep, 0), 2)
+    await asyncio.wait_for(tasks[2], 2)
+    with pytest.raises(ZeroDivisionError):
+        await workers.run("a", lambda: 1 // 0)
+    await asyncio.wait_for(workers.run("a", time.sleep, 0), 2)
+    workers.close()
+
+
+def test_a_json_body_of_more_numbers_than_anybody_sends_is_refused() -> None:
+    with pytest.raises(TooLargeError, match="values"):
+        json.parse(b'{"a":[' + b"1," * (DEFAULT_LIMITS.max_json_values + 1) + b"1]}")

@@ -24,6 +24,7 @@ from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.edge.admission import Admission
 from tinsmith.server.edge.auth import KEY_CHANGES, Auth
 from tinsmith.server.edge.sockets import Sockets
+from tinsmith.server.edge.workers import Workers
 from tinsmith.server.engines import EngineFactory, EngineSupervisor
 from tinsmith.server.futures import Promises
 from tinsmith.server.metrics import Metrics
@@ -72,6 +73,7 @@ class Service:
             config.key_max_requests_per_second,
         )
         self.sockets = Sockets(config.max_connections)
+        self.workers = Workers()
         changes = Path(config.data_dir) / KEY_CHANGES
         self.auth = Auth(store, secret, is_required=config.auth, changes=changes)
         self.folder = DataFolder(config.data_dir)
@@ -170,6 +172,7 @@ class Service:
         except Exception:
             logger.exception("the last housekeeping failed")
         await self.engines.close()
+        self.workers.close()
         await self.store.close()
 
     async def capabilities(self) -> Capabilities:
@@ -185,13 +188,9 @@ class Service:
     async def base_model(self, name: str) -> BaseModelInfo | None:
         return next((m for m in (await self.capabilities()).models if m.name == name), None)
 
-    async def why_not_served(self, name: str) -> str:
-        """For the user who asked for a base model that `base_model` does not find."""
-        served = ", ".join(m.name for m in (await self.capabilities()).models) or "none"
-        for model in self.refused_models:
-            if model.name == name:
-                return f"the model {name!r} cannot be served: {model.reason}; served: {served}"
-        return f"no base model called {name[:200]!r}; served: {served}"
+    def why_refused(self, name: str) -> str | None:
+        """Why the engine does not serve a base model that it was asked to serve."""
+        return next((m.reason for m in self.refused_models if m.name == name), None)
 
     @property
     def refused_models(self) -> tuple[RefusedModel, ...]:

@@ -40,6 +40,8 @@ def parse(body: bytes, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
     # in strings count too, which the limit leaves room for.
     if body.count(b"{") + body.count(b"[") > limits.max_json_parts:
         raise TooLargeError(f"the body has more than {limits.max_json_parts} objects and lists")
+    if body.count(b",") > limits.max_json_values:
+        raise TooLargeError(f"the body has more than {limits.max_json_values} values")
     if body.count(b'"') > 2 * limits.max_json_texts:
         raise TooLargeError(f"the body has more than {limits.max_json_texts} texts")
     try:

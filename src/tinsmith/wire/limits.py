@@ -15,13 +15,16 @@ class Limits:
     """Largest body after decompression."""
 
     max_json_bytes: int = 32 * 1024 * 1024
-    """Largest JSON body. Parsing holds up everybody, for a quarter of a second at this size; the
-    releases that sent passes as JSON cut them to a few megabytes."""
+    """Largest JSON body; images in prompts are texts of some megabytes."""
+
+    max_json_values: int = 2 * 1024 * 1024
+    """Most numbers and other values in a JSON body. Parsing holds up everybody, for a tenth of a
+    second at this size; the releases that sent passes as JSON cut them to 1,250,000 tokens."""
 
     max_json_parts: int = 131_072
     """Most objects and lists in a JSON body; a pass of 1,024 datums has some 20,000."""
 
-    max_json_texts: int = 524_288
+    max_json_texts: int = 262_144
     """Most texts in a JSON body, names of fields included."""
 
     max_datums: int = 16_384

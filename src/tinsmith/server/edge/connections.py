@@ -97,6 +97,11 @@ class Connection(HttpToolsProtocol):
             self._lose_patience_later()
         super().on_response_complete()
 
+    def shutdown(self) -> None:
+        if self.is_busy and self._running.more_body:
+            self.transport.abort()  # the rest of a body may never come
+        super().shutdown()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._be_patient()
         self._sockets.closed(self)

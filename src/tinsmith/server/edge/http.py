@@ -109,7 +109,8 @@ async def read_body(service: Service, request: Request) -> bytes:
         size = zstd.unfolded_size(body, max_bytes=limit)
         _take_memory(service, request, len(body) + size)
         if size > _UNFOLD_IN_THREAD_BYTES:
-            return await asyncio.to_thread(zstd.decompress, body, max_bytes=limit)
+            owner = request.scope[OWNER]
+            return await service.workers.run(owner, zstd.decompress, body, max_bytes=limit)
         return zstd.decompress(body, max_bytes=limit)
     if encoding != "identity":
         raise ValidationError(

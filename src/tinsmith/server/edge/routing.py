@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import (
+    OWNER,
     WAIT,
     ErrorBody,
     Refusal,
@@ -134,7 +135,7 @@ async def _read(service: Service, request: Request, kind: type[Req]) -> Req:
     body = await read_body(service, request)
     if len(body) < IN_THREAD_BYTES:
         return _decode(kind, body, service)
-    return await asyncio.to_thread(_decode, kind, body, service)
+    return await service.workers.run(request.scope[OWNER], _decode, kind, body, service)
 
 
 def _decode(kind: type[Req], body: bytes, service: Service) -> Req:

@@ -69,7 +69,9 @@ async def submit(
     """
     is_large = len(body) > _DECODE_IN_THREAD_BYTES
     if is_large:
-        model_id, seq_id = await asyncio.to_thread(ids_in, body, content_type, service.limits)
+        model_id, seq_id = await service.workers.run(
+            caller.owner, ids_in, body, content_type, service.limits
+        )
     else:
         model_id, seq_id = ids_in(body, content_type, service.limits)
     model = await owned_model(service, caller, model_id)
@@ -85,7 +87,7 @@ async def submit(
     try:
         _check_size(service, len(body))
         if is_large:
-            request = await asyncio.to_thread(decode)
+            request = await service.workers.run(caller.owner, decode)
         else:
             request = decode()
         name = kind if isinstance(kind, str) else kind(request)

@@ -183,7 +183,10 @@ async def _sampler(service: Service, caller: Caller, model: str) -> SamplerRecor
             raise Refusal(404, f"there is no checkpoint {model[:200]!r}") from None
         base_model, weights_id = weights.base_model, weights.weights_id
     elif await service.base_model(model) is None:
-        raise Refusal(404, await service.why_not_served(model))
+        if (reason := service.why_refused(model)) is not None:
+            raise Refusal(404, f"{model!r} cannot be served: {reason}")
+        served = ", ".join(m.name for m in (await service.capabilities()).models)
+        raise Refusal(404, f"no model called {model[:200]!r}; served: {served or 'none'}")
     return SamplerRecord(
         sampler_id="oai",
         session_id="",

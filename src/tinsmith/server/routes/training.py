@@ -186,7 +186,12 @@ async def create_custom_loss(
 
 async def check_base_model(service: Service, name: str) -> None:
     if await service.base_model(name) is None:
-        raise ValidationError(await service.why_not_served(name), "base_model")
+        if (reason := service.why_refused(name)) is not None:
+            raise ValidationError(f"{name!r} cannot be served: {reason}", "base_model")
+        served = ", ".join(m.name for m in (await service.capabilities()).models)
+        raise ValidationError(
+            f"no base model called {name[:200]!r}; served: {served or 'none'}", "base_model"
+        )
 
 
 def check_optimizer(config: OptimizerConfigBase) -> None:
