@@ -77,13 +77,14 @@ def test_norm(
     x, grad, residual = torch.randn(3, 7, size, device=device, dtype=dtype)
     weight = torch.randn(size, device=device, dtype=dtype)
     assert_close(
-        pointwise.norm(x, weight, 1e-5),
-        plainly(pointwise.norm, x, weight, 1e-5),
+        pointwise.rms_norm(x, weight, 1e-5),
+        plainly(pointwise.rms_norm, x, weight, 1e-5),
     )
     for given in (residual, None):
         arguments = (grad, x, weight, 1e-5, given)
         assert_close(
-            pointwise.norm_backward(*arguments), plainly(pointwise.norm_backward, *arguments)
+            pointwise.rms_norm_backward(*arguments),
+            plainly(pointwise.rms_norm_backward, *arguments),
         )
 
 
@@ -99,13 +100,13 @@ def test_heads(
     weights = torch.randn(2, 16, device=device, dtype=dtype)
     norms = (weights[0], weights[1]) if has_norms else None
     arguments = (qkv, norms, rotation, 1, 1e-5)
-    assert_close(pointwise.turn_heads(*arguments), plainly(pointwise.turn_heads, *arguments))
+    assert_close(pointwise.apply_rope(*arguments), plainly(pointwise.apply_rope, *arguments))
     # Strided, as attention's own gradients may be.
     grads = torch.randn(7, 5, 16, device=device, dtype=dtype).split((3, 1, 1), dim=1)
     backward = (grads, qkv, norms, rotation, 1e-5)
     assert_close(
-        pointwise.turn_heads_backward(*backward),
-        plainly(pointwise.turn_heads_backward, *backward),
+        pointwise.apply_rope_backward(*backward),
+        plainly(pointwise.apply_rope_backward, *backward),
     )
 
 
@@ -120,9 +121,11 @@ def test_gate(
     torch.manual_seed(0)
     x = torch.randn(5, 2 * 1030, device=device, dtype=dtype)
     grad = torch.randn(5, 1030, device=device, dtype=dtype)
-    assert_close(pointwise.gate(x, activation), plainly(pointwise.gate, x, activation))
+    assert_close(pointwise.swiglu(x, activation), plainly(pointwise.swiglu, x, activation))
     arguments = (grad, x, activation)
-    assert_close(pointwise.gate_backward(*arguments), plainly(pointwise.gate_backward, *arguments))
+    assert_close(
+        pointwise.swiglu_backward(*arguments), plainly(pointwise.swiglu_backward, *arguments)
+    )
 
 
 @DTYPES

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tinsmith.engine.local.model.adapted_linear import finish_gradients, lora_linear
+from tinsmith.engine.local.model.adapted_linear import lora_linear
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import (
@@ -179,33 +179,3 @@ def test_the_product_and_its_gradients_equal_autograd_on_explicit_weights(
         rows = slice(index * adapter.rank, (index + 1) * adapter.rank)
         torch.testing.assert_close(into.a[rows], a.grad, atol=1e-4, rtol=1e-5)
         torch.testing.assert_close(into.b[index], b.grad, atol=1e-4, rtol=1e-5)
-
-
-@pytest.mark.parametrize("shapes", [(4, 4, 4), (4, 2, 7)], ids=["alike", "different"])
-def test_runs_computed_as_one_give_what_they_give_one_by_one(
-    shapes: tuple[int, ...], tiny_decoder: Decoder, pool: AdapterPool
-) -> None:
-    """As on CUDA, but in float32 on the CPU: within 1e-5."""
-    torch.manual_seed(0)
-    weight = torch.randn(128, 32)
-    x, upstream = torch.randn(12, 32), torch.randn(12, 128)
-    adapters = [pool.create("tiny", LoraConfig(rank=rank, seed=rank)) for rank in shapes]
-    for adapter in adapters:
-        adapter.flat.normal_(0, 0.1)
-    results = []
-    for may_bundle in (False, True):
-        buffers = [GradientBuffer(a.layout, torch.zeros_like(a.flat)) for a in adapters]
-        runs = [(0, 3, adapters[0]), (3, 5, None), (5, 9, adapters[1]), (9, 12, adapters[2])]
-        gradients = [buffers[0], None, None, buffers[2]]
-        segments = AdapterSegments(runs, gradients)
-        segments.may_bundle = may_bundle
-        inputs = x.clone().requires_grad_()
-        y = lora_linear(inputs, Linear(weight), segments, 0, "qkv")
-        y.backward(upstream)
-        finish_gradients(segments)
-        assert not buffers[1].flat.any()
-        results.append([y, inputs.grad, buffers[0].flat, buffers[2].flat])
-        bundled = {len(bundle.runs) for found in segments.bundles.values() for bundle in found}
-        assert bundled == ({3} if may_bundle else {1})
-    for alone, together in zip(*results, strict=True):
-        torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-5)

@@ -54,8 +54,10 @@ def test_the_norm_has_the_gradient_of_autograd(has_residual: bool) -> None:
     expected = plain_norm(leaf, weight.double())
     expected.backward(grad.double())
     assert leaf.grad is not None
-    grad_x, y = pointwise.norm_backward(grad, x, weight, EPS, residual if has_residual else None)
-    assert_close(pointwise.norm(x, weight, EPS), expected.detach())
+    grad_x, y = pointwise.rms_norm_backward(
+        grad, x, weight, EPS, residual if has_residual else None
+    )
+    assert_close(pointwise.rms_norm(x, weight, EPS), expected.detach())
     assert_close(y, expected.detach())
     assert_close(grad_x, leaf.grad + (residual if has_residual else 0))
 
@@ -68,8 +70,8 @@ def test_the_gate_has_the_gradient_of_autograd(activation: Activation) -> None:
     expected = plain_gate(leaf, activation)
     expected.backward(grad.double())
     assert leaf.grad is not None
-    grad_x, y = pointwise.gate_backward(grad, x, activation)
-    assert_close(pointwise.gate(x, activation), expected.detach())
+    grad_x, y = pointwise.swiglu_backward(grad, x, activation)
+    assert_close(pointwise.swiglu(x, activation), expected.detach())
     assert_close(y, expected.detach())
     assert_close(grad_x, leaf.grad)
 
@@ -87,7 +89,7 @@ def test_heads_have_the_gradient_of_autograd(has_norms: bool) -> None:
     torch.autograd.backward(expected, [grad.double() for grad in grads])
     assert leaf.grad is not None
     for part, wanted in zip(
-        pointwise.turn_heads(qkv, norms, rotation, 1, EPS), expected, strict=True
+        pointwise.apply_rope(qkv, norms, rotation, 1, EPS), expected, strict=True
     ):
         assert_close(part, wanted.detach())
-    assert_close(pointwise.turn_heads_backward(grads, qkv, norms, rotation, EPS), leaf.grad)
+    assert_close(pointwise.apply_rope_backward(grads, qkv, norms, rotation, EPS), leaf.grad)

@@ -182,6 +182,7 @@ def _prepare_kernel(
     HALF_PAD: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
+    # One program per row and head, in the order q, k, v; the head as two halves, (HALF_PAD,) each.
     row = tl.program_id(0)
     head = tl.program_id(1)
     dtype = qkv.dtype.element_ty
@@ -190,6 +191,7 @@ def _prepare_kernel(
     source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * DIM + half
     left = tl.load(source, mask=is_in, other=0.0).to(tl.float32)
     right = tl.load(source + DIM // 2, mask=is_in, other=0.0).to(tl.float32)
+    # Queries and keys: RMS norm over D, where the model has one...
     if head < HEADS + KV_HEADS:
         if HAS_NORM:
             square = tl.sum(left * left, axis=0) + tl.sum(right * right, axis=0)
@@ -204,11 +206,13 @@ def _prepare_kernel(
                 right_weight = right_weight.to(tl.float32)
             left = (left * factor * left_weight).to(dtype).to(tl.float32)
             right = (right * factor * right_weight).to(dtype).to(tl.float32)
+        # ... then RoPE: rotate each pair (i, i + D/2) by the angle of the row's position.
         cos = tl.load(cosines + row * (DIM // 2) + half, mask=is_in, other=0.0).to(tl.float32)
         sin = tl.load(sines + row * (DIM // 2) + half, mask=is_in, other=0.0).to(tl.float32)
-        turned = left * cos - right * sin
+        rotated = left * cos - right * sin
         right = right * cos + left * sin
-        left = turned
+        left = rotated
+    # Queries stay in qkv; keys and values of the new token go to the row's place in the cache.
     if head < HEADS:
         tl.store(source, left.to(dtype), mask=is_in)
         tl.store(source + DIM // 2, right.to(dtype), mask=is_in)
@@ -247,6 +251,7 @@ def _scan(
     IS_ALIGNED: tl.constexpr,
 ):
     """Go on with an online softmax over the tokens start to stop at two addresses."""
+    # q (GROUP_PAD, DIM_PAD); state: peak and total (GROUP_PAD,), sums (GROUP_PAD, DIM_PAD).
     token = tl.arange(0, BLOCK)
     dim = tl.arange(0, DIM_PAD)
     key_base = keys.to(tl.pointer_type(q.dtype))
@@ -254,6 +259,7 @@ def _scan(
     if IS_ALIGNED:
         key_base = tl.multiple_of(key_base, 16)
         value_base = tl.multiple_of(value_base, 16)
+    # BLOCK tokens at a time; keys and values of one head lie D numbers apart.
     for first in range(start, stop, BLOCK):
         is_in = first + token < stop
         at = (first + token)[:, None] * DIM + dim[None, :]
@@ -261,14 +267,17 @@ def _scan(
         if DIM != DIM_PAD:
             is_loaded = is_loaded & (dim < DIM)[None, :]
         key = tl.load(key_base + at, mask=is_loaded, other=0.0)
+        # Scores q Kᵀ: (GROUP_PAD, BLOCK); Gemma 2 caps them by a tanh.
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
         if HAS_CAP:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
         scores = tl.where(is_in[None, :], scores, -1e30)
+        # Online softmax: what was summed so far fades by exp(old peak - new peak).
         new_peak = tl.maximum(peak, tl.max(scores, axis=1))
         weights = tl.exp(scores - new_peak[:, None])
         weights = tl.where(is_in[None, :], weights, 0.0)
         fade = tl.exp(peak - new_peak)
+        # Weighted sum of the values: (GROUP_PAD, DIM_PAD).
         value = tl.load(value_base + at, mask=is_loaded, other=0.0)
         total = total * fade + tl.sum(weights, axis=1)
         sums = sums * fade[:, None]
@@ -300,6 +309,7 @@ def _attend_kernel(
     IS_ALIGNED: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
 ):
+    # One program per row, key/value head and split; the G query heads of a group share its keys.
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -307,6 +317,7 @@ def _attend_kernel(
     keys = tl.load(place + _KEYS * num_places)
     if keys == 0:
         return
+    # Where the row's own tokens lie, and the prompt that it shares with others.
     values = tl.load(place + _VALUES * num_places)
     offset = layer * tl.load(place + _LAYER_STRIDE * num_places)
     offset += kv_head * tl.load(place + _HEAD_STRIDE * num_places)
@@ -317,11 +328,13 @@ def _attend_kernel(
     num_shared = tl.load(place + _NUM_SHARED * num_places)
     num_tokens = num_shared + tl.load(place + _NUM_TOKENS * num_places) + 1
 
+    # This split's share of the tokens in the window, a whole number of blocks.
     first = tl.maximum(num_tokens - window, 0)
     share = tl.cdiv(tl.cdiv(num_tokens - first, SPLITS), BLOCK) * BLOCK
     start = first + split * share
     stop = tl.minimum(start + share, num_tokens)
 
+    # Queries of the group: (GROUP_PAD, DIM_PAD).
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
     is_in = (member < GROUP)[:, None] & (dim < DIM)[None, :]
@@ -330,6 +343,7 @@ def _attend_kernel(
     peak = tl.full([GROUP_PAD], -1e30, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    # The shared prompt first, then the row's own tokens, in one softmax.
     peak, total, sums = _scan(
         q,
         peak,
@@ -364,6 +378,7 @@ def _attend_kernel(
         HAS_CAP,
         IS_ALIGNED,
     )
+    # Alone: normalize and store (G, D). Else leave the sums to `_combine_kernel`.
     if SPLITS == 1:
         result = sums / total[:, None]
         tl.store(out + row * KV_HEADS * GROUP * DIM + at, result.to(q.dtype), mask=is_in)
@@ -386,15 +401,18 @@ def _combine_kernel(
     DIM_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
+    # One program per row and query head.
     row = tl.program_id(0)
     if tl.load(places + row) == 0:
         return
+    # Peaks and totals of the splits (S,), and the weight of each against the largest peak.
     head = row * HEADS + tl.program_id(1)
     split = tl.arange(0, SPLITS)
     dim = tl.arange(0, DIM_PAD)
     peaks = tl.load(masses + (head * SPLITS + split) * 2)
     totals = tl.load(masses + (head * SPLITS + split) * 2 + 1)
     weights = tl.exp(peaks - tl.max(peaks, axis=0))
+    # Weighted sum of the splits' sums (S, D) over the weighted total: (D,).
     is_in = (dim < DIM)[None, :]
     at = (head * SPLITS + split)[:, None] * DIM + dim[None, :]
     sums = tl.load(parts + at, mask=is_in, other=0.0)
@@ -417,6 +435,7 @@ def _write_kernel(
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
 ):
+    # One program per prompt token and key/value head; (D,) each is copied to the cache.
     row = tl.program_id(0)
     head = tl.program_id(1)
     dim = tl.arange(0, DIM_PAD)

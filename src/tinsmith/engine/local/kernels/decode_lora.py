@@ -130,6 +130,7 @@ def _shrink_kernel(
     IS_ALIGNED: tl.constexpr,
 ):
     """x Aᵀ of one tile, one module and one share of the inputs."""
+    # A tile is up to 16 rows of one adapter; empty tiles and untouched projections end here.
     tile = tiles + tl.program_id(0)
     module = tl.program_id(1)
     split = tl.program_id(2)
@@ -140,6 +141,7 @@ def _shrink_kernel(
     address = tl.load(addresses + (slot * num_projections + index) * 4)
     if address == 0:
         return
+    # A of this module: (rank, inputs) at an address of its own.
     rank = tl.load(facts + slot * 2).to(tl.int32)
     dtype = x.dtype.element_ty
     base = address.to(tl.pointer_type(dtype))
@@ -151,6 +153,7 @@ def _shrink_kernel(
     column = tl.arange(0, BLOCK)
     a = base + (module * rank + rank_row)[:, None] * INPUTS
     source = x + row[:, None] * INPUTS
+    # x (16, inputs) times Aᵀ, over this split's share of the inputs: (16, RANK).
     sums = tl.zeros([16, RANK], tl.float32)
     for first in range(0, PER_SPLIT, BLOCK):
         at = split * PER_SPLIT + first + column
@@ -158,6 +161,7 @@ def _shrink_kernel(
         left = tl.load(source + at[None, :], mask=is_in & (member < count)[:, None], other=0.0)
         right = tl.load(a + at[None, :], mask=is_in & (rank_row < rank)[:, None], other=0.0)
         sums = tl.dot(left, tl.trans(right), sums, input_precision="ieee")
+    # Each split stores its part; `_expand_kernel` adds them up.
     target = inner + ((split * num_rows + row) * MODULES + module)[:, None] * RANK
     tl.store(target + rank_row[None, :], sums, mask=(member < count)[:, None])
 
@@ -183,11 +187,13 @@ def _expand_kernel(
     IS_ALIGNED: tl.constexpr,
 ):
     """Add scale · inner Bᵀ to one block of outputs of one module, for one tile."""
+    # A tile is up to 16 rows of one adapter.
     tile = tiles + tl.program_id(0)
     block = tl.program_id(1)
     count = tl.load(tile + _COUNT * tile_stride)
     if count == 0:
         return
+    # Which module's outputs this block is of, and where they begin in y.
     module = 0
     left = 0
     size = OUTPUTS_0
@@ -209,6 +215,7 @@ def _expand_kernel(
     address = tl.load(addresses + (slot * num_projections + index) * 4 + 1 + module)
     if address == 0:
         return
+    # B of this module: (outputs, rank) at an address of its own.
     rank = tl.load(facts + slot * 2).to(tl.int32)
     scale = tl.load(facts + slot * 2 + 1)
     dtype = y.dtype.element_ty
@@ -221,10 +228,12 @@ def _expand_kernel(
     is_row = (member < count)[:, None]
     rank_row = tl.arange(0, RANK)
     column = block * BLOCK + tl.arange(0, BLOCK)
+    # Add up the splits of x Aᵀ: (16, RANK).
     low = tl.zeros([16, RANK], tl.float32)
     for split in range(SPLITS):
         source = inner + ((split * num_rows + row) * MODULES + module)[:, None] * RANK
         low += tl.load(source + rank_row[None, :], mask=is_row, other=0.0)
+    # scale · (x Aᵀ) Bᵀ: (16, BLOCK), added to y in place.
     b = base + column[:, None] * rank + rank_row[None, :]
     is_b = (column < size)[:, None] & (rank_row < rank)[None, :]
     weight = tl.load(b, mask=is_b, other=0.0)

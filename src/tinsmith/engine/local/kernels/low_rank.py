@@ -309,6 +309,7 @@ def _shrink(
     IS_ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    # One program per block of rows (of one adapter) and entry of the table (one module's ranks).
     block, entry = blocks + 3 * tl.program_id(0), table + 5 * tl.program_id(1)
     start, stop, slot = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     left, right = tl.load(entry), tl.load(entry + 1)
@@ -322,6 +323,7 @@ def _shrink(
     is_row, is_rank = row < stop, first + rank < end
     weights = stack + slot.to(tl.int64) * slot_size + place
     x_rows = x + row.to(tl.int64)[:, None] * x_row
+    # x (ROWS, WIDE) times the adapter's matrix (WIDE, RANKS), WIDE columns at a time.
     total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
     for at in range(left, right, WIDE):
         wide = at + tl.arange(0, WIDE)
@@ -333,6 +335,7 @@ def _shrink(
             other=0.0,
         )
         total = tl.dot(values, matrix, total, input_precision=PRECISION)
+    # scale · x Aᵀ, or scale · grad B: (ROWS, RANKS).
     to = out + row.to(tl.int64)[:, None] * out_row + first + rank[None, :]
     tl.store(to, total * scale, mask=is_row[:, None] & is_rank[None, :])
 
@@ -358,6 +361,7 @@ def _expand(
     IS_ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    # One program per block of rows (of one adapter) and entry of the table (WIDE columns of y).
     block, entry = blocks + 3 * tl.program_id(0), table + 4 * tl.program_id(1)
     start, stop, slot = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     left, right = tl.load(entry), tl.load(entry + 1)
@@ -371,9 +375,11 @@ def _expand(
     weights = stack + slot.to(tl.int64) * slot_size + place
     at_y = row.to(tl.int64)[:, None] * y_row + wide[None, :]
     inside = is_row[:, None] & is_wide[None, :]
+    # Begin with what y holds, and the residual: (ROWS, WIDE) in float32.
     total = tl.load(y + at_y, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         total += tl.load(residual + at_y, mask=inside, other=0.0).to(tl.float32)
+    # Add inner (ROWS, RANKS) times the adapter's matrix (RANKS, WIDE), RANKS at a time.
     for at in range(0, num_ranks, RANKS):
         rank = at + tl.arange(0, RANKS)
         is_rank = rank < num_ranks
@@ -411,6 +417,8 @@ def _outer(
     IS_ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    # One program per chunk of rows (of one adapter), entry of the table (WIDE columns) and block
+    # of RANKS ranks.
     chunk, entry = chunks + 3 * tl.program_id(0), table + 4 * tl.program_id(1)
     start, stop, slot = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
     left, right = tl.load(entry), tl.load(entry + 1)
@@ -421,6 +429,7 @@ def _outer(
     rank = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
     wide = left + tl.arange(0, WIDE)
     is_rank, is_wide = rank < num_ranks, wide < right
+    # narrowᵀ (RANKS, ROWS) times wide (ROWS, WIDE), over the chunk's rows: dA, or dBᵀ.
     total = tl.zeros((RANKS, WIDE), dtype=tl.float32)
     for at in range(start, stop, ROWS):
         row = at + tl.arange(0, ROWS)
@@ -436,6 +445,7 @@ def _outer(
             other=0.0,
         )
         total = tl.dot(left_side, right_side, total, input_precision=PRECISION)
+    # To the adapter's slot of the gradients; chunks of one run share it, and then add atomically.
     to = (
         grads
         + slot.to(tl.int64) * slot_size

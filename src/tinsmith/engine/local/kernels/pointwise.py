@@ -1,4 +1,4 @@
-"""Norm, heads and gate of a block, forward and backward, a row or a piece of a row at a time.
+"""RMS norm, RoPE and SwiGLU of a block, forward and backward, a row or a part of one at a time.
 
 All arithmetic is in float32, whatever the dtype in memory.
 """
@@ -14,19 +14,19 @@ from torch import Tensor
 
 from tinsmith.engine.local.kernels.launching import Launcher
 
-_GATE_BLOCK = 1024
+_SWIGLU_BLOCK = 1024
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension of x (N, d)."""
     y = torch.empty_like(x)
     num_rows, size = x.shape
     block, warps = _row_block(size)
-    _NORM((num_rows, 1, 1), (x, weight, y, size, eps), (block,), warps)
+    _RMS_NORM((num_rows, 1, 1), (x, weight, y, size, eps), (block,), warps)
     return y
 
 
-def norm_backward(
+def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual_grad: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The gradient for x, with `residual_grad` added; and the norm's output once more."""
@@ -35,7 +35,7 @@ def norm_backward(
     block, warps = _row_block(size)
     has_residual = residual_grad is not None
     residual = residual_grad if residual_grad is not None else grad
-    _NORM_BACKWARD(
+    _RMS_NORM_BACKWARD(
         (num_rows, 1, 1),
         (grad, x, weight, residual, grad_x, y, size, eps),
         (has_residual, block),
@@ -44,7 +44,7 @@ def norm_backward(
     return grad_x, y
 
 
-def turn_heads(
+def apply_rope(
     qkv: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     rotation: tuple[Tensor, Tensor],
@@ -52,13 +52,13 @@ def turn_heads(
     num_kv_heads: int,
     eps: float,
 ) -> Tensor:
-    """Queries and keys (N, H + K, D) from qkv (N, (H + 2K) · D): normed where asked, and turned."""
+    """Queries and keys (N, H + K, D) of qkv (N, (H + 2K) · D): normalized if asked, and rotated."""
     cos, sin = rotation
     half = cos.shape[-1]
     heads = num_heads + num_kv_heads
     out = qkv.new_empty(len(qkv), heads, 2 * half)
     q_norm, k_norm = norms if norms is not None else (qkv, qkv)
-    _TURN_HEADS(
+    _APPLY_ROPE(
         (len(qkv), 1, 1),
         (qkv, q_norm, k_norm, cos, sin, out, qkv.stride(0), num_heads, heads, half, eps),
         (norms is not None, _power(heads), _power(half)),
@@ -67,7 +67,7 @@ def turn_heads(
     return out
 
 
-def turn_heads_backward(
+def apply_rope_backward(
     grads: tuple[Tensor, Tensor, Tensor],
     qkv: Tensor,
     norms: tuple[Tensor, Tensor] | None,
@@ -79,11 +79,11 @@ def turn_heads_backward(
     cos, sin = rotation
     half = cos.shape[-1]
     num_heads, kv_heads = grad_q.shape[1], grad_k.shape[1]
-    turned, heads = num_heads + kv_heads, num_heads + 2 * kv_heads
+    rotated, heads = num_heads + kv_heads, num_heads + 2 * kv_heads
     out = torch.empty_like(qkv)
     q_norm, k_norm = norms if norms is not None else (qkv, qkv)
     strides = [stride for grad in grads for stride in grad.stride()[:2]]
-    _TURN_HEADS_BACKWARD(
+    _APPLY_ROPE_BACKWARD(
         (len(qkv), 1, 1),
         (
             *grads,
@@ -95,7 +95,7 @@ def turn_heads_backward(
             out,
             *strides,
             num_heads,
-            turned,
+            rotated,
             heads,
             half,
             eps,
@@ -106,22 +106,22 @@ def turn_heads_backward(
     return out
 
 
-def gate(gate_up: Tensor, is_silu: bool) -> Tensor:
-    """activation(left half) · right half of gate_up (N, 2I)."""
+def swiglu(gate_up: Tensor, is_silu: bool) -> Tensor:
+    """activation(left half) · right half of gate_up (N, 2I); with gelu this is GeGLU."""
     num_rows, size = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, size)
-    grid = (num_rows, -(-size // _GATE_BLOCK), 1)
-    _GATE(grid, (gate_up, out, size), (is_silu, _GATE_BLOCK), num_warps=4)
+    grid = (num_rows, -(-size // _SWIGLU_BLOCK), 1)
+    _SWIGLU(grid, (gate_up, out, size), (is_silu, _SWIGLU_BLOCK), num_warps=4)
     return out
 
 
-def gate_backward(grad: Tensor, gate_up: Tensor, is_silu: bool) -> tuple[Tensor, Tensor]:
-    """The gradient for gate_up (N, 2I); and the gate's output once more."""
+def swiglu_backward(grad: Tensor, gate_up: Tensor, is_silu: bool) -> tuple[Tensor, Tensor]:
+    """The gradient for gate_up (N, 2I); and the output once more."""
     num_rows, size = grad.shape
     grad_in, out = torch.empty_like(gate_up), torch.empty_like(grad)
-    grid = (num_rows, -(-size // _GATE_BLOCK), 1)
+    grid = (num_rows, -(-size // _SWIGLU_BLOCK), 1)
     arguments = (grad, gate_up, grad_in, out, size)
-    _GATE_BACKWARD(grid, arguments, (is_silu, _GATE_BLOCK), num_warps=4)
+    _SWIGLU_BACKWARD(grid, arguments, (is_silu, _SWIGLU_BLOCK), num_warps=4)
     return grad_in, out
 
 
@@ -138,18 +138,22 @@ def _power(size: int) -> int:
 
 
 @triton.jit
-def _norm(x, weight, y, size, eps, BLOCK: tl.constexpr):
+def _rms_norm(x, weight, y, size, eps, BLOCK: tl.constexpr):
+    # One program per row of x (N, d).
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
+    # Load the row and the weight: (BLOCK,), zero beyond d.
     values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    # 1 / sqrt(mean(x²) + eps), a scalar.
     inverse = tl.rsqrt(tl.sum(values * values, axis=0) / size + eps)
+    # Normalize, scale, store: (d,).
     tl.store(y + row * size + columns, values * inverse * scale, mask=inside)
 
 
 @triton.jit
-def _norm_backward(
+def _rms_norm_backward(
     grad,
     x,
     weight,
@@ -161,25 +165,29 @@ def _norm_backward(
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # One program per row; all rows are (BLOCK,), zero beyond d.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     at = row * size + columns
+    # Forward again: x̂ = x / rms(x), and the output x̂ · weight, which the caller wants too.
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, axis=0) / size + eps)
     unit = values * inverse
     tl.store(y + at, unit * scale, mask=inside)
+    # Backward: g = grad · weight; dx = (g - x̂ · mean(g · x̂)) / rms(x).
     scaled = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * scale
     along = tl.sum(scaled * unit, axis=0) / size
     result = (scaled - unit * along) * inverse
+    # The residual stream's own gradient joins here, which saves a pass over memory.
     if HAS_RESIDUAL:
         result += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(grad_x + at, result, mask=inside)
 
 
 @triton.jit
-def _turn_heads(
+def _apply_rope(
     qkv,
     q_norm,
     k_norm,
@@ -195,6 +203,7 @@ def _turn_heads(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
+    # One program per token; its query and key heads as the two halves of each head, (HEADS, HALF).
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, HALF)[None, :]
@@ -202,6 +211,7 @@ def _turn_heads(
     at = head * (2 * half) + column
     left = tl.load(qkv + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(qkv + row * row_stride + at + half, mask=inside, other=0.0).to(tl.float32)
+    # RMS norm of each head over D = 2 · half, with the weights of queries or of keys.
     if HAS_NORMS:
         squares = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)
         inverse = tl.rsqrt(squares / (2 * half) + eps)[:, None]
@@ -217,6 +227,7 @@ def _turn_heads(
         )
         left = left * inverse * left_scale
         right = right * inverse * right_scale
+    # RoPE: rotate each pair (i, i + D/2) by the token's angle i; cosines and sines are (1, HALF).
     c = tl.load(cos + row * half + column, mask=column < half, other=0.0).to(tl.float32)
     s = tl.load(sin + row * half + column, mask=column < half, other=0.0).to(tl.float32)
     to = out + row * heads * 2 * half + at
@@ -225,7 +236,7 @@ def _turn_heads(
 
 
 @triton.jit
-def _turn_heads_backward(
+def _apply_rope_backward(
     grad_q,
     grad_k,
     grad_v,
@@ -242,7 +253,7 @@ def _turn_heads_backward(
     v_row,
     v_head,
     num_heads,
-    turned,
+    rotated,
     heads,
     half,
     eps,
@@ -250,29 +261,33 @@ def _turn_heads_backward(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
+    # One program per token; heads in the order q, k, v, each as two halves (HEADS, HALF).
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, HALF)[None, :]
     is_column = column < half
     is_q = (head < num_heads) & is_column
-    is_k = (head >= num_heads) & (head < turned) & is_column
-    is_v = (head >= turned) & (head < heads) & is_column
+    is_k = (head >= num_heads) & (head < rotated) & is_column
+    is_v = (head >= rotated) & (head < heads) & is_column
     from_q = grad_q + row * q_row + head * q_head + column
     from_k = grad_k + row * k_row + (head - num_heads) * k_head + column
-    from_v = grad_v + row * v_row + (head - turned) * v_head + column
+    from_v = grad_v + row * v_row + (head - rotated) * v_head + column
+    # Gather the gradients of q and k, which lie in tensors of their own.
     left = tl.load(from_q, mask=is_q, other=0.0).to(tl.float32)
     left += tl.load(from_k, mask=is_k, other=0.0).to(tl.float32)
     right = tl.load(from_q + half, mask=is_q, other=0.0).to(tl.float32)
     right += tl.load(from_k + half, mask=is_k, other=0.0).to(tl.float32)
+    # RoPE backward: rotate by minus the angle.
     c = tl.load(cos + row * half + column, mask=is_column, other=0.0).to(tl.float32)
     s = tl.load(sin + row * half + column, mask=is_column, other=0.0).to(tl.float32)
     back_left = left * c + right * s
     back_right = right * c - left * s
     at = row * heads * 2 * half + head * (2 * half) + column
+    # RMS norm backward, as in `_rms_norm_backward`, for each head; x̂ is computed again from qkv.
     if HAS_NORMS:
-        is_turned = is_q | is_k
-        x_left = tl.load(qkv + at, mask=is_turned, other=0.0).to(tl.float32)
-        x_right = tl.load(qkv + at + half, mask=is_turned, other=0.0).to(tl.float32)
+        is_rotated = is_q | is_k
+        x_left = tl.load(qkv + at, mask=is_rotated, other=0.0).to(tl.float32)
+        x_right = tl.load(qkv + at + half, mask=is_rotated, other=0.0).to(tl.float32)
         squares = tl.sum(x_left * x_left, axis=1) + tl.sum(x_right * x_right, axis=1)
         inverse = tl.rsqrt(squares / (2 * half) + eps)[:, None]
         left_scale = tl.load(q_norm + column + head * 0, mask=is_q, other=0.0).to(tl.float32)
@@ -290,6 +305,7 @@ def _turn_heads_backward(
         along = (along / (2 * half))[:, None]
         back_left = (back_left - unit_left * along) * inverse
         back_right = (back_right - unit_right * along) * inverse
+    # v was only copied, so is its gradient. Then all heads go out: (H + 2K, D).
     back_left += tl.load(from_v, mask=is_v, other=0.0).to(tl.float32)
     back_right += tl.load(from_v + half, mask=is_v, other=0.0).to(tl.float32)
     is_any = is_q | is_k | is_v
@@ -310,7 +326,8 @@ def _activate(x, IS_SILU: tl.constexpr):
 
 
 @triton.jit
-def _gate(gate_up, out, size, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu(gate_up, out, size, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
+    # One program per token and BLOCK columns of I; gate_up is (N, 2I): gate, then up.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -321,7 +338,8 @@ def _gate(gate_up, out, size, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gate_backward(grad, gate_up, grad_in, out, size, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_backward(grad, gate_up, grad_in, out, size, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
+    # One program per token and BLOCK columns of I.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -329,12 +347,13 @@ def _gate_backward(grad, gate_up, grad_in, out, size, IS_SILU: tl.constexpr, BLO
     left = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(gate_up + at + size, mask=inside, other=0.0).to(tl.float32)
     upstream = tl.load(grad + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    # d gate = grad · up · f'(gate); d up = grad · f(gate); and the output f(gate) · up once more.
     active, slope = _activate(left, IS_SILU)
     tl.store(grad_in + at, upstream * right * slope, mask=inside)
     tl.store(grad_in + at + size, upstream * active, mask=inside)
     tl.store(out + row * size + columns, active * right, mask=inside)
 
 
-_NORM, _NORM_BACKWARD = Launcher(_norm), Launcher(_norm_backward)
-_TURN_HEADS, _TURN_HEADS_BACKWARD = Launcher(_turn_heads), Launcher(_turn_heads_backward)
-_GATE, _GATE_BACKWARD = Launcher(_gate), Launcher(_gate_backward)
+_RMS_NORM, _RMS_NORM_BACKWARD = Launcher(_rms_norm), Launcher(_rms_norm_backward)
+_APPLY_ROPE, _APPLY_ROPE_BACKWARD = Launcher(_apply_rope), Launcher(_apply_rope_backward)
+_SWIGLU, _SWIGLU_BACKWARD = Launcher(_swiglu), Launcher(_swiglu_backward)

@@ -44,10 +44,12 @@ def overwrite_with_gradient(
 
 @triton.jit
 def _target_logprobs(logits, targets, values, normalizers, size, BLOCK: tl.constexpr):
+    # One program per row of logits (M, V); each of BLOCK lanes has a running maximum and sum.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
+    # Online softmax: one pass over the vocabulary, BLOCK logits at a time.
     for at in range(0, size, BLOCK):
         inside = at + columns < size
         part = tl.load(logits + row * size + at + columns, mask=inside, other=float("-inf"))
@@ -58,8 +60,10 @@ def _target_logprobs(logits, targets, values, normalizers, size, BLOCK: tl.const
         safe = tl.where(seen, larger, 0.0)
         total = total * tl.exp(largest - safe) + tl.exp(part - safe)
         largest = larger
+    # Join the lanes: log Σ exp(logits), a scalar.
     top = tl.max(largest, axis=0)
     normalizer = top + tl.log(tl.sum(total * tl.exp(largest - top), axis=0))
+    # log p(target) = logit - log Σ exp.
     target = tl.load(targets + row)
     chosen = tl.load(logits + row * size + target).to(tl.float32)
     tl.store(values + row, chosen - normalizer)
@@ -68,6 +72,7 @@ def _target_logprobs(logits, targets, values, normalizers, size, BLOCK: tl.const
 
 @triton.jit
 def _gradient(logits, targets, normalizers, grad, size, BLOCK: tl.constexpr):
+    # One program per row and BLOCK columns; d logits = (1[target] - softmax) · grad, in place.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size

@@ -1,7 +1,7 @@
 """One block of the decoder, forward and backward, by hand.
 
 The backward pass is written out rather than left to autograd: it keeps only what it cannot
-cheaply compute again (the block's input, the inputs of heads and gate, and what attention
+cheaply compute again (the block's input, the inputs of RoPE and SwiGLU, and what attention
 keeps), and consists of few and large operations. Autograd sees a block as one operation on
 the residual stream.
 
@@ -24,12 +24,12 @@ from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.pointwise import (
     Norms,
     Rotation,
-    gate,
-    gate_backward,
-    norm,
-    norm_backward,
-    turn_heads,
-    turn_heads_backward,
+    apply_rope,
+    apply_rope_backward,
+    rms_norm,
+    rms_norm_backward,
+    swiglu,
+    swiglu_backward,
 )
 
 
@@ -124,12 +124,12 @@ class Block:
 
     def _forward(self, x: Tensor, *, keep: bool) -> tuple[Tensor, _Kept | None]:
         layer, eps = self._layer, self._config.norm_eps
-        qkv, qkv_inner = self._linear(norm(x, layer.input_norm, eps), "qkv")
+        qkv, qkv_inner = self._linear(rms_norm(x, layer.input_norm, eps), "qkv")
         attended = self._attend(qkv, keep)
         flat = attended.output.detach().reshape(len(x), -1)
         middle, o_inner, attention_part = self._join(x, flat, "o", layer.post_attention_norm)
-        gate_up, gate_up_inner = self._linear(norm(middle, layer.mlp_norm, eps), "gate_up")
-        active = gate(gate_up, self._config.activation)
+        gate_up, gate_up_inner = self._linear(rms_norm(middle, layer.mlp_norm, eps), "gate_up")
+        active = swiglu(gate_up, self._config.activation)
         y, down_inner, mlp_part = self._join(middle, active, "down", layer.post_mlp_norm)
         if not keep:
             return y, None
@@ -154,11 +154,11 @@ class Block:
         part = self._leave(grad, kept.mlp_part, layer.post_mlp_norm)
         grad_active, down_grad = self._linear_backward(part, "down")
         assert grad_active is not None, "it was asked for"
-        grad_gate_up, active = gate_backward(grad_active, kept.gate_up, self._config.activation)
+        grad_gate_up, active = swiglu_backward(grad_active, kept.gate_up, self._config.activation)
         self._add_gradients("down", part, active, kept.down_inner, down_grad)
         grad_normed, gate_up_grad = self._linear_backward(grad_gate_up, "gate_up")
         assert grad_normed is not None, "it was asked for"
-        grad, normed = norm_backward(grad_normed, kept.middle, layer.mlp_norm, eps, grad)
+        grad, normed = rms_norm_backward(grad_normed, kept.middle, layer.mlp_norm, eps, grad)
         self._add_gradients("gate_up", grad_gate_up, normed, kept.gate_up_inner, gate_up_grad)
 
         part = self._leave(grad, kept.attention_part, layer.post_attention_norm)
@@ -169,15 +169,15 @@ class Block:
         grad_qkv = self._attend_backward(grad_flat, kept)
         grad_normed, qkv_grad = self._linear_backward(grad_qkv, "qkv", needs_input)
         if grad_normed is None:
-            normed = norm(kept.x, layer.input_norm, eps)
+            normed = rms_norm(kept.x, layer.input_norm, eps)
         else:
-            grad, normed = norm_backward(grad_normed, kept.x, layer.input_norm, eps, grad)
+            grad, normed = rms_norm_backward(grad_normed, kept.x, layer.input_norm, eps, grad)
         self._add_gradients("qkv", grad_qkv, normed, kept.qkv_inner, qkv_grad)
         return grad if needs_input else None
 
     def _attend(self, qkv: Tensor, keep: bool) -> _Attended:
         config = self._config
-        q, k, v = turn_heads(
+        q, k, v = apply_rope(
             qkv, self._layer.head_norms, self._rotation, config.num_kv_heads, config.norm_eps
         )
         with torch.set_grad_enabled(keep):
@@ -189,7 +189,7 @@ class Block:
         grads = torch.autograd.grad(
             attended.output, attended.inputs, grad.view(attended.output.shape)
         )
-        return turn_heads_backward(
+        return apply_rope_backward(
             grads, kept.qkv, self._layer.head_norms, self._rotation, self._config.norm_eps
         )
 
@@ -200,13 +200,13 @@ class Block:
         if post_norm is None:
             return *self._linear(x, name, stream), None
         part, inner = self._linear(x, name)
-        return stream + norm(part, post_norm, self._config.norm_eps), inner, part
+        return stream + rms_norm(part, post_norm, self._config.norm_eps), inner, part
 
     def _leave(self, grad: Tensor, part: Tensor | None, post_norm: Tensor | None) -> Tensor:
         """The gradient for the product that was added, from that of the residual stream."""
         if part is None or post_norm is None:
             return grad
-        return norm_backward(grad, part, post_norm, self._config.norm_eps)[0]
+        return rms_norm_backward(grad, part, post_norm, self._config.norm_eps)[0]
 
     def _linear(self, x: Tensor, name: str, residual: Tensor | None = None) -> tuple[Tensor, Inner]:
         linear: Linear = getattr(self._layer, name)

@@ -23,7 +23,7 @@ from tinsmith.engine.local.model.blocks import Attention, Block, Layer
 from tinsmith.engine.local.model.families import DecoderConfig, read_config
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
-from tinsmith.engine.local.model.pointwise import rms_norm
+from tinsmith.engine.local.model.pointwise import differentiable_rms_norm
 from tinsmith.engine.local.model.rope import Rope
 from tinsmith.engine.stored_tensors import weight_files
 from tinsmith.errors import EngineError
@@ -113,7 +113,7 @@ class Decoder:
             rotation = rotations[self.config.layers[index].rope]
             block = Block(self.config, index, layer, rotation, attention, adapters)
             x = block.run(x, recompute=checkpoint_layers)
-        return rms_norm(x, self.final_norm, self.config.norm_eps)
+        return differentiable_rms_norm(x, self.final_norm, self.config.norm_eps)
 
     def raw_logits(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
         """Logits (M, V) as the product leaves them: in the model's dtype, not softcapped."""

@@ -116,7 +116,7 @@ class _Stack:
             del self.grads
 
 
-class _Group:
+class Group:
     """The runs of some rows whose adapters are in one stack."""
 
     def __init__(self, stack: _Stack, runs: Sequence[tuple[int, int, int]]) -> None:
@@ -149,18 +149,18 @@ class _Group:
             tables[key] = low_rank.divide_columns(place.offset, self.layout.rank, *shape, device)
         return tables[key]
 
-    def on_rows(self, runs: Sequence[tuple[int, int, int]]) -> _Group:
-        return _Group(self._stack, runs)
+    def on_rows(self, runs: Sequence[tuple[int, int, int]]) -> Group:
+        return Group(self._stack, runs)
 
 
-def _groups(adapters: AdapterSegments, key: _Key) -> list[_Group]:
+def _groups(adapters: AdapterSegments, key: _Key) -> list[Group]:
     """The groups whose adapters change this projection; worked out once for a batch."""
     if adapters.groups is None:
         adapters.groups = _all_groups(adapters)
     return [group for group in adapters.groups if key in group.layout.places]
 
 
-def _all_groups(adapters: AdapterSegments) -> list[_Group]:
+def _all_groups(adapters: AdapterSegments) -> list[Group]:
     root = adapters.root
     if adapters is not root and root.groups is None:
         root.groups = _all_groups(root)
@@ -177,7 +177,7 @@ def _all_groups(adapters: AdapterSegments) -> list[_Group]:
             layout, slot = slots[owner]
             runs.setdefault(layout, []).append((start, stop, slot))
     if adapters is not root:
-        of_root = {group.layout: group for group in root.groups}
+        of_root = {group.layout: group for group in root.groups or ()}
         return [of_root[layout].on_rows(own) for layout, own in runs.items()]
     stacks = {
         layout: _Stack(
@@ -186,4 +186,4 @@ def _all_groups(adapters: AdapterSegments) -> list[_Group]:
         )
         for layout, same in members.items()
     }
-    return [_Group(stacks[layout], own) for layout, own in runs.items()]
+    return [Group(stacks[layout], own) for layout, own in runs.items()]

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,10 @@ from torch import Tensor
 from tinsmith.engine.local.model.families import DecoderConfig, Projection
 from tinsmith.errors import EngineError
 from tinsmith.types import LoraConfig
+
+if TYPE_CHECKING:
+    from tinsmith.engine.local.kernels.low_rank import Columns
+    from tinsmith.engine.local.model.grouped_linear import Group
 
 ALPHA = 32
 """LoRA's alpha, whatever the rank: an update is scaled by ALPHA / rank."""
@@ -74,7 +78,7 @@ class Layout:
         if not offset:
             raise EngineError("an adapter must train at least one of attn, mlp and unembed")
         self.size = offset
-        self.tables: dict[tuple[int | None, str], Any] = {}
+        self.tables: dict[tuple[int | None, str], Columns] = {}
         """What `grouped_linear` worked out about each projection."""
 
     def views(self, flat: Tensor) -> dict[tuple[int | None, str], LowRank]:
@@ -177,10 +181,6 @@ class Adapter:
             self._views = {}
         return self._rounded
 
-    def is_finite(self) -> bool:
-        """Whether every weight is a finite number as the forward pass reads it."""
-        return bool(self.rounded().isfinite().all())
-
 
 class AdapterPool:
     """Makes the adapters of one base model, and knows those in use."""
@@ -274,26 +274,16 @@ class AdapterSegments:
         self.gradients = tuple(gradients) if gradients is not None else (None,) * len(self.runs)
         if len(self.gradients) != len(self.runs):
             raise ValueError("one gradient buffer or None is needed for each run")
-        adapters = [adapter for _, _, adapter in self.runs if adapter is not None]
-        self.may_bundle = len(adapters) > 1 and adapters[0].flat.is_cuda
-        """Whether `adapted_linear` may compute neighbouring runs as one; pays on CUDA."""
-
-        self.bundles: dict[tuple[Any, ...], Any] = {}
-        """What it worked out about them."""
-
         self.root = self
         """The segments of the whole batch, where these are of some of its rows."""
 
         self.owners: tuple[int, ...] = tuple(range(len(self.runs)))
         """For each run the one of `root` that it comes from."""
 
-        self.groups: Any = None
-        """What `grouped_linear` worked out."""
+        self._active: dict[tuple[int | None, str], list[ActiveRun]] = {}
 
-    def separate(self) -> None:
-        """From here on, let no product mix rows of different runs: some are not finite."""
-        self.may_bundle = False
-        self.bundles.clear()
+        self.groups: list[Group] | None = None
+        """What `grouped_linear` worked out."""
 
     @classmethod
     def whole(cls, num_rows: int, adapter: Adapter | None = None) -> AdapterSegments:
@@ -307,11 +297,13 @@ class AdapterSegments:
     def active(self, layer: int | None, name: str) -> list[ActiveRun]:
         """The runs whose adapter changes the projection."""
         key = (layer, name)
-        return [
-            (start, stop, adapter, gradient)
-            for (start, stop, adapter), gradient in zip(self.runs, self.gradients, strict=True)
-            if adapter is not None and key in adapter.layout.places
-        ]
+        if key not in self._active:
+            self._active[key] = [
+                (start, stop, adapter, gradient)
+                for (start, stop, adapter), gradient in zip(self.runs, self.gradients, strict=True)
+                if adapter is not None and key in adapter.layout.places
+            ]
+        return self._active[key]
 
     def gather(self, rows: Tensor | np.ndarray) -> AdapterSegments:
         """The segments of a smaller batch made of `rows` of this one, in that order."""

@@ -1,4 +1,4 @@
-"""What a block does between its products: norm, heads and gate, forward and backward, by hand.
+"""What a block does between its products: RMS norm, RoPE and SwiGLU, forward and backward, by hand.
 
 Left to autograd these would keep most of a block's activations. By hand they keep nothing: the
 backward pass is given the inputs again, and hands back the output too, where the gradients of
@@ -24,14 +24,14 @@ Rotation = tuple[Tensor, Tensor]
 """Cosines and sines (N, 1, D / 2)."""
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, in x's dtype.
 
     A weight in another dtype than x, as Gemma's float32 beside half precision, widens the
     computation to it.
     """
     if x.ndim == 2 and kernels.are_usable(x):
-        return kernels.module("pointwise").norm(x, weight, eps)
+        return kernels.module("pointwise").rms_norm(x, weight, eps)
     if x.dtype != weight.dtype:
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
     if x.dtype != torch.float32 or x.is_cuda:
@@ -40,12 +40,12 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * _inverse(x, eps)).mul_(weight)
 
 
-def norm_backward(
+def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The gradient for x, with `residual_grad` added; and the norm's output once more."""
     if x.ndim == 2 and kernels.are_usable(x):
-        return kernels.module("pointwise").norm_backward(
+        return kernels.module("pointwise").rms_norm_backward(
             grad.contiguous(), x, weight, eps, residual_grad
         )
     dtype = x.dtype
@@ -59,19 +59,19 @@ def norm_backward(
     return grad_x.to(dtype), unit.mul_(weight).to(dtype)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`norm` of x (N, d) as autograd sees it; the weight is frozen."""
+def differentiable_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of x (N, d) as autograd sees it; the weight is frozen."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _RmsNorm.apply(x, weight, eps)
-    return norm(x, weight, eps)
+    return rms_norm(x, weight, eps)
 
 
-def turn_heads(
+def apply_rope(
     qkv: Tensor, norms: Norms | None, rotation: Rotation, num_kv_heads: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q (N, H, D), k and v (N, K, D) from qkv (N, (H + 2K) · D).
 
-    Queries and keys are normed where the model has norms for them, and turned: each pair
+    Queries and keys are normalized where the model has norms for them, and rotated: each pair
     (i, i + D/2) by its angle.
     """
     head_dim = 2 * rotation[0].shape[-1]
@@ -80,17 +80,21 @@ def turn_heads(
     q_and_k, v = by_head.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
     if kernels.are_usable(qkv):
         fused = kernels.module("pointwise")
-        turned = fused.turn_heads(qkv, norms, rotation, num_heads, num_kv_heads, eps)
-        q, k = turned.split((num_heads, num_kv_heads), dim=1)
+        rotated = fused.apply_rope(qkv, norms, rotation, num_heads, num_kv_heads, eps)
+        q, k = rotated.split((num_heads, num_kv_heads), dim=1)
         return q, k, v
     if norms is None:
-        q, k = _turn(q_and_k, rotation).split((num_heads, num_kv_heads), dim=1)
+        q, k = _rotate(q_and_k, rotation).split((num_heads, num_kv_heads), dim=1)
         return q, k, v
     q, k = q_and_k.split((num_heads, num_kv_heads), dim=1)
-    return _turn(norm(q, norms[0], eps), rotation), _turn(norm(k, norms[1], eps), rotation), v
+    return (
+        _rotate(rms_norm(q, norms[0], eps), rotation),
+        _rotate(rms_norm(k, norms[1], eps), rotation),
+        v,
+    )
 
 
-def turn_heads_backward(
+def apply_rope_backward(
     grads: tuple[Tensor, Tensor, Tensor],
     qkv: Tensor,
     norms: Norms | None,
@@ -99,34 +103,34 @@ def turn_heads_backward(
 ) -> Tensor:
     """The gradient for qkv, from those for q, k and v; without norms `qkv` gives the shape only."""
     if kernels.are_usable(qkv):
-        return kernels.module("pointwise").turn_heads_backward(grads, qkv, norms, rotation, eps)
+        return kernels.module("pointwise").apply_rope_backward(grads, qkv, norms, rotation, eps)
     cos, sin = rotation
     back = (cos, -sin)
     grad = torch.empty_like(qkv).view(len(qkv), -1, 2 * cos.shape[-1])
     sizes = [part.shape[1] for part in grads]
     grad_q, grad_k, grad_v = grad.split(sizes, dim=1)
-    _turn(grads[0], back, grad_q)
-    _turn(grads[1], back, grad_k)
+    _rotate(grads[0], back, grad_q)
+    _rotate(grads[1], back, grad_k)
     grad_v.copy_(grads[2])
     if norms is not None:
         q, k, _ = qkv.view(grad.shape).split(sizes, dim=1)
-        grad_q.copy_(norm_backward(grad_q, q, norms[0], eps)[0])
-        grad_k.copy_(norm_backward(grad_k, k, norms[1], eps)[0])
+        grad_q.copy_(rms_norm_backward(grad_q, q, norms[0], eps)[0])
+        grad_k.copy_(rms_norm_backward(grad_k, k, norms[1], eps)[0])
     return grad.view(qkv.shape)
 
 
-def gate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """activation(left half) · right half of gate_up (N, 2I)."""
+def swiglu(gate_up: Tensor, activation: Activation) -> Tensor:
+    """activation(left half) · right half of gate_up (N, 2I); with gelu this is GeGLU."""
     if kernels.are_usable(gate_up):
-        return kernels.module("pointwise").gate(gate_up, activation == "silu")
+        return kernels.module("pointwise").swiglu(gate_up, activation == "silu")
     left, right = gate_up.chunk(2, dim=-1)
     return _activate(left, activation).mul_(right)
 
 
-def gate_backward(grad: Tensor, gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """The gradient for gate_up (N, 2I); and the gate's output once more."""
+def swiglu_backward(grad: Tensor, gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """The gradient for gate_up (N, 2I); and the output once more."""
     if kernels.are_usable(gate_up):
-        return kernels.module("pointwise").gate_backward(grad, gate_up, activation == "silu")
+        return kernels.module("pointwise").swiglu_backward(grad, gate_up, activation == "silu")
     left, right = gate_up.chunk(2, dim=-1)
     active = _activate(left, activation)
     grad_in = torch.empty_like(gate_up)
@@ -142,12 +146,12 @@ class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]  # torch is unann
     def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return norm(x, weight, eps)
+        return rms_norm(x, weight, eps)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
-        return norm_backward(grad, x, weight, ctx.eps)[0], None, None
+        return rms_norm_backward(grad, x, weight, ctx.eps)[0], None, None
 
 
 def _inverse(x: Tensor, eps: float) -> Tensor:
@@ -155,8 +159,8 @@ def _inverse(x: Tensor, eps: float) -> Tensor:
     return squares.div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
-def _turn(x: Tensor, rotation: Rotation, out: Tensor | None = None) -> Tensor:
-    """Each pair (i, i + D/2) of the last dimension of x (N, heads, D) turned by its angle."""
+def _rotate(x: Tensor, rotation: Rotation, out: Tensor | None = None) -> Tensor:
+    """Each pair (i, i + D/2) of the last dimension of x (N, heads, D) rotated by its angle."""
     cos, sin = rotation
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     left, right = x.chunk(2, dim=-1)
@@ -171,7 +175,7 @@ def _activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def _activate_backward_(grad: Tensor, x: Tensor, activation: Activation) -> None:
-    """In place: the gradient for x from that of what it was turned into."""
+    """In place: the gradient for x from that of its activation."""
     if activation == "silu":
         torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=grad)
     else:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tinsmith.engine.local.kernels.decode_attention import Heads, attend, prepare
 from tinsmith.engine.local.kernels.decode_lora import TILE_ROWS, TiledAdapters
-from tinsmith.engine.local.kernels.decode_pointwise import add_norm, gate
+from tinsmith.engine.local.kernels.decode_pointwise import add_rms_norm, swiglu
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import Adapter
@@ -165,7 +165,7 @@ class DecodeStep:
         for index, layer in enumerate(decoder.layers):
             spec = config.layers[index]
             assert spec.rope is not None, "our own decoder rotates"
-            z = add_norm(x, y, layer.input_norm, config.norm_eps)
+            z = add_rms_norm(x, y, layer.input_norm, config.norm_eps)
             z = self._product(z, layer.qkv, index, "qkv", shape)
             rotation = rotations[spec.rope]
             prepare(z, places, rotation, layer.head_norms, config.norm_eps, index, self._heads)
@@ -173,12 +173,12 @@ class DecodeStep:
             y = self._product(z, layer.o, index, "o", shape)
             if layer.post_attention_norm is not None:
                 y = rms_norm(y, layer.post_attention_norm, config.norm_eps)
-            z = add_norm(x, y, layer.mlp_norm, config.norm_eps)
-            z = gate(self._product(z, layer.gate_up, index, "gate_up", shape), config.activation)
+            z = add_rms_norm(x, y, layer.mlp_norm, config.norm_eps)
+            z = swiglu(self._product(z, layer.gate_up, index, "gate_up", shape), config.activation)
             y = self._product(z, layer.down, index, "down", shape)
             if layer.post_mlp_norm is not None:
                 y = rms_norm(y, layer.post_mlp_norm, config.norm_eps)
-        z = add_norm(x, y, decoder.final_norm, config.norm_eps)
+        z = add_rms_norm(x, y, decoder.final_norm, config.norm_eps)
         logits = self._product(z, decoder.head, None, "lm_head", shape).float()
         if config.final_softcap is not None:
             logits = torch.tanh(logits / config.final_softcap) * config.final_softcap

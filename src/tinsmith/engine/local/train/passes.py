@@ -296,8 +296,6 @@ def _run_batch(
         )
     with torch.no_grad():
         hidden_grad = _score(items, progress, hidden.detach(), decoder, adapters, limits)
-    if any(progress[item.pass_index].failure for item in items):
-        adapters.separate()
     if hidden.requires_grad:
         hidden.backward(hidden_grad)
         finish_gradients(adapters)
