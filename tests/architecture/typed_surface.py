@@ -13,6 +13,7 @@ import torch
 import tinsmith
 from tinsmith import types
 from tinsmith.client.calls.custom_loss import LossHandle
+from tinsmith.client.connection.loop import AwaitableFuture
 from tinsmith.client.connection.stats import ClassStats
 from tinsmith.client.paging import Pages
 from tinsmith.client.results.streaming import SampleStream, StreamedTokens
@@ -105,12 +106,12 @@ async def training_client_async(training: tinsmith.TrainingClient) -> None:
 def sampling_client(sampler: tinsmith.SamplingClient) -> None:
     prompt, params = tinsmith.ModelInput.from_ints([1]), tinsmith.SamplingParams(max_tokens=2)
     sampled = sampler.sample(prompt, num_samples=2, sampling_params=params)
-    assert_type(sampled, Future[tinsmith.SampleResponse])
+    assert_type(sampled, AwaitableFuture[tinsmith.SampleResponse])
     sequence = sampled.result().sequences[0]
     assert_type(sequence.tokens, list[int])
     assert_type(sequence.logprobs, list[float] | None)
     assert_type(sequence.stop_reason, tinsmith.StopReason)
-    assert_type(sampler.compute_logprobs(prompt), Future[list[float | None]])
+    assert_type(sampler.compute_logprobs(prompt), AwaitableFuture[list[float | None]])
     assert_type(sampler.stream(prompt, params), SampleStream)
     for piece in sampler.stream(prompt, params):
         assert_type(piece, StreamedTokens)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import sqlalchemy as sa
 
-from tinsmith.cli import storage
+from tinsmith.cli.server import storage
 from tinsmith.server.config import ServerConfig, build_config
 from tinsmith.server.data_folder import DataFolder, ForeignStoreError
 from tinsmith.server.serving import claim_store, open_store

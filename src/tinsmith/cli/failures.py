@@ -1,4 +1,4 @@
-"""From an error to one sentence on the error stream and an exit code; never a traceback.
+"""Errors as one sentence on the error stream and an exit code; never a traceback.
 
 The sentences for what a service refuses have the words of the official command, because scripts
 read them.

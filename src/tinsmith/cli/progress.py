@@ -109,5 +109,5 @@ def _live(name: str, total: float | None) -> Iterator[Stage]:
 
 
 def _share(done: float, total: float) -> str:
-    """Of a number of things how many; of one thing how much."""
+    """The part that is done: a count of several things, a share of one."""
     return f"{done:.0%}" if total == 1.0 else f"{done:g}/{total:g}"

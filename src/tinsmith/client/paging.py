@@ -1,4 +1,4 @@
-"""Going through a list that the service hands out in pages, without thinking of pages."""
+"""Lists that the service hands out in pages, as one loop."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Recovery:
         return True
 
     def _session_ended(self, error: BaseException) -> bool:
-        """In a session that is over everything is refused, as if it were the user's mistake."""
+        """In a session that is over, every request is refused as if the user had made a mistake."""
         try:
             return isinstance(error, APIStatusError) and self.service.session_has_ended()
         except TinkerError:

@@ -115,7 +115,7 @@ class ServiceClient:
     def close(
         self, status: FinishStatus, detail: str | None = None
     ) -> AwaitableConcurrentFuture[None]:
-        """Finish the session and let go of everything; a second time does nothing.
+        """Finish the session and release everything; a second time does nothing.
 
         The clients made by this one cannot be used afterwards.
         """

@@ -1,9 +1,9 @@
 """One HTTP request: the only module that names the HTTP library.
 
 Each connection class has HTTP clients of its own ("lanes"). Over TLS the server may choose HTTP/2,
-where a lane is one connection with many streams: a lane then takes a limited number of requests at
-a time and further ones open another. Training requests use HTTP/1.1, so that each is alone on its
-connection and a long upload delays nobody.
+where a lane is one socket with many streams: a lane then takes a limited number of requests at a
+time and further ones open another. Training requests use HTTP/1.1, so that each has a socket to
+itself and a long upload delays nobody.
 """
 
 from __future__ import annotations

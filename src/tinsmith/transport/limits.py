@@ -1,6 +1,6 @@
 """What holds requests back before they are sent: counts, bytes, back-pressure, billing.
 
-All of it lives on the I/O loop and is shared by every client of one service client.
+All of it runs on the I/O loop and is shared by every client of one service client.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ THROTTLED_BYTES_FACTOR = 20
 
 
 class ByteBudget:
-    """So many bytes at once. A request is let in while the balance is not negative, so that one
-    larger than the whole budget still goes, alone."""
+    """Limits the bytes in flight. A request is let in while the balance is not negative, so one
+    that is larger than the whole budget still goes, alone."""
 
     def __init__(self, max_bytes: int) -> None:
         self._balance = max_bytes
@@ -44,29 +44,29 @@ class ByteBudget:
 
     async def _admit(self) -> None:
         while self._balance < 0:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
+            place = asyncio.get_running_loop().create_future()
+            self._waiting.append(place)
             try:
-                await turn
+                await place
             except asyncio.CancelledError:
-                # The turn may have been given to us just before: pass it on.
-                if turn.done() and not turn.cancelled():
+                # We may have been let in just before: wake the next.
+                if place.done() and not place.cancelled():
                     self._wake()
                 raise
             finally:
                 with contextlib.suppress(ValueError):
-                    self._waiting.remove(turn)
+                    self._waiting.remove(place)
 
     def _wake(self) -> None:
         if self._balance >= 0:
-            for turn in self._waiting:
-                if not turn.done():
-                    turn.set_result(None)
+            for place in self._waiting:
+                if not place.done():
+                    place.set_result(None)
 
 
 class SampleGate:
-    """How sampling requests leave: at most so many and so many bytes at once, none while the
-    server asked for a pause, and few for a while after one."""
+    """Limits sampling requests: their number and bytes in flight. None leaves while the server
+    wants a pause, and few do for a while after one."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ its limits as a `RetryPolicy`. What is worth another attempt:
     x-should-retry: true / false                                  as it says, whatever the status
     no answer (connection refused, reset, cut off, timed out)     yes
     408, 409, 429, 5xx                                            yes
-    400 without a body (a proxy's doing, not the service's)       a few times, on a new connection
+    400 without a body (a proxy's doing, not the service's)       a few times, on a new socket
     402                                                           pauses, see `limits.BillingPause`
     everything else                                               no
 
@@ -198,7 +198,7 @@ class Clock(Protocol):
 
 
 class MonotonicClock:
-    """Not the time of day, which may jump."""
+    """Never jumps, unlike the time of day."""
 
     def now(self) -> float:
         return time.monotonic()

@@ -1,4 +1,4 @@
-"""`tinsmith billing`: what was used. A server of one's own counts tokens and bytes, not money."""
+"""`tinsmith billing`: what was used. Your own server counts tokens and bytes, not money."""
 
 from __future__ import annotations
 

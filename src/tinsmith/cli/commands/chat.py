@@ -30,7 +30,8 @@ def command(
 ) -> None:
     """Talk to MODEL, a base model's name or a tinker:// path of sampler weights.
 
-    Lines from a pipe are turns of one conversation. With --json each turn is one line of JSON.
+    Lines from a pipe are messages of one conversation. With --json each message and its reply are
+    one line of JSON.
     """
     import json
 
@@ -47,7 +48,7 @@ def command(
         if is_live:
             click.echo(f"Talking to {model}. {_HELP}", err=True)
         messages = _beginning(system)
-        for line in _turns(is_live):
+        for line in _lines(is_live):
             word, _, rest = line.partition(" ")
             if word in ("/exit", "/quit"):
                 return
@@ -76,7 +77,7 @@ def _beginning(system: str | None) -> list[Message]:
     return [] if system is None else [{"role": "system", "content": system}]
 
 
-def _turns(is_live: bool) -> Iterator[str]:
+def _lines(is_live: bool) -> Iterator[str]:
     while True:
         try:
             line = input("\n> " if is_live else "").strip()

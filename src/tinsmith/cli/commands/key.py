@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinsmith.cli.failures import CommandError
-from tinsmith.cli.local_server import config_of, which_server
 from tinsmith.cli.output import Output, Table, time_text, with_output
+from tinsmith.cli.server.local_server import config_of, which_server
 
 if TYPE_CHECKING:
     from tinsmith.server.store.records import KeyRecord
@@ -36,7 +36,7 @@ def command() -> None:
 def create(
     output: Output, /, name: str, owner: str, note: str, ttl: int | None, **where: Any
 ) -> None:
-    """Create a key and print it. It is stored as a hash: this is the one time it is shown."""
+    """Create a key and print it. It is stored as a hash: it is shown this once."""
     from tinsmith.cli.server import keyring
 
     key, record = keyring.create(config_of(**where), owner, name, note, ttl)

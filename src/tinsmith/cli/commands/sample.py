@@ -18,7 +18,7 @@ from tinsmith.cli.sampling.options import params, sampler, with_sampling_options
     "--file", "file", type=click.File("r"), help="The prompt is in this file; - is stdin."
 )
 @click.option("-n", "num_samples", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--chat", "is_chat", is_flag=True, help="The prompt is a user's turn of a chat.")
+@click.option("--chat", "is_chat", is_flag=True, help="The prompt is a user's message in a chat.")
 @click.option("--system", help="With --chat: the system prompt.")
 @click.option("--seed", type=int, help="The same seed gives the same samples.")
 @click.option("--stop", multiple=True, help="Stop at this text; repeatable.")

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from tinsmith.cli.local_server import config_of, which_server
 from tinsmith.cli.output import Output, Table, size_text, time_text, with_output
+from tinsmith.cli.server.local_server import config_of, which_server
 
 
 @click.group("storage")
@@ -21,7 +21,7 @@ def command() -> None:
 @with_output
 def show(output: Output, /, **where: Any) -> None:
     """Show what takes room, and whose it is."""
-    from tinsmith.cli import storage
+    from tinsmith.cli.server import storage
 
     rooms = storage.room(config_of(**where))
     output.show(
@@ -44,7 +44,7 @@ def show(output: Output, /, **where: Any) -> None:
 @with_output
 def trash(output: Output, /, empty: bool, **where: Any) -> None:
     """List deleted checkpoints, and files that the store did not know."""
-    from tinsmith.cli import storage
+    from tinsmith.cli.server import storage
 
     config = config_of(**where)
     if empty:
@@ -88,7 +88,7 @@ def trash(output: Output, /, empty: bool, **where: Any) -> None:
 @with_output
 def restore(output: Output, /, entry_id: str, **where: Any) -> None:
     """Bring back a checkpoint from the trash, under the name it had."""
-    from tinsmith.cli import storage
+    from tinsmith.cli.server import storage
 
     name = storage.restore(config_of(**where), entry_id)
     if output.is_json:
@@ -106,7 +106,7 @@ def adopt(output: Output, /, is_sure: bool, **where: Any) -> None:
 
     Deletes nothing: what the database does not know goes to the trash at the next start.
     """
-    from tinsmith.cli import storage
+    from tinsmith.cli.server import storage
 
     config = config_of(**where)
     if not is_sure:

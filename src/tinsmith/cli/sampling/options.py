@@ -53,7 +53,7 @@ def params(
 
 
 def sampler(service: ServiceClient, model: str) -> SamplingClient:
-    """For a base model's name or a `tinker://` path."""
+    """A sampling client for a base model's name or a `tinker://` path."""
     if model.startswith("tinker://"):
         return service.create_sampling_client(model_path=model)
     return service.create_sampling_client(base_model=model)

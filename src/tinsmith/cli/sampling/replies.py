@@ -1,4 +1,4 @@
-"""The assistant's next turn, as text that comes while it is made.
+"""The assistant's next message, as text that comes while it is made.
 
 Our server sends tokens as they are decoded. The hosted service answers with whole samples only, so
 it is asked for a few tokens at a time, each time with what came before: that draws the same text

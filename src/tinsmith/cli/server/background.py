@@ -1,4 +1,4 @@
-"""A server of one's own for a while: `tinsmith serve` as a child process on a loopback port."""
+"""A temporary server: `tinsmith serve` as a child process on a loopback port."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BackgroundServer:
 def serving(
     data_dir: Path, *, port: int = 0, options: Sequence[str] = ()
 ) -> Iterator[BackgroundServer]:
-    """A server that is ready when the block begins, and gone when it ends however it ends."""
+    """A server that is ready when the block begins, and stopped however the block ends."""
     command = [sys.executable, "-m", "tinsmith.cli", "serve", "--data-dir", str(data_dir)]
     command += ["--host", "127.0.0.1", "--port", str(port), *options]
     with tempfile.TemporaryFile("w+") as log, _ended_as_interrupted():
@@ -115,7 +115,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def _ended_as_interrupted() -> Iterator[None]:
-    """Being told to end must run the clean-up, or the child would live on."""
+    """SIGTERM must run the clean-up, or the child would live on."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

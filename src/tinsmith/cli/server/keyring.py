@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from tinsmith.cli.local_server import with_store
+from tinsmith.cli.server.local_server import with_store
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.edge import auth
 from tinsmith.server.store.records import KeyRecord

@@ -51,7 +51,7 @@ def chat_example(
         after = _render(tokenizer, messages[: number + 1], is_open=False)
         if not (before.startswith(done) and after.startswith(before)):
             raise TinkerError(
-                "the model's chat template changes earlier turns as a conversation grows; "
+                "the model's chat template changes earlier messages as a conversation grows; "
                 "train on conversations with a single reply"
             )
         for text, weight in ((before[len(done) :], 0.0), (after[len(before) :], 1.0)):

@@ -1,4 +1,4 @@
-"""Cutting a call's data into runs that each fit one request."""
+"""Cutting a call's data into chunks that each fit one request."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tinsmith.types import Datum
 
 
 def split(data: Sequence[Datum], *, max_items: int, max_bytes: int) -> Iterator[list[Datum]]:
-    """Yield consecutive runs of `data` that each fit one request.
+    """Yield consecutive chunks of `data` that each fit one request.
 
-    A datum above `max_bytes` still gets a run of its own: whether it is too
+    A datum above `max_bytes` still gets a chunk of its own: whether it is too
     large is for the server to say, and its answer names the limit.
     """
     run: list[Datum] = []

@@ -1,7 +1,8 @@
-"""Joining the outputs of a call's runs as if it had been one request.
+"""Joining the outputs of a call's chunks as if it had been one request.
 
 A metric's name says how its values combine: `loss:sum`, `entropy:mean`, … Means are weighted by
-how many examples each run had. Metrics that a run lacks, or whose rule is not known, are left out.
+how many examples each chunk had. Metrics that a chunk lacks, or whose rule is not known, are left
+out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A pass over data: cut into runs, each run posted in its turn, the outputs fetched and joined."""
+"""A pass over data: cut into chunks, each posted in its turn, the outputs fetched and joined."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PassFuture(AwaitableConcurrentFuture[ForwardBackwardOutput]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _Chunk:
     """The part of a pass that is one request."""
 
     seq_id: int
@@ -96,7 +96,7 @@ class Passes:
         inputs = [ForwardBackwardInput(each, loss_fn, loss_fn_config) for each in cut]
         ids = self._turns.reserve(len(cut))
         runs = [
-            _Run(seq_id, each, AwaitableConcurrentFuture(Future()))
+            _Chunk(seq_id, each, AwaitableConcurrentFuture(Future()))
             for seq_id, each in zip(ids, inputs, strict=True)
         ]
         future = self._connection.submit(self._run, runs, forward_only).future()
@@ -105,7 +105,7 @@ class Passes:
         future.add_done_callback(lambda done: _settle_parts(done, parts))
         return PassFuture(future, parts)
 
-    async def _run(self, runs: list[_Run], forward_only: bool) -> ForwardBackwardOutput:
+    async def _run(self, runs: list[_Chunk], forward_only: bool) -> ForwardBackwardOutput:
         with self._connection.spans.span(
             "forward" if forward_only else "forward_backward",
             model_id=self._model_id,
@@ -117,7 +117,7 @@ class Passes:
             promises = await self._post_all(runs, forward_only)
             kind = pass_kind(forward_only=forward_only)
 
-            async def fetch(promise: UntypedAPIFuture, run: _Run) -> ForwardBackwardOutput:
+            async def fetch(promise: UntypedAPIFuture, run: _Chunk) -> ForwardBackwardOutput:
                 output = await retrieve(
                     self._connection,
                     promise,
@@ -131,7 +131,7 @@ class Passes:
             outputs = await asyncio.gather(*map(fetch, promises, runs))
             return combine(outputs)
 
-    async def _post_all(self, runs: list[_Run], forward_only: bool) -> list[UntypedAPIFuture]:
+    async def _post_all(self, runs: list[_Chunk], forward_only: bool) -> list[UntypedAPIFuture]:
         first, *rest = runs
         if not self._connection.get_client_config().parallel_fwdbwd_chunks:
             posted = (self._post(run, forward_only) for run in runs)
@@ -152,7 +152,7 @@ class Passes:
         return promises + [each for each in later if isinstance(each, UntypedAPIFuture)]
 
     async def _post(
-        self, run: _Run, forward_only: bool, *, after: int | None = None
+        self, run: _Chunk, forward_only: bool, *, after: int | None = None
     ) -> UntypedAPIFuture:
         cls = ForwardRequest if forward_only else ForwardBackwardRequest
         num_bytes = sum(datum.nbytes for datum in run.inputs.data)

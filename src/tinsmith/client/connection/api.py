@@ -79,7 +79,7 @@ class Api:
     async def send(
         self, endpoint: Endpoint[Req, Any], message: Req | bytes, **options: Unpack[Options]
     ) -> Response:
-        """Like `call`, for who reads the answer himself or needs none."""
+        """Like `call`, for callers that read the answer themselves or need none."""
         request = self._request(endpoint, message, **options)
         with self.stats.watch(endpoint.connection):
             response = await self._transport.send(request)

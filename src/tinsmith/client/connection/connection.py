@@ -73,7 +73,7 @@ class ExistingSession:
 
 
 class Connection:
-    """Opened by the first call that needs it; `submit` and the counters are for any thread.
+    """Opens with the first call that needs it. Any thread may call `submit` and the counters.
 
     Without a session (`session=None`) it serves the REST calls alone.
     """
@@ -273,7 +273,7 @@ class Connection:
         task.add_done_callback(self._tasks.discard)
 
     def cancel_sample(self, request_id: str) -> None:
-        """Nobody waits for this sample any more."""
+        """Tell the service that nobody waits for this sample any more."""
         self._cancellations.add(request_id)
 
     # --- what clients ask ---------------------------------------------------------------------
@@ -288,7 +288,7 @@ class Connection:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the service was heard to say that the session is over."""
+        """Whether the service has said that the session is over."""
         return self._session_end.is_set()
 
     async def check_session(self) -> bool:

@@ -29,7 +29,7 @@ SETTLE_SECONDS = 0.02
 
 
 class IoThread:
-    """Started by the first who needs it, whichever thread that is; ends with the process."""
+    """Starts when first needed, from any thread; ends with the process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -73,8 +73,8 @@ class IoThread:
                 logger.exception("The I/O loop was interrupted and goes on.")
 
     def _end(self) -> None:
-        """Let go of every request before the interpreter does: the HTTP library's threads must
-        find nothing left to tell to a Python that is gone."""
+        """End every request before the interpreter ends: the HTTP library's threads must not call
+        into a Python that is gone."""
         if self._loop is None or self._process != os.getpid():
             return
         with contextlib.suppress(Exception):

@@ -35,7 +35,7 @@ CANCEL_TIMEOUT_SECONDS = 30.0
 async def heartbeat(
     api: Api, session_id: str, period_seconds: float, ended: threading.Event
 ) -> None:
-    """Until the service says that the session has ended (410), which `ended` then tells."""
+    """Send heartbeats until the service says that the session has ended (410); then set `ended`."""
     last_success = time.monotonic()
     while True:
         await asyncio.sleep(period_seconds)
@@ -75,7 +75,7 @@ async def is_alive(api: Api, session_id: str) -> bool:
 
 
 class Switches:
-    """The service's changing settings, as last heard."""
+    """The service's changing settings, as of the last refresh."""
 
     def __init__(self, current: ClientDynamicConfigResponse) -> None:
         self.current = current

@@ -19,7 +19,7 @@ _KEPT = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassStats:
-    """Of one connection class. Latencies are of the last requests, in seconds."""
+    """Counters of one connection class; latencies of its last requests, in seconds."""
 
     requests: int
     failures: int

@@ -49,7 +49,7 @@ CLOSE_SECONDS = 2.0
 
 
 class Telemetry:
-    """One per connection. `log` and its kin may be called from any thread."""
+    """One per connection. The `log` methods may be called from any thread."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Fetching the result that was promised: ask, be held, ask again, until it is there.
+"""Fetching a promised result: long-poll the service until it is there.
 
 A request that was accepted ends in one of three ways: a result, a failure that the service reports
-(`RequestFailedError`), or a promise that the service no longer knows (`RetryableException`).
+(`RequestFailedError`), or a result that the service no longer has (`RetryableException`).
 Everything in between (not yet, connections that break, a service that restarts) is waited out.
 """
 
@@ -101,7 +101,7 @@ async def retrieve(
 ) -> T:
     """The result of an accepted request.
 
-    `roundtrip_seconds` is how long accepting took, which the service likes to know. With a
+    `roundtrip_seconds` is how long accepting took; the service is told. With a
     `poller`, nothing is asked before that has seen the request finish.
     """
     asking = _Asking(connection, promise, kind.request_type, roundtrip_seconds)
@@ -132,7 +132,7 @@ async def retrieve(
 
 
 class _Asking:
-    """Asking for one result, again and again."""
+    """The polls for one result."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class _Asking:
         self._allow_metadata_only = False
 
     async def pause_unless_held(self, seconds: float) -> None:
-        """A service holds a request until there is news. One that does not is asked ever slower."""
+        """A service holds a poll until there is news. One that does not is asked less often."""
         self._unheld = self._unheld + 1 if seconds < _UNHELD_SECONDS else 0
         if self._unheld:
             await asyncio.sleep(min(0.01 * 2.0 ** min(self._unheld, 10), 1.0))

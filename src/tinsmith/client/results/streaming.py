@@ -43,7 +43,7 @@ class StreamedTokens(Message):
 
 
 class SampleStream:
-    """For a plain or an async loop; leaving the loop cancels the sample.
+    """A sample as a loop, plain or async; leaving the loop cancels the sample.
 
         for piece in sampling.stream(prompt, params): print(piece.tokens)
 
@@ -110,7 +110,7 @@ class _Reader:
         return piece
 
     async def close(self) -> None:
-        """Also while a piece is awaited: who was interrupted (Ctrl-C) does not want it any more."""
+        """Stop, also while a piece is awaited (Ctrl-C): nobody wants it any more."""
         if self._waiting is not None and not self._waiting.done():
             self._waiting.cancel()
             await asyncio.wait([self._waiting])

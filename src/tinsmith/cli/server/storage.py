@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinsmith import disk
-from tinsmith.cli.local_server import with_store
+from tinsmith.cli.server.local_server import with_store
 from tinsmith.errors import ValidationError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.data_folder import DataFolder
