@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,100 +11,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.sampling_reference import (
+    CPU,
+    DETERMINISTIC,
+    TOLERANCE,
+    answer,
+    answers,
+    assert_trainer_agrees,
+    finish,
+    job_of,
+    tokens_in,
+    tokens_of,
+    trainer_logits,
+    trainer_logprobs,
+)
 from tinsmith.engine.base import Failure, SampleEvent, SampleJob, TokensSampled
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.lora import Adapter, AdapterSegments
+from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.detokenizer import detokenizer
 from tinsmith.engine.local.sample.generation import Generator
-from tinsmith.types import EncodedTextChunk, ModelInput, SampleResponse, SamplingParams, TensorData
-
-CPU = LocalEngineConfig(device="cpu")
-DETERMINISTIC = LocalEngineConfig(device="cpu", deterministic=True)
-TOLERANCE = 1e-5
-"""Mean absolute difference of log-probabilities in float32 that the design allows."""
-
-
-def tokens_of(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 97, length).tolist()
-
-
-def job_of(job_id: str, prompt: list[int], **fields: Any) -> SampleJob:
-    names = SamplingParams.__annotations__
-    params = {name: fields.pop(name) for name in list(fields) if name in names}
-    return SampleJob(
-        job_id=job_id,
-        base_model="tiny",
-        sampler_id=None,
-        prompt=ModelInput.from_ints(prompt),
-        params=SamplingParams(**{"stop": [], "max_tokens": 8, **params}),
-        **fields,
-    )
-
-
-def finish(generator: Generator) -> dict[str, list[SampleEvent]]:
-    """Step until nothing is left to do; every job's events."""
-    events: dict[str, list[SampleEvent]] = {}
-    while generator.busy:
-        for job_id, event in generator.step():
-            events.setdefault(job_id, []).append(event)
-    return events
-
-
-def answers(
-    generator: Generator, jobs: Iterable[tuple[SampleJob, Adapter | None]]
-) -> dict[str, SampleResponse]:
-    for job, adapter in jobs:
-        generator.submit(job, adapter)
-    found: dict[str, SampleResponse] = {}
-    for job_id, events in finish(generator).items():
-        (response,) = events
-        assert isinstance(response, SampleResponse), response
-        found[job_id] = response
-    return found
-
-
-def answer(generator: Generator, job: SampleJob, adapter: Adapter | None = None) -> SampleResponse:
-    return answers(generator, [(job, adapter)])[job.job_id]
-
-
-def tokens_in(response: SampleResponse) -> list[list[int]]:
-    return [sequence.tokens for sequence in response.sequences]
-
-
-def trainer_logits(decoder: Decoder, tokens: list[int], adapter: Adapter | None = None) -> Tensor:
-    """(T, V): what the forward pass of training gives for one sequence."""
-    count = len(tokens)
-    segments = AdapterSegments.whole(count, adapter)
-    attention = PackedAttention(decoder.config, [count])
-    with torch.no_grad():
-        ids = torch.tensor(tokens, device=decoder.device)
-        positions = torch.arange(count, device=decoder.device)
-        return decoder.unembed(decoder.hidden(ids, positions, attention, segments), segments)
-
-
-def trainer_logprobs(
-    decoder: Decoder, tokens: list[int], adapter: Adapter | None = None, temperature: float = 1.0
-) -> np.ndarray:
-    """(T - 1,): the log-probability of each token after the first."""
-    logits = trainer_logits(decoder, tokens, adapter)[:-1] / temperature
-    targets = torch.tensor(tokens[1:], device=logits.device)[:, None]
-    return torch.log_softmax(logits, -1).gather(1, targets)[:, 0].cpu().numpy()
-
-
-def assert_trainer_agrees(
-    decoder: Decoder,
-    prompt: list[int],
-    response: SampleResponse,
-    adapter: Adapter | None = None,
-    temperature: float = 1.0,
-    tolerance: float = TOLERANCE,
-) -> None:
-    for sequence in response.sequences:
-        wanted = trainer_logprobs(decoder, prompt + sequence.tokens, adapter, temperature)
-        difference = np.abs(wanted[len(prompt) - 1 :] - sequence.logprobs_np)
-        assert difference.mean() <= tolerance
+from tinsmith.types import EncodedTextChunk, ModelInput, SampleResponse, TensorData
 
 
 @pytest.fixture
@@ -771,61 +698,3 @@ def test_sampler_and_trainer_agree_on_the_real_model(real_model_folder: Path, pa
     job = job_of("a", prompt, max_tokens=24, num_samples=2, seed=1)
     response = answer(Generator(decoder, CPU, prefill_tokens=17), job)
     assert_trainer_agrees(decoder, prompt, response)
-
-
-@pytest.mark.gpu
-def test_in_bfloat16_the_sampler_is_as_close_to_float32_as_the_trainer(
-    cuda: torch.device, variant: str, model_folder: Callable[[str], Path]
-) -> None:
-    """These tiny models are hot: rounding alone moves log-probabilities by up to 0.04."""
-    exact = Decoder.load(model_folder(variant), device=cuda)
-    decoder = Decoder.load(model_folder(variant), device=cuda, dtype=torch.bfloat16)
-    generator = Generator(decoder, LocalEngineConfig(device="cuda"), prefill_tokens=9)
-    prompt = tokens_of(21)
-    jobs = [
-        (job_of("one", prompt, max_tokens=40, seed=1), None),
-        (job_of("group", prompt, max_tokens=40, num_samples=4, top_p=0.9, seed=2), None),
-    ]
-    sampler, trainer = [], []
-    for response in answers(generator, jobs).values():
-        for sequence in response.sequences:
-            tokens = prompt + sequence.tokens
-            wanted = trainer_logprobs(exact, tokens)[len(prompt) - 1 :]
-            sampler.append(np.abs(sequence.logprobs_np - wanted))
-            trainer.append(np.abs(trainer_logprobs(decoder, tokens)[len(prompt) - 1 :] - wanted))
-    assert np.mean(sampler) <= 1.5 * np.mean(trainer) + 1e-3
-
-
-@pytest.mark.gpu
-def test_on_cuda_in_float32_samples_are_the_trainers(
-    cuda: torch.device,
-    variant: str,
-    model_folder: Callable[[str], Path],
-    new_adapter: Callable[..., Adapter],
-) -> None:
-    decoder = Decoder.load(model_folder(variant), device=cuda)
-    adapter = new_adapter(decoder)
-    generator = Generator(decoder, LocalEngineConfig(device="cuda"), prefill_tokens=9)
-    prompt = tokens_of(21)
-    jobs = [
-        (job_of("one", prompt, max_tokens=40, seed=1, prompt_alt_tokens_k=2), adapter),
-        (job_of("group", prompt, max_tokens=40, num_samples=4, top_p=0.9, seed=2), None),
-        (job_of("greedy", prompt, max_tokens=40, temperature=0, topk_sample_logprobs=3), None),
-    ]
-    found = answers(generator, jobs)
-    assert_trainer_agrees(decoder, prompt, found["one"], adapter)
-    assert_trainer_agrees(decoder, prompt, found["group"])
-    assert_trainer_agrees(decoder, prompt, found["greedy"])
-
-
-@pytest.mark.gpu
-@pytest.mark.real_model
-def test_on_cuda_in_bfloat16_sampler_and_trainer_agree_on_the_real_model(
-    cuda: torch.device, real_model_folder: Path
-) -> None:
-    """Mean difference up to 1e-2, as the design allows in bfloat16."""
-    decoder = Decoder.load(real_model_folder, device=cuda, dtype=torch.bfloat16)
-    prompt = list(range(1000, 1300, 7))
-    job = job_of("a", prompt, max_tokens=100, num_samples=4, seed=1)
-    response = answer(Generator(decoder, LocalEngineConfig(device="cuda")), job)
-    assert_trainer_agrees(decoder, prompt, response, tolerance=1e-2)

@@ -7,7 +7,7 @@ takes log-softmax of whole logits, and leaves the gradients to autograd.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.training_reference import (
+    CPU,
+    RAGGED,
+    RELATIVE,
+    Reference,
+    assert_close,
+    check_a_broken_tenant_fails_alone,
+    make_datum,
+    policy_datum,
+    run,
+    succeed,
+)
 from tinsmith.engine.base import CustomLoss, Failure, Pass
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.lora import Adapter, AdapterPool
-from tinsmith.engine.local.train.losses import datum_loss
+from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.train.passes import run_passes
 from tinsmith.types import (
     CustomLossGraph,
@@ -32,126 +43,6 @@ from tinsmith.types import (
     ModelInput,
     TensorData,
 )
-
-CPU = LocalEngineConfig(device="cpu")
-RELATIVE = 1e-5
-
-
-def make_datum(length: int, seed: int, *, targets_a_position: int = 0, **inputs: Any) -> Datum:
-    generator = np.random.default_rng(seed)
-    shape = (length, targets_a_position) if targets_a_position else (length,)
-    return Datum(
-        model_input=ModelInput.from_ints(generator.integers(0, 97, length)),
-        loss_fn_inputs={
-            "target_tokens": generator.integers(0, 97, shape),
-            "weights": generator.normal(size=shape).astype(np.float32),
-            **inputs,
-        },
-    )
-
-
-def policy_datum(length: int, seed: int, loss_fn: str) -> Datum:
-    """A datum for a policy-gradient loss, with log-probabilities near a uniform policy's."""
-    generator = np.random.default_rng(seed)
-    datum = make_datum(length, seed)
-    inputs: dict[str, Any] = {
-        "target_tokens": datum.loss_fn_inputs["target_tokens"],
-        "logprobs": (generator.normal(size=length) - 5).astype(np.float32),
-        "advantages": generator.normal(size=length).astype(np.float32),
-    }
-    if loss_fn == "gspo":
-        inputs["sequence_ratio_mask"] = (generator.random(length) < 0.7).astype(np.float32)
-    return Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
-
-
-RAGGED = [make_datum(length, seed) for seed, length in enumerate((17, 1, 30, 9, 30))]
-
-
-def run(
-    decoder: Decoder,
-    passes: Sequence[Pass],
-    adapters: dict[str, Adapter],
-    config: LocalEngineConfig = CPU,
-) -> list[ForwardBackwardOutput | Failure]:
-    results = {p.index: p.result for p in run_passes(passes, adapters, decoder, config) if p}
-    return [results[index] for index in range(len(passes))]
-
-
-def succeed(
-    decoder: Decoder,
-    data: Sequence[Datum],
-    adapter: Adapter,
-    config: LocalEngineConfig = CPU,
-    loss_fn: str = "cross_entropy",
-    **options: Any,
-) -> ForwardBackwardOutput:
-    request = Pass(adapter_id="a", data=data, loss_fn=loss_fn, **options)
-    (result,) = run(decoder, [request], {"a": adapter}, config)
-    assert isinstance(result, ForwardBackwardOutput), result
-    return result
-
-
-class Reference:
-    """The `transformers` model under an adapter's weights, by autograd."""
-
-    def __init__(self, model: Any, adapter: Adapter, dtype: torch.dtype = torch.float32) -> None:
-        self.model = model.to(dtype)
-        self.dtype = dtype
-        self.adapter = adapter
-        self.leaves = {
-            name: tensor.detach().clone().requires_grad_()
-            for name, tensor in adapter.named_tensors()
-        }
-        # Tied models list the matrix once, under the embedding's name.
-        self.weights = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        weights = dict(self.weights)
-        for name, b in self.leaves.items():
-            if name.endswith("lora_B.weight"):
-                a = self.leaves[name.replace("lora_B", "lora_A")]
-                module = name.removeprefix("base_model.model.").removesuffix("lora_B.weight")
-                update = self.adapter.scale * b @ a
-                whole = weights[module + "weight"].float() + update
-                weights[module + "weight"] = whole.to(self.dtype)
-        out = torch.func.functional_call(self.model, weights, (tokens[None],), tie_weights=False)
-        return out.logits[0]
-
-    def run(
-        self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
-    ) -> tuple[float, list[Tensor], Tensor]:
-        """Loss, log-probabilities per datum, and the gradient in the adapter's order."""
-        total = torch.zeros(())
-        logprobs = []
-        for datum in data:
-            inputs = {name: value.to_torch() for name, value in datum.loss_fn_inputs.items()}
-            tokens = torch.tensor(datum.model_input.to_ints())
-            targets = inputs["target_tokens"]
-            scores = torch.log_softmax(self.logits(tokens).float(), dim=-1)
-            chosen = scores.gather(1, targets.reshape(len(tokens), -1)).reshape(targets.shape)
-            logprobs.append(chosen.detach())
-            total = total + datum_loss(loss_fn, chosen, inputs, {})[0]
-        total.backward()
-        grads = [leaf.grad for leaf in self.leaves.values()]
-        flat = torch.zeros_like(self.adapter.flat)
-        for (_, view), grad in zip(self._views(flat), grads, strict=True):
-            view.copy_(grad)
-        return total.item(), logprobs, flat
-
-    def _views(self, flat: Tensor) -> list[tuple[str, Tensor]]:
-        original = self.adapter.flat.clone()
-        names = []
-        for name, tensor in self.adapter.named_tensors():
-            offset = tensor.storage_offset() - self.adapter.flat.storage_offset()
-            names.append((name, flat[offset : offset + tensor.numel()].view(tensor.shape)))
-        assert torch.equal(original, self.adapter.flat)
-        return names
-
-
-def assert_close(actual: Tensor, expected: Tensor, relative: float = RELATIVE) -> None:
-    """Within `relative` of the expected tensor's norm."""
-    assert expected.norm() > 0
-    assert (actual - expected).norm() <= relative * expected.norm()
 
 
 def test_a_pass_has_the_losses_and_gradients_of_the_reference_in_every_family(
@@ -423,24 +314,6 @@ def test_a_pass_whose_loss_is_not_finite_leaves_nothing_behind(
     assert_close(other.grad, undisturbed.grad, 1e-6)
 
 
-def check_a_broken_tenant_fails_alone(
-    decoder: Decoder, new_adapter: Callable[..., Adapter], value: float
-) -> None:
-    broken, healthy = new_adapter(decoder), new_adapter(decoder, fill_seed=12)
-    alone = new_adapter(decoder, fill_seed=12)
-    broken.flat.fill_(value)
-    passes = [
-        Pass(adapter_id=name, data=RAGGED, loss_fn="cross_entropy")
-        for name in ("broken", "healthy")
-    ]
-    failure, result = run(decoder, passes, {"broken": broken, "healthy": healthy})
-    assert isinstance(failure, Failure) and failure.category == "user" and broken.grad is None
-    assert isinstance(result, ForwardBackwardOutput)
-    succeed(decoder, RAGGED, alone)
-    assert healthy.grad is not None and alone.grad is not None
-    assert_close(healthy.grad, alone.grad, 1e-6 if decoder.dtype == torch.float32 else 5e-2)
-
-
 class _Unreadable(TensorData):
     """A loss input that cannot be turned into a tensor."""
 
@@ -473,18 +346,6 @@ def test_a_tenant_with_broken_weights_fails_alone(
     value: float, tiny_decoder: Decoder, new_adapter: Callable[..., Adapter]
 ) -> None:
     check_a_broken_tenant_fails_alone(tiny_decoder, new_adapter, value)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
-def test_a_tenant_with_broken_weights_fails_alone_on_cuda(
-    value: float,
-    cuda: torch.device,
-    tiny_llama_folder: Path,
-    new_adapter: Callable[..., Adapter],
-) -> None:
-    decoder = Decoder.load(tiny_llama_folder, cuda, torch.bfloat16)
-    check_a_broken_tenant_fails_alone(decoder, new_adapter, value)
 
 
 def test_a_pass_is_reported_before_later_ones_have_run(
@@ -539,141 +400,6 @@ def test_a_model_outside_our_families_has_the_reference_gradients_too(
     assert output.metrics["loss:sum"] == pytest.approx(loss, rel=RELATIVE)
     assert adapter.grad is not None
     assert_close(adapter.grad, grad)
-
-
-def differences(
-    output: ForwardBackwardOutput, adapter: Adapter, logprobs: list[Tensor], grad: Tensor
-) -> tuple[float, float]:
-    """Mean difference of log-probabilities, and relative difference of gradients."""
-    assert adapter.grad is not None and adapter.grad.dtype == torch.float32
-    found = torch.cat([tensors["logprobs"].to_torch() for tensors in output.loss_fn_outputs])
-    relative = (adapter.grad.cpu() - grad).norm() / grad.norm()
-    return (found - torch.cat(logprobs)).abs().mean().item(), relative.item()
-
-
-def check_in_bfloat16(
-    device: torch.device,
-    variant: str,
-    folder: Path,
-    build: Callable[[str], Any],
-    new_adapter: Callable[..., Adapter],
-) -> None:
-    """Ours may be at most half as far again from float32 as `transformers` in bfloat16 is.
-
-    These random models are far worse conditioned than trained ones, so that no fixed number
-    would say much.
-    """
-    decoder = Decoder.load(folder, device, torch.bfloat16)
-    adapter, on_cpu = new_adapter(decoder), new_adapter(Decoder.load(folder))
-    _, logprobs, grad = Reference(build(variant), on_cpu).run(RAGGED)
-    _, rounded, rounded_grad = Reference(build(variant), on_cpu, torch.bfloat16).run(RAGGED)
-    floor = (torch.cat(rounded) - torch.cat(logprobs)).abs().mean().item()
-    grad_floor = ((rounded_grad - grad).norm() / grad.norm()).item()
-    output = succeed(decoder, RAGGED, adapter)
-    ours, our_grad = differences(output, adapter, logprobs, grad)
-    print(f"{variant}: log-probabilities {ours:.1e}, transformers {floor:.1e}")
-    print(f"{variant}: gradient {our_grad:.1e}, transformers {grad_floor:.1e}")
-    assert ours <= 1.5 * floor
-    assert our_grad <= 1.5 * grad_floor
-
-
-def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(
-    variant: str,
-    model_folder: Callable[[str], Path],
-    reference_model: Callable[[str], Any],
-    new_adapter: Callable[..., Adapter],
-) -> None:
-    folder = model_folder(variant)
-    check_in_bfloat16(torch.device("cpu"), variant, folder, reference_model, new_adapter)
-
-
-@pytest.mark.gpu
-def test_bfloat16_on_cuda_is_as_close_to_float32_as_that_of_transformers(
-    variant: str,
-    cuda: torch.device,
-    model_folder: Callable[[str], Path],
-    reference_model: Callable[[str], Any],
-    new_adapter: Callable[..., Adapter],
-) -> None:
-    check_in_bfloat16(cuda, variant, model_folder(variant), reference_model, new_adapter)
-
-
-@pytest.mark.gpu
-def test_float32_on_cuda_equals_the_reference_in_every_family(
-    variant: str,
-    cuda: torch.device,
-    model_folder: Callable[[str], Path],
-    reference_model: Callable[[str], Any],
-    new_adapter: Callable[..., Adapter],
-) -> None:
-    """Relative tolerance 1e-5, as on the CPU."""
-    decoder = Decoder.load(model_folder(variant), cuda, torch.float32)
-    adapter, on_cpu = new_adapter(decoder), new_adapter(Decoder.load(model_folder(variant)))
-    _, logprobs, grad = Reference(reference_model(variant), on_cpu).run(RAGGED)
-    ours, our_grad = differences(succeed(decoder, RAGGED, adapter), adapter, logprobs, grad)
-    print(f"{variant}: log-probabilities {ours:.1e}, gradient {our_grad:.1e}")
-    assert ours <= 1e-5
-    assert our_grad <= 1e-5
-
-
-def run_tenants(
-    decoder: Decoder, new_adapter: Callable[..., Adapter], ranks: Sequence[int]
-) -> list[tuple[ForwardBackwardOutput, Adapter]]:
-    """One pass each of several adapters, in one batch."""
-    pool = AdapterPool(decoder.config, decoder.device, decoder.dtype)
-    shared = {
-        str(n): new_adapter(decoder, pool=pool, rank=rank, fill_seed=n)
-        for n, rank in enumerate(ranks)
-    }
-    passes = [Pass(adapter_id=name, data=RAGGED, loss_fn="cross_entropy") for name in shared]
-    results = run(decoder, passes, shared)
-    outputs = [result for result in results if isinstance(result, ForwardBackwardOutput)]
-    return list(zip(outputs, shared.values(), strict=True))
-
-
-TENANTS = pytest.mark.parametrize("ranks", [(4, 8, 12), (8, 8, 8)], ids=["different", "alike"])
-
-
-@pytest.mark.gpu
-@TENANTS
-def test_tenants_in_a_batch_on_cuda_equal_the_reference_in_float32(
-    ranks: tuple[int, ...],
-    cuda: torch.device,
-    tiny_llama_folder: Path,
-    reference_model: Callable[[str], Any],
-    new_adapter: Callable[..., Adapter],
-) -> None:
-    """Relative tolerance 1e-5."""
-    decoder, on_cpu = Decoder.load(tiny_llama_folder, cuda), Decoder.load(tiny_llama_folder)
-    for n, (output, adapter) in enumerate(run_tenants(decoder, new_adapter, ranks)):
-        same = new_adapter(on_cpu, rank=ranks[n], fill_seed=n)
-        _, logprobs, grad = Reference(reference_model("llama"), same).run(RAGGED)
-        ours, our_grad = differences(output, adapter, logprobs, grad)
-        print(f"tenant {n}: log-probabilities {ours:.1e}, gradient {our_grad:.1e}")
-        assert ours <= 1e-5 and our_grad <= 1e-5
-
-
-@pytest.mark.gpu
-@TENANTS
-def test_tenants_in_a_batch_on_cuda_are_as_exact_as_bfloat16_allows(
-    ranks: tuple[int, ...],
-    cuda: torch.device,
-    tiny_llama_folder: Path,
-    reference_model: Callable[[str], Any],
-    new_adapter: Callable[..., Adapter],
-) -> None:
-    """At most half as far again from float32 as `transformers` in bfloat16 is, as when alone."""
-    decoder = Decoder.load(tiny_llama_folder, cuda, torch.bfloat16)
-    on_cpu = Decoder.load(tiny_llama_folder)
-    for n, (output, adapter) in enumerate(run_tenants(decoder, new_adapter, ranks)):
-        same = new_adapter(on_cpu, rank=ranks[n], fill_seed=n)
-        _, logprobs, grad = Reference(reference_model("llama"), same).run(RAGGED)
-        rounded = Reference(reference_model("llama"), same, torch.bfloat16).run(RAGGED)
-        floor = (torch.cat(rounded[1]) - torch.cat(logprobs)).abs().mean().item()
-        grad_floor = ((rounded[2] - grad).norm() / grad.norm()).item()
-        ours, our_grad = differences(output, adapter, logprobs, grad)
-        print(f"tenant {n}: {ours:.1e} ({floor:.1e}), gradient {our_grad:.1e} ({grad_floor:.1e})")
-        assert ours <= 1.5 * floor and our_grad <= 1.5 * grad_floor
 
 
 def test_an_uploaded_loss_trains_like_the_built_in_loss_it_spells_out(

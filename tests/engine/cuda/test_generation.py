@@ -1,0 +1,80 @@
+"""The sampler on CUDA against the trainer's own forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.sampling_reference import (
+    answer,
+    answers,
+    assert_trainer_agrees,
+    job_of,
+    tokens_of,
+    trainer_logprobs,
+)
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.sample.generation import Generator
+
+pytestmark = pytest.mark.gpu
+
+
+def test_in_bfloat16_the_sampler_is_as_close_to_float32_as_the_trainer(
+    cuda: torch.device, variant: str, model_folder: Callable[[str], Path]
+) -> None:
+    """These tiny models are hot: rounding alone moves log-probabilities by up to 0.04."""
+    exact = Decoder.load(model_folder(variant), device=cuda)
+    decoder = Decoder.load(model_folder(variant), device=cuda, dtype=torch.bfloat16)
+    generator = Generator(decoder, LocalEngineConfig(device="cuda"), prefill_tokens=9)
+    prompt = tokens_of(21)
+    jobs = [
+        (job_of("one", prompt, max_tokens=40, seed=1), None),
+        (job_of("group", prompt, max_tokens=40, num_samples=4, top_p=0.9, seed=2), None),
+    ]
+    sampler, trainer = [], []
+    for response in answers(generator, jobs).values():
+        for sequence in response.sequences:
+            tokens = prompt + sequence.tokens
+            wanted = trainer_logprobs(exact, tokens)[len(prompt) - 1 :]
+            sampler.append(np.abs(sequence.logprobs_np - wanted))
+            trainer.append(np.abs(trainer_logprobs(decoder, tokens)[len(prompt) - 1 :] - wanted))
+    assert np.mean(sampler) <= 1.5 * np.mean(trainer) + 1e-3
+
+
+def test_on_cuda_in_float32_samples_are_the_trainers(
+    cuda: torch.device,
+    variant: str,
+    model_folder: Callable[[str], Path],
+    new_adapter: Callable[..., Adapter],
+) -> None:
+    decoder = Decoder.load(model_folder(variant), device=cuda)
+    adapter = new_adapter(decoder)
+    generator = Generator(decoder, LocalEngineConfig(device="cuda"), prefill_tokens=9)
+    prompt = tokens_of(21)
+    jobs = [
+        (job_of("one", prompt, max_tokens=40, seed=1, prompt_alt_tokens_k=2), adapter),
+        (job_of("group", prompt, max_tokens=40, num_samples=4, top_p=0.9, seed=2), None),
+        (job_of("greedy", prompt, max_tokens=40, temperature=0, topk_sample_logprobs=3), None),
+    ]
+    found = answers(generator, jobs)
+    assert_trainer_agrees(decoder, prompt, found["one"], adapter)
+    assert_trainer_agrees(decoder, prompt, found["group"])
+    assert_trainer_agrees(decoder, prompt, found["greedy"])
+
+
+@pytest.mark.real_model
+def test_on_cuda_in_bfloat16_sampler_and_trainer_agree_on_the_real_model(
+    cuda: torch.device, real_model_folder: Path
+) -> None:
+    """Mean difference up to 1e-2, as the design allows in bfloat16."""
+    decoder = Decoder.load(real_model_folder, device=cuda, dtype=torch.bfloat16)
+    prompt = list(range(1000, 1300, 7))
+    job = job_of("a", prompt, max_tokens=100, num_samples=4, seed=1)
+    response = answer(Generator(decoder, LocalEngineConfig(device="cuda")), job)
+    assert_trainer_agrees(decoder, prompt, response, tolerance=1e-2)

@@ -1,0 +1,197 @@
+"""Passes of tiny models, and the slow, obvious reference that they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.engine.base import Failure, Pass
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.train.losses import datum_loss
+from tinsmith.engine.local.train.passes import run_passes
+from tinsmith.types import (
+    Datum,
+    ForwardBackwardOutput,
+    ModelInput,
+)
+
+CPU = LocalEngineConfig(device="cpu")
+RELATIVE = 1e-5
+
+
+def make_datum(length: int, seed: int, *, targets_a_position: int = 0, **inputs: Any) -> Datum:
+    generator = np.random.default_rng(seed)
+    shape = (length, targets_a_position) if targets_a_position else (length,)
+    return Datum(
+        model_input=ModelInput.from_ints(generator.integers(0, 97, length)),
+        loss_fn_inputs={
+            "target_tokens": generator.integers(0, 97, shape),
+            "weights": generator.normal(size=shape).astype(np.float32),
+            **inputs,
+        },
+    )
+
+
+def policy_datum(length: int, seed: int, loss_fn: str) -> Datum:
+    """A datum for a policy-gradient loss, with log-probabilities near a uniform policy's."""
+    generator = np.random.default_rng(seed)
+    datum = make_datum(length, seed)
+    inputs: dict[str, Any] = {
+        "target_tokens": datum.loss_fn_inputs["target_tokens"],
+        "logprobs": (generator.normal(size=length) - 5).astype(np.float32),
+        "advantages": generator.normal(size=length).astype(np.float32),
+    }
+    if loss_fn == "gspo":
+        inputs["sequence_ratio_mask"] = (generator.random(length) < 0.7).astype(np.float32)
+    return Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
+
+
+RAGGED = [make_datum(length, seed) for seed, length in enumerate((17, 1, 30, 9, 30))]
+
+
+def run(
+    decoder: Decoder,
+    passes: Sequence[Pass],
+    adapters: dict[str, Adapter],
+    config: LocalEngineConfig = CPU,
+) -> list[ForwardBackwardOutput | Failure]:
+    results = {p.index: p.result for p in run_passes(passes, adapters, decoder, config) if p}
+    return [results[index] for index in range(len(passes))]
+
+
+def succeed(
+    decoder: Decoder,
+    data: Sequence[Datum],
+    adapter: Adapter,
+    config: LocalEngineConfig = CPU,
+    loss_fn: str = "cross_entropy",
+    **options: Any,
+) -> ForwardBackwardOutput:
+    request = Pass(adapter_id="a", data=data, loss_fn=loss_fn, **options)
+    (result,) = run(decoder, [request], {"a": adapter}, config)
+    assert isinstance(result, ForwardBackwardOutput), result
+    return result
+
+
+class Reference:
+    """The `transformers` model under an adapter's weights, by autograd."""
+
+    def __init__(self, model: Any, adapter: Adapter, dtype: torch.dtype = torch.float32) -> None:
+        self.model = model.to(dtype)
+        self.dtype = dtype
+        self.adapter = adapter
+        self.leaves = {
+            name: tensor.detach().clone().requires_grad_()
+            for name, tensor in adapter.named_tensors()
+        }
+        # Tied models list the matrix once, under the embedding's name.
+        self.weights = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        weights = dict(self.weights)
+        for name, b in self.leaves.items():
+            if name.endswith("lora_B.weight"):
+                a = self.leaves[name.replace("lora_B", "lora_A")]
+                module = name.removeprefix("base_model.model.").removesuffix("lora_B.weight")
+                update = self.adapter.scale * b @ a
+                whole = weights[module + "weight"].float() + update
+                weights[module + "weight"] = whole.to(self.dtype)
+        out = torch.func.functional_call(self.model, weights, (tokens[None],), tie_weights=False)
+        return out.logits[0]
+
+    def run(
+        self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
+    ) -> tuple[float, list[Tensor], Tensor]:
+        """Loss, log-probabilities per datum, and the gradient in the adapter's order."""
+        total = torch.zeros(())
+        logprobs = []
+        for datum in data:
+            inputs = {name: value.to_torch() for name, value in datum.loss_fn_inputs.items()}
+            tokens = torch.tensor(datum.model_input.to_ints())
+            targets = inputs["target_tokens"]
+            scores = torch.log_softmax(self.logits(tokens).float(), dim=-1)
+            chosen = scores.gather(1, targets.reshape(len(tokens), -1)).reshape(targets.shape)
+            logprobs.append(chosen.detach())
+            total = total + datum_loss(loss_fn, chosen, inputs, {})[0]
+        total.backward()
+        grads = [leaf.grad for leaf in self.leaves.values()]
+        flat = torch.zeros_like(self.adapter.flat)
+        for (_, view), grad in zip(self._views(flat), grads, strict=True):
+            view.copy_(grad)
+        return total.item(), logprobs, flat
+
+    def _views(self, flat: Tensor) -> list[tuple[str, Tensor]]:
+        original = self.adapter.flat.clone()
+        names = []
+        for name, tensor in self.adapter.named_tensors():
+            offset = tensor.storage_offset() - self.adapter.flat.storage_offset()
+            names.append((name, flat[offset : offset + tensor.numel()].view(tensor.shape)))
+        assert torch.equal(original, self.adapter.flat)
+        return names
+
+
+def assert_close(actual: Tensor, expected: Tensor, relative: float = RELATIVE) -> None:
+    """Within `relative` of the expected tensor's norm."""
+    assert expected.norm() > 0
+    assert (actual - expected).norm() <= relative * expected.norm()
+
+
+def check_a_broken_tenant_fails_alone(
+    decoder: Decoder, new_adapter: Callable[..., Adapter], value: float
+) -> None:
+    broken, healthy = new_adapter(decoder), new_adapter(decoder, fill_seed=12)
+    alone = new_adapter(decoder, fill_seed=12)
+    broken.flat.fill_(value)
+    passes = [
+        Pass(adapter_id=name, data=RAGGED, loss_fn="cross_entropy")
+        for name in ("broken", "healthy")
+    ]
+    failure, result = run(decoder, passes, {"broken": broken, "healthy": healthy})
+    assert isinstance(failure, Failure) and failure.category == "user" and broken.grad is None
+    assert isinstance(result, ForwardBackwardOutput)
+    succeed(decoder, RAGGED, alone)
+    assert healthy.grad is not None and alone.grad is not None
+    assert_close(healthy.grad, alone.grad, 1e-6 if decoder.dtype == torch.float32 else 5e-2)
+
+
+def differences(
+    output: ForwardBackwardOutput, adapter: Adapter, logprobs: list[Tensor], grad: Tensor
+) -> tuple[float, float]:
+    """Mean difference of log-probabilities, and relative difference of gradients."""
+    assert adapter.grad is not None and adapter.grad.dtype == torch.float32
+    found = torch.cat([tensors["logprobs"].to_torch() for tensors in output.loss_fn_outputs])
+    relative = (adapter.grad.cpu() - grad).norm() / grad.norm()
+    return (found - torch.cat(logprobs)).abs().mean().item(), relative.item()
+
+
+def check_in_bfloat16(
+    device: torch.device,
+    variant: str,
+    folder: Path,
+    build: Callable[[str], Any],
+    new_adapter: Callable[..., Adapter],
+) -> None:
+    """Ours may be at most half as far again from float32 as `transformers` in bfloat16 is.
+
+    These random models are far worse conditioned than trained ones, so that no fixed number
+    would say much.
+    """
+    decoder = Decoder.load(folder, device, torch.bfloat16)
+    adapter, on_cpu = new_adapter(decoder), new_adapter(Decoder.load(folder))
+    _, logprobs, grad = Reference(build(variant), on_cpu).run(RAGGED)
+    _, rounded, rounded_grad = Reference(build(variant), on_cpu, torch.bfloat16).run(RAGGED)
+    floor = (torch.cat(rounded) - torch.cat(logprobs)).abs().mean().item()
+    grad_floor = ((rounded_grad - grad).norm() / grad.norm()).item()
+    output = succeed(decoder, RAGGED, adapter)
+    ours, our_grad = differences(output, adapter, logprobs, grad)
+    print(f"{variant}: log-probabilities {ours:.1e}, transformers {floor:.1e}")
+    print(f"{variant}: gradient {our_grad:.1e}, transformers {grad_floor:.1e}")
+    assert ours <= 1.5 * floor
+    assert our_grad <= 1.5 * grad_floor
