@@ -21,7 +21,7 @@ from tinsmith.wire.endpoints import ENDPOINTS, NOTHING
 if TYPE_CHECKING:
     import httpx
 
-    from tests.security.conftest import Api, TestServer
+    from tests.security.conftest import Api, StartServer
 
 MODEL = "tinsmith/fake"
 DATUM = {
@@ -249,8 +249,9 @@ ATTEMPTS = [
 
 
 @pytest.fixture
-async def users(server: TestServer) -> tuple[Api, dict[str, str], Api, dict[str, str]]:
+async def users(start_server: StartServer) -> tuple[Api, dict[str, str], Api, dict[str, str]]:
     """An owner and somebody else, with one of everything each."""
+    server = await start_server(custom_loss_server_side=True)
     other = await server.other_user()
     return server.api, await _ids_of(server.api), other, await _ids_of(other)
 

@@ -10,7 +10,7 @@ from tinsmith.server.futures import Outcome, Promises
 from tinsmith.wire import proto
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Api, StartServer, TestServer
+    from tests.server.conftest import Api, StartServer
 
 JSON = {"accept": "application/json"}
 
@@ -226,7 +226,8 @@ async def test_telemetry_is_always_accepted(api: Api) -> None:
         assert await api.ok("/telemetry", body) == {"status": "accepted"}
 
 
-async def test_a_custom_loss_is_uploaded_once_and_kept(server: TestServer) -> None:
+async def test_a_custom_loss_is_uploaded_once_and_kept(start_server: StartServer) -> None:
+    server = await start_server(custom_loss_server_side=True)
     api = server.api
     session = await api.session()
     upload = {

@@ -65,6 +65,9 @@ class ServerConfig:
     deterministic: bool = False
     """Whether results must be equal to the last bit whatever else runs; slower."""
 
+    seed: int | None = None
+    """With it, adapters created without a seed get the same ones in the same order of creations."""
+
     fake_pass_seconds: float = 0.0
     """How long the fake engine pretends to work on a pass or step."""
 

@@ -21,6 +21,13 @@ class TrainingRun(Response):
     user_metadata: dict[str, str] | None = None
 
 
+class TrainingRunDetails(TrainingRun):
+    """A run, with what the hosted service does not tell."""
+
+    lora_seed: int | None = None
+    """What the adapter's first weights were drawn from."""
+
+
 class TrainingRunsResponse(Response):
     training_runs: list[TrainingRun]
     cursor: Cursor

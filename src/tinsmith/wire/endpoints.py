@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 from tinsmith import types as t
 from tinsmith.types.protocol import EVENT_STREAM, JSON, PROTOBUF
+from tinsmith.types.runs import TrainingRunDetails
 from tinsmith.types.sampling import SamplerInfo
 
 API = "/api/v1"
@@ -200,7 +201,7 @@ COPY_WEIGHTS = Endpoint("POST", "/copy_weights", t.CopyWeightsRequest, t.CopyWei
 
 LIST_TRAINING_RUNS = Endpoint("GET", "/training_runs", NOTHING, t.TrainingRunsResponse,
     "The caller's training runs, newest first.", query=(*_PAGE, "access_scope", "project_id"))
-GET_TRAINING_RUN = Endpoint("GET", _RUN, NOTHING, t.TrainingRun,
+GET_TRAINING_RUN: Endpoint[None, t.TrainingRun] = Endpoint("GET", _RUN, NOTHING, TrainingRunDetails,
     "A training run.", query=("access_scope",))
 LIST_CHECKPOINTS = Endpoint("GET", "/checkpoints", NOTHING, t.CheckpointsListResponse,
     "The caller's checkpoints, newest first.", query=_PAGE)

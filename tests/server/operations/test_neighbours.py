@@ -1,23 +1,36 @@
-"""What one owner sends does not change what another gets, nor when."""
+"""What one owner sends does not change what another gets, nor, beyond a bound, when.
+
+The engine is the fake one with a fixed time for each pass. In each try one owner's part of what
+owners share (the batch of passes, the batch of steps, the commit of ends) is missing, damaged,
+broken, late or too much; a neighbour trains meanwhile, and gets the bits that he gets alone.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from tinsmith.engine.base import Failure
 from tinsmith.engine.fake import FakeEngine
 from tinsmith.types import Datum, ModelInput
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from pathlib import Path
 
-    from tests.server.conftest import StartServer
-    from tinsmith.engine.base import FinishedPass, Pass
+    from tests.server.conftest import Api, StartServer, TestServer
+    from tinsmith.engine.base import FinishedPass, Pass, Step
+
+BAD_RATE = 0.125
+"""A learning rate by which engines of these tests know the step of the one who misbehaves."""
 
 
 class TimedEngine(FakeEngine):
-    """A pass takes as long as its tokens are many."""
+    """A pass takes as long as its tokens are many; one with many targets of 99 takes longer."""
 
     TOKEN_SECONDS = 50e-6
 
@@ -25,15 +38,54 @@ class TimedEngine(FakeEngine):
         async for finished in super().run_passes(passes):
             data = passes[finished.index].data
             seconds = self.TOKEN_SECONDS * sum(datum.model_input.length for datum in data)
+            if _is_marked(data):
+                seconds = 0.4
             await asyncio.sleep(seconds)
             yield dataclasses.replace(finished, seconds=seconds)
 
 
-def _datum(length: int) -> Datum:
+class BrokenResults(FakeEngine):
+    """Carries everything out; the results of the one who misbehaves cannot be written down."""
+
+    async def run_passes(self, passes: Sequence[Pass]) -> AsyncIterator[FinishedPass]:
+        async for finished in super().run_passes(passes):
+            if _is_marked(passes[finished.index].data):
+                assert not isinstance(finished.result, Failure)
+                finished.result.metrics["bad"] = object()  # type: ignore[assignment]  # on purpose
+            yield finished
+
+    async def step(self, steps: Sequence[Step]) -> list[dict[str, float] | Failure]:
+        results = await super().step(steps)
+        for step, result in zip(steps, results, strict=True):
+            if step.params.learning_rate == BAD_RATE and isinstance(result, dict):
+                result["bad"] = object()  # type: ignore[assignment]  # on purpose
+        return results
+
+
+def _is_marked(data: Sequence[Datum]) -> bool:
+    return bool((data[0].loss_fn_inputs["target_tokens"].to_numpy() == 99).all())
+
+
+def _datum(length: int, target: int = 2) -> Datum:
     return Datum(
         model_input=ModelInput.from_ints([1] * length),
-        loss_fn_inputs={"target_tokens": [2] * length, "weights": [1.0] * length},
+        loss_fn_inputs={"target_tokens": [target] * length, "weights": [1.0] * length},
     )
+
+
+async def _train(api: Api, model: str, *, num_steps: int = 4) -> tuple[list[object], float]:
+    """What a well-behaved neighbour sees: all his results, and the longest that one took."""
+    seen: list[object] = []
+    longest = 0.0
+    for number in range(1, 2 * num_steps, 2):
+        started = time.monotonic()
+        output = await api.output(await api.send_pass(model, number, _datum(5 + number)))
+        passed = time.monotonic()
+        seen.append(output.metrics)
+        seen.append((await api.result(await api.send_step(model, number + 1)))["metrics"])
+        longest = max(longest, passed - started, time.monotonic() - passed)
+    seen.append(await api.loss(model, 2 * num_steps + 1))
+    return seen, longest
 
 
 async def test_short_models_are_not_starved_by_long_ones(start_server: StartServer) -> None:
@@ -46,3 +98,166 @@ async def test_short_models_are_not_starved_by_long_ones(start_server: StartServ
     await asyncio.gather(*[api.result(i) for i in short_ids])
     pending = [i for i in long_ids if server.service.promises.get(i).outcome is None]  # type: ignore[union-attr]  # all are open
     assert len(pending) >= 5, "ten short passes wait for about one long pass, not for ten"
+
+
+async def test_a_pass_costs_what_it_takes_not_what_its_tokens_say(
+    start_server: StartServer,
+) -> None:
+    """Passes of five tokens that take 0.4 s each, as with a loss that sorts."""
+    server = await start_server(engine=TimedEngine)
+    rude, kind = await server.other_user(), server.api
+    costly, model = await rude.model(), await kind.model()
+    for number in range(1, 11):
+        await rude.send_pass(costly, number, _datum(5, target=99))
+    await asyncio.sleep(0.5)  # one has been measured
+    _, longest = await _train(kind, model)
+    assert longest < 1.2, "the neighbour waits for one of them at most, not for ten"
+
+
+async def test_a_hundred_models_of_one_owner_do_not_crowd_out_another(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(fake_pass_seconds=0.005)
+    rude, kind = await server.other_user(), server.api
+    model = await kind.model()
+    session = await rude.session()
+    crowd = [await rude.create_model(session, number) for number in range(100)]
+
+    for number in range(2, 7):
+        await asyncio.gather(*[rude.send_pass(each, number) for each in crowd])
+    quiet, _ = await _train(kind, await kind.model())
+    for each in crowd:  # now all of them may run
+        await server.service.recorder.refuse("somebody-else", each, 1, "not needed")
+    seen, longest = await _train(kind, model)
+    left = server.service.models.backlog_of("somebody-else").num_operations
+    assert seen == quiet
+    assert left > 100, "the crowd still waits when the neighbour is done"
+    assert longest < 1.0, f"{longest:.2f} s for one operation beside 500 passes of 5 ms"
+
+
+async def _missing(server: TestServer, rude: Api, folder: Path) -> None:
+    await _spoil_payload(rude, folder, lambda file: file.unlink())
+
+
+async def _damaged(server: TestServer, rude: Api, folder: Path) -> None:
+    await _spoil_payload(rude, folder, lambda file: file.write_bytes(b"?" + file.read_bytes()[1:]))
+
+
+async def _spoil_payload(rude: Api, folder: Path, spoil: Callable[[Path], object]) -> None:
+    model = await rude.model()
+    large = _datum(4000)
+    for number in (2, 3, 4):
+        await rude.send_pass(model, number, large, large, large)
+    (first, *_) = (folder / "blobs").glob("??/*.payload.*")
+    spoil(first)
+    await rude.send_pass(model, 1)
+
+
+async def _broken_results(server: TestServer, rude: Api, folder: Path) -> None:
+    for model in [await rude.model() for _ in range(3)]:
+        await rude.send_pass(model, 1, _datum(5, target=99))
+        await rude.send_step(model, 2, learning_rate=BAD_RATE)
+
+
+async def _unrecordable_ends(server: TestServer, rude: Api, folder: Path) -> None:
+    """The commit of one owner's ends fails, whatever is tried."""
+    log, model = server.service.store.log, await rude.model()
+    plain = log.finish
+    ids = {await rude.send_pass(model, number) for number in (3, 2)}
+
+    async def finish(finishes: Sequence[Any]) -> None:
+        if any(each.request_id in ids and each.status == "done" for each in finishes):
+            raise ValueError("this cannot be written")
+        await plain(finishes)
+
+    log.finish = finish  # type: ignore[method-assign]  # a store that cannot write one's text
+    await rude.send_pass(model, 1)
+
+
+async def _too_much(server: TestServer, rude: Api, folder: Path) -> None:
+    models = [await rude.model() for _ in range(10)]
+    for number in range(1, 6):
+        await asyncio.gather(*[rude.send_pass(model, number) for model in models])
+
+
+async def _late(server: TestServer, rude: Api, folder: Path) -> None:
+    for model in [await rude.model() for _ in range(5)]:
+        await rude.send_pass(model, 2)  # 1 never comes
+
+
+@pytest.mark.parametrize(
+    ("misbehave", "engine"),
+    [
+        (_missing, FakeEngine),
+        (_damaged, FakeEngine),
+        (_broken_results, BrokenResults),
+        (_unrecordable_ends, FakeEngine),
+        (_too_much, FakeEngine),
+        (_late, FakeEngine),
+    ],
+)
+async def test_a_neighbour_gets_the_same_bits_and_waits_no_longer_than_a_bound(
+    start_server: StartServer,
+    tmp_path: Path,
+    misbehave: Callable[[TestServer, Api, Path], Awaitable[None]],
+    engine: type[FakeEngine],
+) -> None:
+    # Nothing is kept in memory, so that requests are read where they can be spoilt.
+    server = await start_server(
+        engine=engine, fake_pass_seconds=0.005, max_queued_memory_bytes=0, gap_timeout_seconds=600
+    )
+    rude, kind = await server.other_user(), server.api
+    expected, _ = await _train(kind, await kind.model())
+    models = [await kind.model(), await kind.model()]
+    _, *trained = await asyncio.gather(
+        misbehave(server, rude, tmp_path / "data"), *[_train(kind, model) for model in models]
+    )
+    after, longest = await _train(kind, await kind.model())
+    assert after == expected
+    for seen, took in trained:
+        assert seen == expected
+        longest = max(longest, took)
+    assert longest < 1.5
+
+
+@pytest.mark.parametrize("misbehave", [_missing, _damaged])
+async def test_a_request_that_cannot_be_read_fails_alone_and_its_model_goes_on(
+    start_server: StartServer, tmp_path: Path, misbehave: Callable[..., Awaitable[None]]
+) -> None:
+    server = await start_server(max_queued_memory_bytes=0)
+    await misbehave(server, server.api, tmp_path / "data")
+    (model,) = [live.model_id for live in server.service.models]
+    async with asyncio.timeout(10):
+        assert await server.api.loss(model, 5) > 0
+    log = await server.service.store.log.read(model, 0)
+    failed = [operation for operation in log if operation.status == "failed"]
+    assert len(failed) == 1 and "cannot be read" in (failed[0].error or "")
+    assert failed[0].category == "server"
+
+
+async def test_results_that_cannot_be_written_end_their_own_operations_only(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(engine=BrokenResults, fake_pass_seconds=0.01)
+    rude, kind = await server.other_user(), server.api
+    bad, good = await rude.model(), await kind.model()
+    passes = await asyncio.gather(
+        rude.send_pass(bad, 1, _datum(5, target=99)), kind.send_pass(good, 1, _datum(5))
+    )
+    error, category = await rude.failure(passes[0])
+    assert "internal error" in error and category == "server"
+    await kind.result(passes[1])
+    steps = await asyncio.gather(
+        rude.send_step(bad, 2, learning_rate=BAD_RATE), kind.send_step(good, 2)
+    )
+    assert (await rude.failure(steps[0]))[1] == "server"
+    await kind.result(steps[1])
+    assert await rude.loss(bad, 3) == await kind.loss(await kind.model(), 1), "nothing took effect"
+
+
+async def test_losses_are_neither_kept_nor_run_where_they_are_not_wanted(api: Api) -> None:
+    body = {"session_id": await api.session(), "custom_loss_seq_id": 0, "name": "n"}
+    graph = {"format": 1, "nodes": [{"op": "output", "name": "o", "target": "output"}]}
+    inputs = [{"name": "logprobs", "rank": 1}]
+    refused = await api.post("/create_custom_loss", {**body, "inputs": inputs, "graph": graph})
+    assert refused.status_code == 403 and "custom_loss_server_side" in refused.json()["detail"]

@@ -93,6 +93,7 @@ def list_runs(output: Output, limit: int, columns: str) -> None:
 def info(output: Output, run_id: str) -> None:
     """Show details of a run."""
     from tinsmith.client.rest import RestClient
+    from tinsmith.types.runs import TrainingRunDetails
 
     run = RestClient().get_training_run(run_id).result()
     rows = [
@@ -103,6 +104,8 @@ def info(output: Output, run_id: str) -> None:
         ["Last Update", time_text(run.last_request_time)],
         ["Status", _status(run)],
     ]
+    if isinstance(run, TrainingRunDetails) and run.lora_seed is not None:
+        rows.insert(4, ["LoRA Seed", str(run.lora_seed)])
     for kind, checkpoint in (
         ("Training", run.last_checkpoint),
         ("Sampler", run.last_sampler_checkpoint),

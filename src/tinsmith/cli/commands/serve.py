@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 @click.option(
     "--deterministic/--no-deterministic", default=None, help="Equal to the last bit; slower."
 )
+@click.option("--seed", type=int, help="Adapters without a seed get the same in each run.")
 @click.option("--database-url", help="A Postgres URL instead of a file.")
 @click.option(
     "--auth/--no-auth", default=None, help="Without keys the server is for loopback only."

@@ -101,7 +101,8 @@ class PassBatch(_Batch):
             return
         async for finished in engine.run_passes(items):
             operation = running[finished.index]
-            self._charge(operation, finished.seconds)
+            is_usual = items[finished.index].custom_loss is None
+            self._charge(operation, finished.seconds, is_usual=is_usual)
             self.end_with(operation, finished.result, pass_done)
 
     async def _pass_of(self, operation: Operation) -> Pass | Failure:
@@ -110,11 +111,13 @@ class PassBatch(_Batch):
             self.parts.executor, self.unfinished[operation], operation
         )
 
-    def _charge(self, operation: Operation, seconds: float) -> None:
-        """Count what the pass took in place of what was expected."""
+    def _charge(self, operation: Operation, seconds: float, *, is_usual: bool) -> None:
+        """Count what the pass took in place of what was expected. What a token usually takes is
+        learnt from losses of ours; an uploaded one may take any time."""
         model, shares = self.unfinished[operation], self.parts.shares
         shares.charge(model.owner, model.model_id, seconds - self._expected[operation])
-        shares.measured(model.record.base_model, operation.num_tokens, seconds)
+        if is_usual:
+            shares.measured(model.record.base_model, operation.num_tokens, seconds)
         rate = seconds / max(1, operation.num_tokens)
         known = model.seconds_per_token
         model.seconds_per_token = rate if known is None else moved(known, rate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 from tinsmith.engine.base import Engine, Failure
 from tinsmith.errors import EngineError, TinkerError
@@ -134,14 +135,23 @@ class Residents:
     async def make_room(self, engine: Engine, incoming: LiveModel) -> None:
         """Mark idle models for the disk, the longest idle first, where there are too many.
 
-        While the engine holds more memory than it should, one goes for each that comes.
+        An owner who holds fewer than the one who brings a model in loses none for it. While the
+        engine holds more memory than it should, one goes for each that comes.
         """
         loaded = [m for m in self._models if m.generation == self._engines.generation]
         excess = len(loaded) + 1 - self._config.max_loaded_models
         limit = self._config.max_engine_bytes
         if limit is not None and (await engine.health()).memory_bytes > limit:
             excess = max(excess, 1)
-        idle = [m for m in loaded if not m.is_busy and not len(m.queue) and m is not incoming]
+        held = Counter(model.owner for model in loaded)
+        idle = [
+            m
+            for m in loaded
+            if not m.is_busy
+            and not len(m.queue)
+            and m is not incoming
+            and held[m.owner] >= held[incoming.owner]
+        ]
         for model in sorted(idle, key=lambda m: m.last_used_at)[: max(0, excess)]:
             model.wants_unload = True
             self._wake(model)

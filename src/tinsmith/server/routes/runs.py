@@ -13,7 +13,8 @@ from tinsmith.server.edge.routing import bare_route
 from tinsmith.server.routes.checkpoints import checkpoint_message
 from tinsmith.server.service import Service
 from tinsmith.server.store.records import CheckpointRecord, ModelRecord
-from tinsmith.types import Checkpoint, Cursor, LoraConfig, TrainingRun, TrainingRunsResponse
+from tinsmith.types import Checkpoint, Cursor, LoraConfig, TrainingRunsResponse
+from tinsmith.types.runs import TrainingRunDetails
 from tinsmith.wire import endpoints
 
 
@@ -31,7 +32,9 @@ async def list_training_runs(
     )
 
 
-async def get_training_run(service: Service, caller: Caller, request: Request) -> TrainingRun:
+async def get_training_run(
+    service: Service, caller: Caller, request: Request
+) -> TrainingRunDetails:
     run_id = request.path_params["run_id"]
     is_accessible = _check_scope(request) == "accessible"
     model = await service.store.models.get(run_id)
@@ -44,19 +47,23 @@ async def get_training_run(service: Service, caller: Caller, request: Request) -
     return await _run(service, model, only_public=model.owner != caller.owner)
 
 
-async def _run(service: Service, model: ModelRecord, *, only_public: bool = False) -> TrainingRun:
+async def _run(
+    service: Service, model: ModelRecord, *, only_public: bool = False
+) -> TrainingRunDetails:
     checkpoints = [
         c
         for c in await service.store.checkpoints.of_model(model.model_id)
         if c.is_public or not only_public
     ]
-    return TrainingRun(
+    lora = LoraConfig(**model.lora)
+    return TrainingRunDetails(
         training_run_id=model.model_id,
         base_model=model.base_model,
         model_owner=model.owner,
         is_lora=True,
         corrupted=model.is_corrupted,
-        lora_rank=LoraConfig(**model.lora).rank,
+        lora_rank=lora.rank,
+        lora_seed=lora.seed,
         last_request_time=datetime.fromtimestamp(model.last_request_at, UTC),
         last_checkpoint=_newest(checkpoints, "training"),
         last_sampler_checkpoint=_newest(checkpoints, "sampler"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 import uuid
 
@@ -14,9 +13,11 @@ from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, body_start, read_body
 from tinsmith.server.edge.routing import bare_route, route
+from tinsmith.server.operations.codecs import PassRequest, pass_data
 from tinsmith.server.operations.intake import owned_model, refuse_unread, submit
 from tinsmith.server.routes.futures import UNLOAD_PREFIX
 from tinsmith.server.routes.sessions import active_session
+from tinsmith.server.seeds import draw_seed
 from tinsmith.server.service import Service
 from tinsmith.server.store.records import (
     CustomLossRecord,
@@ -56,7 +57,8 @@ async def create_model(service: Service, caller: Caller, request: Request) -> Un
         raise ValidationError(
             f"must be between 1 and {max_rank}, got {message.lora_config.rank}", "lora_config.rank"
         )
-    model = new_model(
+    model = await new_model(
+        service,
         session,
         message.model_seq_id,
         message.base_model,
@@ -114,6 +116,11 @@ async def _pass(
         if dialects.media_type(content_type) == PROTOBUF:
             await refuse_unread(service, caller, await body_start(service, request), str(error))
         raise
+
+    def check(message: PassRequest, seq_id: int) -> None:
+        if pass_data(message)[1] == "custom":
+            _check_losses_are_run(service)
+
     return await submit(
         service,
         caller,
@@ -123,6 +130,7 @@ async def _pass(
         decode=lambda: dialects.decode_pass(
             body, content_type, forward_only=forward_only, limits=service.limits
         ),
+        check=check,
     )
 
 
@@ -159,6 +167,7 @@ async def unload_model(
 async def create_custom_loss(
     service: Service, caller: Caller, request: Request, message: CreateCustomLossRequest
 ) -> UntypedAPIFuture:
+    _check_losses_are_run(service)
     session = await active_session(service, caller, message.session_id)
     _check_loss_inputs(message.inputs)
     loss = CustomLossRecord(
@@ -182,6 +191,15 @@ async def create_custom_loss(
             "custom_loss_seq_id",
         )
     return UntypedAPIFuture(request_id=recorded.request_id)
+
+
+def _check_losses_are_run(service: Service) -> None:
+    if not service.config.custom_loss_server_side:
+        raise Refusal(
+            403,
+            "this server does not run uploaded losses; compute the loss with "
+            "forward_backward_custom, or start the server with --set custom_loss_server_side=true",
+        )
 
 
 async def check_base_model(service: Service, name: str) -> None:
@@ -217,7 +235,8 @@ async def check_model_limit(service: Service, caller: Caller) -> None:
         )
 
 
-def new_model(
+async def new_model(
+    service: Service,
     session: SessionRecord,
     model_seq_id: int,
     base_model: str,
@@ -226,7 +245,10 @@ def new_model(
 ) -> ModelRecord:
     """The record of a model to be. A seed is chosen here, so that a rebuilt model begins alike."""
     at = time.time()
-    seed = secrets.randbits(31) if lora.seed is None else lora.seed
+    seed = lora.seed
+    if seed is None:
+        sessions = service.store.sessions
+        seed = await draw_seed(service.config.seed, sessions, session, model_seq_id)
     return ModelRecord(
         model_id=model_id(session.session_id, model_seq_id),
         session_id=session.session_id,

@@ -126,8 +126,8 @@ async def _create_from_weights(service: Service, caller: Caller, body: bytes) ->
     if message.optimizer_config is not None:
         check_optimizer(message.optimizer_config)
     lora = LoraConfig(**weights.lora)
-    model = new_model(
-        session, message.model_seq_id, weights.base_model, lora, message.user_metadata
+    model = await new_model(
+        service, session, message.model_seq_id, weights.base_model, lora, message.user_metadata
     )
     await check_model_limit(service, caller)
     load = LoadRequest(message, reader)

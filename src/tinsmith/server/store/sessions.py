@@ -39,6 +39,19 @@ class Sessions:
             SessionRecord, query.order_by(table.c.created_at.desc(), table.c.session_id.desc())
         )
 
+    async def count_before(self, session: SessionRecord) -> int:
+        """How many sessions its owner had begun before it."""
+        table = schema.sessions
+        query = sa.select(sa.func.count()).where(
+            table.c.owner == session.owner, table.c.created_at < session.created_at
+        )
+
+        def read() -> int:
+            with self._database.connect() as connection:
+                return int(connection.execute(query).scalar_one())
+
+        return await self._database.in_thread(read)
+
     async def active(self) -> Sequence[SessionRecord]:
         table = schema.sessions
         return await self._database.all(
