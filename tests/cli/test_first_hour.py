@@ -103,6 +103,27 @@ def test_a_model_that_the_server_does_not_have_is_noticed_before_its_tokenizer_i
     assert "'tinsmith/fak'" in refused.stderr and "tinsmith/fake" in refused.stderr
 
 
+def test_a_template_that_refuses_a_conversation_is_an_error_with_its_place(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was forty lines of traceback."""
+    template = "{{ raise_exception('roles must alternate') }}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    file = tmp_path / "data.jsonl"
+    messages = [{"role": role, "content": "x"} for role in ("user", "assistant")]
+    file.write_text(json.dumps({"messages": messages}))
+    with pytest.raises(ValidationError, match=r"line 1.*chat template.*roles must alternate"):
+        training_data.read(file, tokenizer, 100)
+
+
+def test_help_in_a_chat_is_not_sent_to_the_model(run: Run, byte_tokenizer: Path) -> None:
+    options = ("--tokenizer", str(byte_tokenizer), "--max-tokens", "4", "--json")
+    talked = run("chat", "tinsmith/fake", *options, stdin="/help\nhello\n/exit\n")
+    assert talked.exit_code == 0, talked.output
+    assert [json.loads(line)["user"] for line in talked.stdout.splitlines()] == ["hello"]
+    assert "/reset" in talked.stderr
+
+
 # --- data -------------------------------------------------------------------------------------
 
 

@@ -510,3 +510,11 @@ def test_requests_carry_the_callers_trace_when_tracing_is_on(
         service.get_server_capabilities()
     sent = stub.seen("/get_server_capabilities")[0].headers.get("traceparent", "")
     assert (f"{0xABC:032x}" in sent) == tracing
+
+
+def test_clients_say_what_they_are_of(stub: Any, service: ServiceClient) -> None:
+    training = service.create_lora_training_client("m")
+    sampler = service.create_sampling_client(base_model="m")
+    assert repr(service) == f"<ServiceClient of {stub.url}>"
+    assert repr(training) == f"<TrainingClient of model {training.model_id!r}>"
+    assert repr(sampler) == "<SamplingClient of sampling session 's1:sample:0'>"

@@ -104,6 +104,9 @@ class SamplingClient(QueueStateObserver):
         self._joining = asyncio.Lock()
         self._poller: CompletionPoller | None = None
 
+    def __repr__(self) -> str:
+        return f"<SamplingClient of sampling session {self._sampling_session_id!r}>"
+
     @staticmethod
     def create(
         holder: Connection,

@@ -87,6 +87,9 @@ class ServiceClient:
         self._rest: Connection | None = None
         self._is_closed = False
 
+    def __repr__(self) -> str:
+        return f"<ServiceClient of {self.config.base_url}>"
+
     # --- lifecycle ----------------------------------------------------------------------------
 
     def __enter__(self) -> Self:

@@ -91,6 +91,9 @@ class TrainingClient:
         )
         self._passes = Passes(holder, model_id, self._turns, self._observer)
 
+    def __repr__(self) -> str:
+        return f"<TrainingClient of model {self.model_id!r}>"
+
     # --- passes -------------------------------------------------------------------------------
 
     def forward(

@@ -37,7 +37,7 @@ class OutageNotice:
             "no answer from %s (%s); still trying. Is the server running, and is TINKER_BASE_URL "
             "its address?",
             _server(error),
-            error.message.rstrip("."),
+            error.message.rpartition(": ")[2].rstrip("."),
         )
 
     def answered(self) -> None:

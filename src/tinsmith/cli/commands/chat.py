@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from tinsmith.cli.training.conversation import Message
 
 _HELP = (
-    "Commands: /reset forgets the conversation, /system TEXT sets the system prompt, /exit ends; "
-    "Ctrl-C ends a reply."
+    "Commands: /reset forgets the conversation, /system TEXT sets the system prompt, /help shows "
+    "this, /exit ends; Ctrl-C ends a reply."
 )
 
 
@@ -55,6 +56,9 @@ def command(
             if word in ("/reset", "/system"):
                 system = rest.strip() or None if word == "/system" else system
                 messages = _beginning(system)
+                continue
+            if word == "/help" or (is_live and re.fullmatch("/[a-z]+", word)):
+                click.echo(_HELP, err=True)
                 continue
             messages.append({"role": "user", "content": line})
             reply = ""

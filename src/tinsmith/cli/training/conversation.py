@@ -83,9 +83,15 @@ def datum(tokens: Sequence[int], weights: Sequence[float]) -> Datum:
 
 
 def _render(tokenizer: Tokenizer, messages: Sequence[Message], *, is_open: bool) -> str:
-    text: str = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=is_open
-    )
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=is_open
+        )
+    except Exception as error:
+        # Templates raise errors of a library that only tokenizers with a template bring along.
+        if type(error).__module__.partition(".")[0] != "jinja2":
+            raise
+        raise TinkerError(f"the model's chat template refuses the conversation: {error}") from error
     return text
 
 
