@@ -100,7 +100,7 @@ async def test_a_head_of_usual_length_in_small_pieces_is_read(address: Address) 
 
 
 async def test_a_large_body_after_a_head_is_read(address: Address, server: TestServer) -> None:
-    body = orjson.dumps({"session_id": "x" * 3_000_000})
+    body = orjson.dumps({"session_id": "x" * 900_000})
     assert await _ask(address, _heartbeat(server.api, body)) == 404
 
 
@@ -360,3 +360,30 @@ async def test_who_leaves_while_waiting_for_a_turn_does_not_hold_it() -> None:
 def test_a_json_body_of_more_numbers_than_anybody_sends_is_refused() -> None:
     with pytest.raises(TooLargeError, match="values"):
         json.parse(b'{"a":[' + b"1," * (DEFAULT_LIMITS.max_json_values + 1) + b"1]}")
+
+
+DEEP: Any = "x"
+for _ in range(20):
+    DEEP = {"a": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"user_metadata": {f"n{n}": "x" for n in range(300)}}, "300 entries"),
+        ({"user_metadata": {"a": "x" * 100_000}}, "the limit is 65536"),
+        ({"user_metadata": {"a": ["x"] * 30_000}}, "the limit is 65536"),
+        ({"user_metadata": DEEP}, "levels deep"),
+        ({"tags": ["x"] * 300}, "300 entries"),
+        ({"user_metadata": {"a": "x" * 2_000_000}}, "the limit is 1048576"),
+    ],
+    ids=["many", "long", "a long list", "deep", "many tags", "a large body"],
+)
+async def test_what_is_kept_of_a_session_is_small(
+    api: Api, fields: dict[str, Any], reason: str
+) -> None:
+    response = await api.post(
+        "/create_session", {"tags": [], "user_metadata": {}, "sdk_version": "x", **fields}
+    )
+    assert response.status_code == 413 and reason in response.json()["detail"]
+    assert await api.session(user_metadata={"run": {"lr": 0.1, "layers": [1, 2]}}, tags=["a"])

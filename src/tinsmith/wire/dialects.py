@@ -41,9 +41,14 @@ def decode(kind: type[M], body: bytes, limits: Limits = DEFAULT_LIMITS) -> M:
     """A control message from any release."""
     older = _BEFORE_THE_FIELD.get(kind)
     if older is None:
-        return json.decode(kind, body, limits)
-    sent = {name: value for name, value in json.parse(body, limits).items() if value is not None}
-    return kind.model_validate({**older, **sent})
+        message = json.decode(kind, body, limits)
+    else:
+        given = json.parse(body, limits).items()
+        sent = {name: value for name, value in given if value is not None}
+        message = kind.model_validate({**older, **sent})
+    for name in ("user_metadata", "tags"):
+        _check_kept(name, getattr(message, name, None), limits)
+    return message
 
 
 def decode_pass(
@@ -81,6 +86,25 @@ def encode_result(result: Any, accept: str) -> tuple[str, bytes]:
             return PROTOBUF, proto.encode_sample(result)
         return PROTOBUF, proto.encode_output(result)
     return JSON, json.encode(result)
+
+
+def _check_kept(name: str, value: Any, limits: Limits) -> None:
+    """What is kept with a session or checkpoint, and read again at every start, is small."""
+    if not value:
+        return
+    if len(value) > limits.max_metadata_entries:
+        most = limits.max_metadata_entries
+        raise TooLargeError(f"has {len(value)} entries; the limit is {most}", name)
+    if (size := len(json.encode(value))) > limits.max_metadata_bytes:
+        most = limits.max_metadata_bytes
+        raise TooLargeError(f"has {size} bytes as JSON; the limit is {most}", name)
+    if _depth(value) > limits.max_metadata_depth:
+        raise TooLargeError(f"is more than {limits.max_metadata_depth} levels deep", name)
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0) if isinstance(value, dict | list) else 0
 
 
 def media_type(content_type: str) -> str:

@@ -73,6 +73,8 @@ class Endpoint(Generic[Req, Resp]):
     is_counted: bool = True
     """Refused while too many requests are under way. Questions for results are not: they mostly
     wait, and old clients do not survive a refusal."""
+    has_data: bool = False
+    """The request holds tokens, tensors or texts. Others end at `Limits.max_control_bytes`."""
     is_long: bool = False
     """The answer can be long, so it is encoded in a thread."""
     prefix: str = API
@@ -132,7 +134,8 @@ GET_SERVER_CAPABILITIES = Endpoint("GET", "/get_server_capabilities",
     NOTHING, t.GetServerCapabilitiesResponse,
     "The models that can be trained and sampled.")
 TELEMETRY = Endpoint("POST", "/telemetry", t.TelemetrySendRequest, t.TelemetryResponse,
-    "Events that clients report; they are counted and dropped.", C.TELEMETRY, Repeat.ANEW)
+    "Events that clients report; they are counted and dropped.", C.TELEMETRY, Repeat.ANEW,
+    has_data=True)
 
 # --- sessions -------------------------------------------------------------------------------------
 
@@ -168,16 +171,17 @@ GET_INFO = Endpoint("POST", "/get_info", t.GetInfoRequest, t.GetInfoResponse,
     "Base model and rank of a model.")
 FORWARD_BACKWARD = Promised("POST", "/forward_backward", t.ForwardBackwardRequest, _PROMISE,
     "Compute a loss and add its gradients to the model's. Protobuf may ask for the loss alone.",
-    result=t.ForwardBackwardOutput, takes=_EITHER)
+    result=t.ForwardBackwardOutput, takes=_EITHER, has_data=True)
 FORWARD = Promised("POST", "/forward", t.ForwardRequest, _PROMISE,
-    "Compute a loss and leave the gradients alone.", result=t.ForwardBackwardOutput, takes=_EITHER)
+    "Compute a loss and leave the gradients alone.", result=t.ForwardBackwardOutput, takes=_EITHER,
+    has_data=True)
 OPTIM_STEP = Promised("POST", "/optim_step", t.OptimStepRequest, _PROMISE,
     "Update the weights with the gradients gathered so far.", result=t.OptimStepResponse)
 UNLOAD_MODEL = Promised("POST", "/unload_model", t.UnloadModelRequest, _PROMISE,
     "Say that a model is not needed for now; it goes to disk.", repeat=Repeat.SAME,
     result=t.UnloadModelResponse)
 CREATE_CUSTOM_LOSS = Promised("POST", "/create_custom_loss", t.CreateCustomLossRequest, _PROMISE,
-    "Upload a loss as a graph of operations.", result=t.CreateCustomLossResponse)
+    "Upload a loss as a graph of operations.", result=t.CreateCustomLossResponse, has_data=True)
 
 # --- weights --------------------------------------------------------------------------------------
 
@@ -255,10 +259,10 @@ JOIN_SAMPLING_SESSION = Endpoint("POST", "/join_sampling_session",
 GET_SAMPLER = Endpoint("GET", "/samplers/{sampler_id}", NOTHING, SamplerInfo,
     "Base model and weights of a sampler.")
 SAMPLE = Promised("POST", "/asample", t.SampleRequest, _PROMISE,
-    "Sample a prompt.", result=t.SampleResponse, connection=C.SAMPLE)
+    "Sample a prompt.", result=t.SampleResponse, connection=C.SAMPLE, has_data=True)
 SAMPLE_STREAM = Endpoint("POST", "/sample_stream", t.SampleRequest, object,
     "Sample a prompt token by token, as server-sent events: tokens, finish and error.", C.SAMPLE,
-    Repeat.ANEW, gives=(EVENT_STREAM,))
+    Repeat.ANEW, gives=(EVENT_STREAM,), has_data=True)
 
 # --- results --------------------------------------------------------------------------------------
 
@@ -276,9 +280,11 @@ CANCEL_FUTURE = Endpoint("POST", "/cancel_future", t.CancelFutureRequest, NOTHIN
 OPENAI_MODELS = Endpoint("GET", "/models", NOTHING, object,
     "Base models and the caller's sampler checkpoints.", prefix=OPENAI_API)
 OPENAI_COMPLETIONS = Endpoint("POST", "/completions", dict, object,
-    "Complete prompts.", repeat=Repeat.ANEW, gives=(JSON, EVENT_STREAM), prefix=OPENAI_API)
+    "Complete prompts.", repeat=Repeat.ANEW, gives=(JSON, EVENT_STREAM), prefix=OPENAI_API,
+    has_data=True)
 OPENAI_CHAT_COMPLETIONS = Endpoint("POST", "/chat/completions", dict, object,
-    "Answer a conversation.", repeat=Repeat.ANEW, gives=(JSON, EVENT_STREAM), prefix=OPENAI_API)
+    "Answer a conversation.", repeat=Repeat.ANEW, gives=(JSON, EVENT_STREAM), prefix=OPENAI_API,
+    has_data=True)
 
 # --- for those who run the server -----------------------------------------------------------------
 

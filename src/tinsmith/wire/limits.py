@@ -14,6 +14,18 @@ class Limits:
     max_body_bytes: int = 256 * 1024 * 1024
     """Largest body after decompression."""
 
+    max_control_bytes: int = 1024 * 1024
+    """Largest body of a request that has no tokens, tensors or prompts in it."""
+
+    max_metadata_bytes: int = 64 * 1024
+    """Most bytes of a message's metadata, and of its tags, as JSON: they are kept for long."""
+
+    max_metadata_entries: int = 256
+    """Most entries of a message's metadata, and of its tags."""
+
+    max_metadata_depth: int = 8
+    """How deep objects and lists in metadata may lie in each other."""
+
     max_json_bytes: int = 32 * 1024 * 1024
     """Largest JSON body; images in prompts are texts of some megabytes."""
 

@@ -34,9 +34,10 @@ T = TypeVar("T")
 
 WAIT = {"retry-after-ms": "1000", "retry-after": "1"}
 _UNFOLD_IN_THREAD_BYTES = 256 * 1024
-OWNER, _BODY_BYTES = "tinsmith.owner", "tinsmith.body_bytes"
+OWNER, HAS_DATA, _BODY_BYTES = "tinsmith.owner", "tinsmith.has_data", "tinsmith.body_bytes"
 _BODY_START = "tinsmith.body_start"
-"""What a request's scope holds for us: whose it is, and the memory its body was given."""
+"""What a request's scope holds for us: whose it is, whether its body may be large, and the memory
+that the body was given."""
 
 
 class Refusal(Exception):
@@ -82,7 +83,9 @@ def name_connection(request: Request, caller: Caller) -> None:
 async def read_body(service: Service, request: Request) -> bytes:
     """The body, decompressed; refused before it is read when it announces too many bytes."""
     limit = service.config.max_body_bytes
-    if media_type(request.headers.get("content-type", "")) != PROTOBUF:
+    if not request.scope[HAS_DATA]:
+        limit = min(limit, service.limits.max_control_bytes)
+    elif media_type(request.headers.get("content-type", "")) != PROTOBUF:
         limit = min(limit, service.limits.max_json_bytes)
     announced = request.headers.get("content-length", "")
     size = int(announced) if announced.isascii() and announced.isdigit() else 0

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import (
+    HAS_DATA,
     OWNER,
     WAIT,
     ErrorBody,
@@ -112,6 +113,7 @@ def _authorised(
     async def authorised(service: Service, request: Request) -> Response:
         caller = await known_caller(service, request)
         name_connection(request, caller)
+        request.scope[HAS_DATA] = row.has_data
         is_too_fast = service.admission.is_too_fast(caller.owner)
         if is_too_fast:
             # Whoever ignores refusals would send the next one at once: that much is prevented.

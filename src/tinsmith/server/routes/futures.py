@@ -164,7 +164,9 @@ def _end_of(operation: OperationRecord) -> Outcome | None:
     if operation.status == "failed":
         return Outcome(error=operation.error or "", category=operation.category or "unknown")
     if operation.result_type == "dropped" or operation.result is None:
-        raise Refusal(410, f"the result of {operation.request_id} was kept too long ago to be here")
+        raise Refusal(
+            410, f"the result of {operation.request_id} has expired; send the request again"
+        )
     result_type: Literal["output", "json"] = (
         "output" if operation.result_type == "output" else "json"
     )
