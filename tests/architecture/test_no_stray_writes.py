@@ -24,8 +24,8 @@ _CHANGING = {
     *("write_bytes", "write_text", "touch", "symlink_to", "hardlink_to", "truncate", "ftruncate"),
     *("copyfile", "copytree", "copy2", "save_file", "mkdtemp", "mkstemp"),
 }
-# Converted models lie in a cache of their own; losing them costs a conversion.
-_ELSEWHERE = {"engine/local/model/sources.py"}
+# Converted models, and which were verified, lie in a cache of their own; losing them costs time.
+_ELSEWHERE = {"engine/local/model/sources.py", "engine/local/model/verification.py"}
 
 
 def _stray_writes(file: Path) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tinsmith.cli.output import Output, Table, size_text, with_output
 if TYPE_CHECKING:
     from tinsmith.cli.progress import Tell
     from tinsmith.client.rest import RestClient
+    from tinsmith.engine.local.snapshots.exports import Form
 
 _FORMATS = {"peft": "PEFT adapter", "merged": "merged model", "gguf": "GGUF file"}
 
@@ -42,16 +44,17 @@ _FORMATS = {"peft": "PEFT adapter", "merged": "merged model", "gguf": "GGUF file
 @click.option(
     "--base",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="To merge: the base model's folder, where this machine does not have it in a cache.",
+    help="The base model's folder, where this machine does not have it in a cache.",
 )
 @with_output
 def command(
-    output: Output, checkpoint_path: str, target: Path, form: str, base: Path | None
+    output: Output, checkpoint_path: str, target: Path, form: Form, base: Path | None
 ) -> None:
     """Write a training or external checkpoint as files for other tools.
 
     `peft` and vLLM load the adapter, every library loads the merged model, and llama.cpp and
-    its relatives load GGUF.
+    its relatives load GGUF. What was written is loaded back, and its logits are compared with
+    the adapter's on the base model; it is kept only if they agree.
     """
     from tinsmith.cli.weights import checkpoint_files
     from tinsmith.client.rest import RestClient
@@ -59,11 +62,8 @@ def command(
     checkpoint_files.parse_downloadable(checkpoint_path)
     if target.exists():
         raise CommandError(f"{target} exists already", "Choose another name with --output.")
-    if base is not None and form == "peft":
-        raise CommandError("--base is for merging: an adapter needs no base model")
     client = RestClient()
-    if form != "peft":
-        base = base or _base_folder(client, checkpoint_path)
+    base = base or _base_folder(client, checkpoint_path, is_needed=form != "peft")
     if form == "gguf" and base is not None:
         from tinsmith.cli.weights import gguf_file
 
@@ -73,10 +73,11 @@ def command(
         made = {each: Path(name) / each for each in _FORMATS}
         made["peft"].mkdir()
         checkpoint_files.fetch(client, checkpoint_path, made["peft"], output)
-        if base is not None:
+        if base is not None and form != "peft":
             _merge(base, made["peft"], made["merged"], output)
         if form == "gguf":
             _write_gguf(made["merged"], made["gguf"], target.stem, output)
+        difference = _compare(form, base, made, output)
         # It appears whole or not at all.
         shutil.move(made[form], target)
     files = [target] if target.is_file() else [each for each in target.rglob("*") if each.is_file()]
@@ -87,6 +88,7 @@ def command(
             "destination": str(target),
             "kind": form,
             "file_size_bytes": size,
+            "difference": difference,
         },
         Table(
             ["Property", "Value"],
@@ -94,23 +96,43 @@ def command(
                 ["Checkpoint Path", checkpoint_path],
                 ["Kind", _FORMATS[form]],
                 ["Total Size", size_text(size)],
+                ["Loaded back", "not compared" if difference is None else f"±{difference:.1g}"],
                 ["Written to", str(target)],
             ],
         ),
     )
 
 
-def _base_folder(client: RestClient, path: str) -> Path:
+def _base_folder(client: RestClient, path: str, *, is_needed: bool) -> Path | None:
+    """Where this machine has the base model; nothing is fetched for a mere comparison."""
     from tinsmith.engine.local.config import EMBEDDED_MODEL, EMBEDDED_SOURCE, LocalEngineConfig
-    from tinsmith.engine.local.model.sources import model_folder
+    from tinsmith.engine.local.model.sources import embedded_folder, model_folder
     from tinsmith.errors import EngineError
 
     name = client.get_weights_info_by_tinker_path(path).result().base_model
-    source = EMBEDDED_SOURCE if name == EMBEDDED_MODEL else name
+    config = LocalEngineConfig()
+    if name == EMBEDDED_MODEL and not is_needed:
+        folder = embedded_folder(config.cache_folder)
+        return folder if folder.is_dir() else None
     try:
-        return model_folder(source, LocalEngineConfig())
+        return model_folder(EMBEDDED_SOURCE if name == EMBEDDED_MODEL else name, config)
     except EngineError as error:
+        if not is_needed:
+            return None
         raise CommandError(str(error), "Give the base model's folder with --base.") from error
+
+
+def _compare(form: Form, base: Path | None, made: dict[str, Path], output: Output) -> float | None:
+    """How far the export's logits are from the adapter's; None where nothing can tell."""
+    if base is None or importlib.util.find_spec("transformers") is None:
+        output.note(
+            "Not compared with the base model: that needs tinsmith[engine] and its folder (--base)."
+        )
+        return None
+    from tinsmith.engine.local.snapshots.exports import check_export
+
+    with _told("loading back", "", output):
+        return check_export(form, base, made["peft"], made[form])
 
 
 def _merge(base: Path, adapter: Path, target: Path, output: Output) -> None:

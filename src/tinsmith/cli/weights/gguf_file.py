@@ -19,7 +19,7 @@ from tinsmith.cli.progress import Tell
 from tinsmith.cli.weights import gguf_tokenizer
 from tinsmith.engine.local.model.families import DecoderConfig, read_config
 from tinsmith.engine.local.model.rope import Rope
-from tinsmith.engine.stored_tensors import Array, Stored, stored_tensors
+from tinsmith.engine.stored_tensors import Array, Stored, stored_tensors, weight_files
 from tinsmith.errors import ValidationError
 
 FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -57,8 +57,7 @@ def write(folder: Path, target: Path, name: str, tell: Tell) -> None:
     config = read_config(folder)
     tensors = [
         _Tensor(given, _name(given), stored)
-        for given, stored in stored_tensors(sorted(folder.glob("*.safetensors"))).items()
-        if not (config.is_tied and given == "lm_head.weight")
+        for given, stored in stored_tensors(weight_files(folder)).items()
     ]
     matrices = {each.stored.dtype for each in tensors if len(each.stored.shape) > 1}
     if len(matrices) != 1 or not matrices <= _TYPES.keys():

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tinsmith.cli.progress import Tell
-from tinsmith.engine.stored_tensors import Array, Stored, stored_tensors
+from tinsmith.engine.stored_tensors import (
+    Array,
+    Stored,
+    encode_header,
+    stored_tensors,
+    weight_files,
+)
 from tinsmith.errors import ValidationError
 
 _HEAD = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
+_HEADS = (_HEAD, "embed_out.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", ".pt", ".pth")
 
 
@@ -26,21 +33,27 @@ def merge(base: Path, adapter: Path, target: Path, tell: Tell) -> int:
     settings = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
     config = json.loads((base / "config.json").read_text("utf-8"))
     scale = settings["lora_alpha"] / settings["r"]
-    weights = stored_tensors(sorted(base.glob("*.safetensors")))
+    weights = stored_tensors(weight_files(base))
     changes = stored_tensors([adapter / "adapter_model.safetensors"])
-    pairs = _pairs(changes)
-    if _HEAD in pairs and _HEAD not in weights:
-        # The output matrix was the embedding; from now on it is one of its own.
-        weights[_HEAD] = weights[_EMBEDDING]
-        config["tie_word_embeddings"] = False
-    unknown = sorted(pairs.keys() - weights.keys())
-    if unknown:
-        raise ValidationError(
-            f"the adapter changes {unknown[0]!r}, which the base model in {base} does not have"
-        )
+    pairs = {}
+    for name, pair in _pairs(changes).items():
+        found = _tensor_of(name, weights)
+        if found is None and name == _HEAD:
+            # The output matrix was the embedding; from now on it is one of its own.
+            weights[_HEAD] = weights[_embedding(weights, base)]
+            for part in (config, config.get("text_config")):
+                if isinstance(part, dict):
+                    part["tie_word_embeddings"] = False
+            found = _HEAD
+        if found is None:
+            raise ValidationError(
+                f"the adapter changes {name!r}, which the base model in {base} does not have"
+            )
+        pairs[found] = pair
     target.mkdir(parents=True, exist_ok=True)
     with (target / "model.safetensors").open("wb") as file:
-        file.write(_header(weights))
+        entries = {name: stored.entry for name, stored in weights.items()}
+        file.write(encode_header(entries, {"format": "pt"}))
         for number, (name, stored) in enumerate(weights.items(), 1):
             if name in pairs:
                 a, b = (changes[each].read() for each in pairs[name])
@@ -53,6 +66,33 @@ def merge(base: Path, adapter: Path, target: Path, tell: Tell) -> int:
             shutil.copyfile(path, target / path.name)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     return len(pairs)
+
+
+def _tensor_of(name: str, weights: Mapping[str, Stored]) -> str | None:
+    """The tensor in the files that a module's weight is loaded from.
+
+    `transformers` renames on the way: what wraps the text part of a model that also sees images
+    has changed places, and some families call their output matrix by another name.
+    """
+    if name in weights:
+        return name
+    wanted = _HEADS if name == _HEAD else (_bare(name),)
+    found = [each for each in weights if _bare(each) in wanted]
+    return found[0] if len(found) == 1 else None
+
+
+def _bare(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in ("model", "language_model"))
+
+
+def _embedding(weights: Mapping[str, Stored], base: Path) -> str:
+    found = [each for each in weights if each.endswith(_EMBEDDINGS)]
+    if len(found) != 1:
+        raise ValidationError(
+            f"the adapter changes the output matrix, which is the embedding in {base}, and "
+            f"{len(found)} tensors there could be the embedding"
+        )
+    return found[0]
 
 
 def _pairs(changes: dict[str, Stored]) -> dict[str, tuple[str, str]]:
@@ -69,21 +109,6 @@ def _pairs(changes: dict[str, Stored]) -> dict[str, tuple[str, str]]:
         other = next(name for name in changes if ".lora_" not in name)
         raise ValidationError(f"only plain LoRA adapters can be merged; this one has {other!r}")
     return pairs
-
-
-def _header(tensors: dict[str, Stored]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, stored in tensors.items():
-        begin, end = end, end + stored.num_bytes
-        entries[name] = {
-            "dtype": stored.dtype,
-            "shape": stored.shape,
-            "data_offsets": [begin, end],
-        }
-    encoded = json.dumps(entries, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def _encoded(values: Array, dtype: str) -> bytes:

@@ -132,7 +132,9 @@ def decoder_config(settings: Mapping[str, Any]) -> DecoderConfig:
     A model that also sees images keeps its language part under `text_config`.
     """
     nested = settings.get("text_config")
+    root = "model."
     if isinstance(nested, Mapping):
+        root = "model.language_model."
         inherited = {name: settings[name] for name in _INHERITED if name in settings}
         settings = {**inherited, **nested}
     family = str(settings.get("model_type"))
@@ -142,7 +144,7 @@ def decoder_config(settings: Mapping[str, Any]) -> DecoderConfig:
         )
     given = {k: v for k, v in settings.items() if v is not None or k in _NONE_HAS_MEANING}
     values = {**_DEFAULTS[family], **given}
-    return _Reader(family, values).config()
+    return _with_projections(_Reader(family, values).config(), root)
 
 
 _INHERITED = ("eos_token_id", "tie_word_embeddings", "architectures")
@@ -209,7 +211,7 @@ class _Reader:
         if values.get("use_bidirectional_attention"):
             raise UnsupportedModelError("bidirectional attention is not supported")
         eos = values.get("eos_token_id")
-        config = DecoderConfig(
+        return DecoderConfig(
             architecture=self._architecture(),
             vocab_size=int(values["vocab_size"]),
             hidden_size=hidden,
@@ -232,7 +234,6 @@ class _Reader:
             embedding_scale=math.sqrt(hidden) if is_gemma else 1.0,
             final_softcap=values.get("final_logit_softcapping") if is_gemma else None,
         )
-        return _with_projections(config)
 
     def _architecture(self) -> str:
         named = self.values.get("architectures")
@@ -293,13 +294,14 @@ class _Reader:
         return False
 
 
-def _with_projections(config: DecoderConfig) -> DecoderConfig:
+def _with_projections(config: DecoderConfig, root: str) -> DecoderConfig:
+    """`root` is what `transformers` has before the layers' names."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
     projections: list[Projection] = []
     for layer in range(config.num_layers):
-        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        attention, mlp = f"{root}layers.{layer}.self_attn.", f"{root}layers.{layer}.mlp."
         shapes: tuple[tuple[str, Part, int, tuple[tuple[str, int], ...]], ...] = (
             (
                 "qkv",

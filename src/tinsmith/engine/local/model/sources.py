@@ -118,8 +118,13 @@ def _fetch_embedded(target: Path) -> None:
                 shutil.copyfileobj(packed, file)
 
 
+def embedded_folder(cache_folder: Path) -> Path:
+    """Where the embedded model is once it has been converted."""
+    return _conversion_folder(cache_folder, EMBEDDED_FILE, EMBEDDED_VERSION)
+
+
 def _embedded(cache_folder: Path, progress: Progress) -> Path:
-    target = _conversion_folder(cache_folder, EMBEDDED_FILE, EMBEDDED_VERSION)
+    target = embedded_folder(cache_folder)
     if not target.is_dir():
         gguf = embedded_gguf(cache_folder, progress)
         _convert(gguf, target, progress, EMBEDDED_SPECIAL_TOKENS)

@@ -279,6 +279,7 @@ def _split(vector: Tensor, places: Mapping[str, _Place]) -> dict[str, Tensor]:
 
 def _joined(tensors: Mapping[str, Tensor], places: Mapping[str, _Place], file: str) -> Tensor:
     """The vector whose named parts are `tensors`; they must be exactly those of `places`."""
+    tensors = _renamed(tensors, places)
     for name in tensors.keys() ^ places.keys():
         problem = "is missing" if name in places else "has no place in this model"
         raise ValidationError(f"tensor {name!r} {problem}", file)
@@ -294,6 +295,20 @@ def _joined(tensors: Mapping[str, Tensor], places: Mapping[str, _Place], file: s
     return vector
 
 
+def _renamed(tensors: Mapping[str, Tensor], places: Mapping[str, _Place]) -> dict[str, Tensor]:
+    """The tensors under this model's names.
+
+    A model that also sees images has its text part under `language_model`, which the files of
+    release 0.1 and those of the same model without its eyes leave out.
+    """
+    short = {_without_part(name): name for name in places}
+    return {short.get(_without_part(name), name): tensor for name, tensor in tensors.items()}
+
+
+def _without_part(name: str) -> str:
+    return name.replace(".language_model.", ".")
+
+
 # Adapters that PEFT wrote
 
 
@@ -307,9 +322,9 @@ def _read_foreign(adapter: Adapter, folder: Path, kind: SnapshotKind) -> tuple[T
     if config.rank != adapter.rank:
         raise ValidationError(f"the checkpoint has rank {config.rank}, the model {adapter.rank}")
     path = _foreign_weights(folder)
-    stored = {name: tensor.float() for name, tensor in read_tensors(path).items()}
-    names = frozenset(stored)
     places = _places(adapter)
+    stored = {n: t.float() for n, t in _renamed(read_tensors(path), places).items()}
+    names = frozenset(stored)
     for name in names - places.keys():
         hint = ""
         if "lora_" not in name:

@@ -62,7 +62,7 @@ def peft_config(base_model: str, rank: int, modules: Iterable[str]) -> dict[str,
         "lora_alpha": ALPHA,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({module.rsplit(".", 1)[-1] for module in modules}),
+        "target_modules": sorted(_targets(list(modules))),
         "modules_to_save": None,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -70,6 +70,14 @@ def peft_config(base_model: str, rank: int, modules: Iterable[str]) -> dict[str,
         "use_dora": False,
         "inference_mode": True,
     }
+
+
+def _targets(modules: list[str]) -> set[str]:
+    """Last parts of names, by which PEFT finds them all; the part of a model that sees images has
+    modules of the same names, so beside it they are whole."""
+    if any(".language_model." in module for module in modules):
+        return set(modules)
+    return {module.rsplit(".", 1)[-1] for module in modules}
 
 
 def read_peft_config(path: Path) -> PeftConfig:

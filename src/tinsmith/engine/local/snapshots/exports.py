@@ -1,0 +1,121 @@
+"""Whether an export does what the adapter does: loaded back by its readers, logits compared.
+
+What an export should compute is worked out here the plain way: the base model in `transformers`
+with B·A added to the matrices that the adapter names. The export is then loaded as a user would
+load it. One model is in memory at a time, in float32 where that is not too much.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tinsmith.engine.local.model.families import read_config
+from tinsmith.engine.local.model.sources import quiet_transformers
+from tinsmith.engine.local.snapshots.peft_config import read_json
+from tinsmith.engine.local.snapshots.tensor_files import read_tensors
+from tinsmith.engine.stored_tensors import num_elements, stored_tensors, weight_files
+from tinsmith.errors import ValidationError
+
+Form = Literal["peft", "merged", "gguf"]
+
+_MOST_FLOAT32_BYTES = 2**33
+_NUM_TOKENS = 16
+_PREFIX = "base_model.model."
+
+
+def check_export(form: Form, base: Path, adapter: Path, exported: Path) -> float | None:
+    """The largest difference between logits, relative to the largest; too large is an error.
+
+    `base` is the base model's folder, `adapter` the checkpoint's, `exported` what was made of them.
+    None where there is no reader to compare with: the one for GGUF does not scale rotations.
+    """
+    ropes = {spec.rope for spec in read_config(base).layers} if form == "gguf" else set()
+    if any(rope and rope.kind != "default" for rope in ropes):
+        return None
+    is_small = 4 * num_elements(stored_tensors(weight_files(base))) <= _MOST_FLOAT32_BYTES
+    dtype = torch.float32 if is_small else torch.bfloat16
+    expected = _expected_logits(base, adapter, dtype, is_rounded=form != "peft")
+    gc.collect()
+    if form == "peft":
+        found = _peft_logits(base, exported, dtype)
+    elif form == "merged":
+        found = _logits(_load(exported, dtype))
+    else:
+        found = _logits(_load(exported.parent, dtype, gguf_file=exported.name))
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    limit = 1e-3 if is_small else 5e-2
+    if not difference <= limit:
+        raise ValidationError(
+            f"the export was loaded back and its logits differ from the adapter's by "
+            f"{difference:.2g} of their size (limit {limit:g}); it has not been kept"
+        )
+    return difference
+
+
+def _expected_logits(base: Path, adapter: Path, dtype: torch.dtype, *, is_rounded: bool) -> Tensor:
+    settings = read_json(adapter / "adapter_config.json")
+    tensors = read_tensors(adapter / "adapter_model.safetensors")
+    scale = settings["lora_alpha"] / settings["r"]
+    model = _load(base, dtype)
+    stored = {tensor.dtype for tensor in stored_tensors(weight_files(base)).values()}
+    kept = {"F16": torch.float16, "BF16": torch.bfloat16}.get(min(stored), torch.float32)
+    for name, a in tensors.items():
+        if not name.endswith(".lora_A.weight"):
+            continue
+        stem = name.removesuffix(".lora_A.weight")
+        module = _module(model, stem.removeprefix(_PREFIX))
+        delta = scale * (tensors[f"{stem}.lora_B.weight"].float() @ a.float())
+        weight = module.weight.detach().float() + delta
+        if is_rounded:
+            weight = weight.to(kept)
+        # A new parameter: the embedding may share the old one.
+        module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+    return _logits(model)
+
+
+def _module(model: Any, name: str) -> nn.Linear:
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        raise ValidationError(
+            f"the adapter changes {name!r}, which {type(model).__name__} does not have"
+        ) from None
+    assert isinstance(module, nn.Linear), f"{name} is a {type(module).__name__}"
+    return module
+
+
+def _peft_logits(base: Path, exported: Path, dtype: torch.dtype) -> Tensor:
+    """By `peft`, where it is installed; otherwise the names were all that could be tried."""
+    if importlib.util.find_spec("peft") is None:
+        return _expected_logits(base, exported, dtype, is_rounded=False)
+    from peft import PeftModel, get_peft_model_state_dict
+
+    model = PeftModel.from_pretrained(_load(base, dtype), exported)
+    loaded = get_peft_model_state_dict(model, save_embedding_layers=False)
+    for name, tensor in read_tensors(exported / "adapter_model.safetensors").items():
+        if name not in loaded or not torch.equal(loaded[name].float().cpu(), tensor.float()):
+            raise ValidationError(f"peft does not find {name!r} of the adapter in the base model")
+    return _logits(model)
+
+
+def _load(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with quiet_transformers():
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=False, **options
+        ).eval()
+
+
+def _logits(model: Any) -> Tensor:
+    size = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.arange(_NUM_TOKENS) * 7 % size
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0].float()
+    return logits

@@ -1,0 +1,145 @@
+"""Every export is loaded back and compared, for every kind of model that we serve."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tinsmith.cli.weights.merging import merge
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.model.base_models import BaseModels
+from tinsmith.engine.local.model.lora import Adapter, AdapterPool
+from tinsmith.engine.local.snapshots import checkpoints
+from tinsmith.engine.local.snapshots.exports import check_export
+from tinsmith.errors import ValidationError
+from tinsmith.types import LoraConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+EYES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", TEXT),
+    "llama, tied": ("LlamaConfig", {**TEXT, "tie_word_embeddings": True}),
+    "gemma 3 that sees images": (
+        "Gemma3Config",
+        {
+            "text_config": {**TEXT, "num_key_value_heads": 2, "head_dim": 16},
+            "vision_config": EYES,
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "gpt-neox": ("GPTNeoXConfig", TEXT),
+    "gpt-neox, tied": ("GPTNeoXConfig", {**TEXT, "tie_word_embeddings": True}),
+    "opt": ("OPTConfig", {**TEXT, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "phi": ("PhiConfig", TEXT),
+}
+
+
+@pytest.fixture(params=MODELS)
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return save_model(request.param, tmp_path / "base")
+
+
+def save_model(name: str, folder: Path) -> Path:
+    import transformers
+
+    class_name, settings = MODELS[name]
+    torch.manual_seed(3)
+    config = getattr(transformers, class_name)(**settings)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def snapshot(base: Path, folder: Path) -> Adapter:
+    """A checkpoint of an adapter on every matrix, its B random."""
+    models = {"m": str(base)}
+    config = LocalEngineConfig(models=models, device="cpu", cache_folder=folder.parent)
+    pool = AdapterPool(BaseModels(config).config("m"), torch.device("cpu"), torch.float32)
+    adapter = pool.create("m", LoraConfig(rank=3, seed=1))
+    generator = torch.Generator().manual_seed(2)
+    adapter.flat.copy_(torch.randn(len(adapter.flat), generator=generator) * 0.05)
+    checkpoints.save(adapter, folder, "training")
+    return adapter
+
+
+def test_peft_and_a_merged_model_do_what_the_adapter_does(base: Path, tmp_path: Path) -> None:
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    snapshot(base, adapter)
+    assert (check_export("peft", base, adapter, adapter) or 0) < 1e-4
+    merge(base, adapter, merged, lambda *facts: None)
+    assert (check_export("merged", base, adapter, merged) or 0) < 1e-4
+    with pytest.raises(ValidationError, match="logits differ"):
+        check_export("merged", base, adapter, base)  # what an export without effect would be
+
+
+def renamed(folder: Path, change: Callable[[str], str]) -> None:
+    """Give the tensors of a checkpoint other names, its manifest with them."""
+    import hashlib
+
+    manifest = json.loads((folder / "tinsmith.json").read_text())
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        path = folder / name
+        save_file({change(k): v for k, v in load_file(path).items()}, path, {"format": "pt"})
+        manifest["files"][name] = {
+            "size": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+    del manifest["sha256"]
+    encoded = json.dumps(manifest, indent=1, sort_keys=True).encode()
+    manifest["sha256"] = hashlib.sha256(encoded).hexdigest()
+    (folder / "tinsmith.json").write_text(json.dumps(manifest))
+
+
+def test_names_that_peft_does_not_find_are_an_error(tmp_path: Path) -> None:
+    """In release 0.1 the adapter of a model that sees images had the names of one that does not."""
+    base = save_model("gemma 3 that sees images", tmp_path / "base")
+    adapter = tmp_path / "adapter"
+    snapshot(base, adapter)
+    renamed(adapter, lambda name: name.replace(".language_model.", "."))
+    with pytest.raises(ValidationError, match=r"'model\.layers\.0.*does not have"):
+        check_export("peft", base, adapter, adapter)
+
+
+def test_a_checkpoint_of_release_0_1_still_loads(tmp_path: Path) -> None:
+    base = save_model("gemma 3 that sees images", tmp_path / "base")
+    adapter = snapshot(base, tmp_path / "new")
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    renamed(tmp_path / "old", lambda name: name.replace(".language_model.", "."))
+    before = adapter.flat.clone()
+    adapter.flat.zero_()
+    checkpoints.load(adapter, tmp_path / "old", "training")
+    assert torch.equal(adapter.flat, before)
+
+
+def test_a_damaged_adapter_does_not_pass_for_an_export(tmp_path: Path) -> None:
+    base = save_model("llama", tmp_path / "base")
+    adapter, broken = tmp_path / "adapter", tmp_path / "broken"
+    snapshot(base, adapter)
+    shutil.copytree(adapter, broken)
+    path = broken / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": 16}))
+    with pytest.raises(ValidationError, match="logits differ"):
+        check_export("peft", base, adapter, broken)
