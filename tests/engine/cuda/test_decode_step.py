@@ -156,7 +156,7 @@ def test_attention_finds_what_plain_attention_finds(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_and_gate_equal_the_plain_ones(cuda: torch.device, dtype: torch.dtype) -> None:
-    from tinsmith.engine.local.kernels.decode_pointwise import add_norm, gate
+    from tinsmith.engine.local.kernels.decode_pointwise import add_rms_norm, swiglu
     from tinsmith.engine.local.model import pointwise
 
     torch.manual_seed(0)
@@ -166,13 +166,13 @@ def test_norm_and_gate_equal_the_plain_ones(cuda: torch.device, dtype: torch.dty
     total = x + y
     with torch.no_grad():
         wanted = pointwise.rms_norm(total, weight, 1e-6)
-        found = add_norm(x, y, weight, 1e-6)
+        found = add_rms_norm(x, y, weight, 1e-6)
         torch.testing.assert_close(x, total, rtol=0, atol=0)
         torch.testing.assert_close(found, wanted, **tolerance)
-        torch.testing.assert_close(add_norm(x, None, weight, 1e-6), wanted, **tolerance)
+        torch.testing.assert_close(add_rms_norm(x, None, weight, 1e-6), wanted, **tolerance)
         for activation in ("silu", "gelu_tanh"):
-            wanted = pointwise.gate(y, activation)
-            torch.testing.assert_close(gate(y, activation), wanted, **tolerance)
+            wanted = pointwise.swiglu(y, activation)
+            torch.testing.assert_close(swiglu(y, activation), wanted, **tolerance)
 
 
 @pytest.mark.parametrize("rank", [3, 32])
