@@ -34,6 +34,22 @@ def test_a_killed_server_loses_nothing_that_it_answered(
     assert lines + rest.splitlines() == undisturbed
 
 
+def test_a_client_that_waits_for_all_samples_with_one_question_outlives_a_restart(
+    start_server: StartServer,
+) -> None:
+    """Such a client hears of its samples by cursor, also of those that the restart has lost."""
+    flag = ("--set", "sample_use_retrieve_futures=true")
+    server = start_server("--set", "fake_token_seconds=0.005", *flag)
+    child = server.start_script("sample_over_restart.py")
+    assert child.out.take(1) == ["under way"]
+    time.sleep(0.5)
+    server.kill()
+    server.start()
+    rest, errors = child.finish(60)
+    assert child.process.returncode == 0, errors + server.log()
+    assert rest.strip() == "ok"
+
+
 @pytest.fixture
 def postgres() -> Iterator[Any]:
     if not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):

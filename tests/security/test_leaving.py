@@ -104,7 +104,7 @@ async def test_an_openai_client_that_stays_gets_its_answer(start_server: StartSe
 async def test_samples_for_openai_clients_count_among_those_under_way(
     start_server: StartServer,
 ) -> None:
-    server = await start_server(fake_token_seconds=0.2, max_queued_samples=2)
+    server = await start_server(fake_token_seconds=0.2, max_queued_samples=4)
     server.service.text_models = _Text()  # type: ignore[assignment]
     visitor = Visitor(server, "/oai/api/v1/completions")
     body = {"model": "tinsmith/fake", "prompt": ["a", "b"], "max_tokens": 1000}

@@ -160,14 +160,17 @@ class ServerConfig:
     engine_attempts: int = 3
     """How often an operation may be under way when the engine dies before it is given up."""
 
-    max_queued_samples: int = 4096
-    """Most sampling requests under way; beyond, clients are told to wait."""
+    max_queued_samples: int = 8192
+    """Most sampling requests under way, of which one owner may have as many as are still free."""
 
     max_queued_sample_bytes: int = 1024**3
-    """Most bytes of prompts under way; beyond, clients are told to wait."""
+    """Most bytes of prompts under way, of which one owner may have as many as are still free."""
+
+    sample_abandon_seconds: float = 60.0
+    """A sample that nobody waits for, of a session silent for this long, is given up."""
 
     sample_result_bytes: int = 512 * 1024 * 1024
-    """Most memory for sampling results that have not been fetched; the oldest go first."""
+    """Most memory for sampling results; the owner with the most loses his oldest first."""
 
     sample_retention_seconds: float = 3600.0
     """How long a sampling result waits to be fetched."""

@@ -1,12 +1,15 @@
 """Promises: what a request id stands for until, and for a while after, its result is there.
 
 Waiting costs one future per waiter and no polling, so thousands of open questions are cheap. The
-results held here are bounded in bytes; the oldest are let go first, fetched ones before others.
+results held here are bounded in bytes: the owner whose results take most lets go first, of the
+oldest, fetched ones before others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -37,13 +40,31 @@ class Promise:
     finished_at: float = 0.0
     retrieved_at: float | None = None
     waiters: set[asyncio.Future[None]] = field(default_factory=set)
+    waited_at: float = field(default_factory=time.time)
+    """When somebody last waited for it, or opened it."""
+
+
+@dataclass(slots=True)
+class _Results:
+    """What one owner's results take, and in which order they are let go."""
+
+    nbytes: int = 0
+    unfetched: dict[str, Promise] = field(default_factory=dict)
+    """In the order in which they finished."""
+    fetched: dict[str, Promise] = field(default_factory=dict)
+    """In the order in which they were last fetched."""
+
+    def oldest(self) -> Promise:
+        return next(iter((self.fetched or self.unfetched).values()))
 
 
 class Promises:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._promises: dict[str, Promise] = {}
-        self._finished: dict[str, Promise] = {}
+        self._results: dict[str, _Results] = {}
+        """By owner; only owners with results."""
+        self._num_finished = 0
         self._bytes = 0
         self._is_closing = False
 
@@ -52,7 +73,7 @@ class Promises:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._promises) - len(self._finished)
+        return len(self._promises) - self._num_finished
 
     @property
     def nbytes(self) -> int:
@@ -71,10 +92,22 @@ class Promises:
             return
         promise.outcome = outcome
         promise.finished_at = at
-        self._finished[request_id] = promise
+        results = self._results.setdefault(promise.owner, _Results())
+        results.unfetched[request_id] = promise
+        results.nbytes += outcome.nbytes
         self._bytes += outcome.nbytes
+        self._num_finished += 1
         _wake(promise.waiters)
         self._make_room()
+
+    def mark_retrieved(self, promise: Promise, at: float) -> None:
+        """Somebody was given the outcome."""
+        promise.retrieved_at = at
+        results = self._results.get(promise.owner)
+        if results is not None and self._promises.get(promise.request_id) is promise:
+            results.unfetched.pop(promise.request_id, None)
+            results.fetched.pop(promise.request_id, None)
+            results.fetched[promise.request_id] = promise
 
     async def wait(
         self, promise: Promise, seconds: float, leaving: asyncio.Future[None] | None = None
@@ -92,24 +125,33 @@ class Promises:
                 pass
             finally:
                 promise.waiters.discard(waiter)
+                promise.waited_at = time.time()
         return promise.outcome
 
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._promises.pop(request_id, None)
-            gone = self._finished.pop(request_id, None)
-            if gone is not None and gone.outcome is not None:
-                self._bytes -= gone.outcome.nbytes
+            promise = self._promises.pop(request_id, None)
+            if promise is None or promise.outcome is None:
+                continue
+            results = self._results[promise.owner]
+            results.unfetched.pop(request_id, None)
+            results.fetched.pop(request_id, None)
+            results.nbytes -= promise.outcome.nbytes
+            self._bytes -= promise.outcome.nbytes
+            self._num_finished -= 1
+            if not results.unfetched and not results.fetched:
+                del self._results[promise.owner]
 
     def expire(self, *, retrieved_before: float, finished_before: float) -> None:
-        self.forget(
-            [
-                promise.request_id
-                for promise in self._finished.values()
-                if promise.finished_at < finished_before
-                or (promise.retrieved_at is not None and promise.retrieved_at < retrieved_before)
-            ]
-        )
+        """Forget what was fetched, or finished and never fetched, before these times."""
+        for results in list(self._results.values()):
+            fetched = itertools.takewhile(
+                lambda p: (p.retrieved_at or 0.0) < retrieved_before, results.fetched.values()
+            )
+            unfetched = itertools.takewhile(
+                lambda p: p.finished_at < finished_before, results.unfetched.values()
+            )
+            self.forget([promise.request_id for promise in (*fetched, *unfetched)])
 
     def close(self) -> None:
         """Let everybody who waits go, and hold nobody from now on."""
@@ -118,15 +160,9 @@ class Promises:
             _wake(promise.waiters)
 
     def _make_room(self) -> None:
-        if self._bytes <= self._max_bytes:
-            return
-        fetched_first = sorted(
-            self._finished.values(), key=lambda p: (p.retrieved_at is None, p.finished_at)
-        )
-        for promise in fetched_first:
-            if self._bytes <= self._max_bytes:
-                return
-            self.forget([promise.request_id])
+        while self._bytes > self._max_bytes:
+            most = max(self._results.values(), key=lambda results: results.nbytes)
+            self.forget([most.oldest().request_id])
 
 
 def _wake(waiters: Iterable[asyncio.Future[None]]) -> None:

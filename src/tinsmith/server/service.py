@@ -243,6 +243,7 @@ class Service:
         await self.sessions.sweep_samplers()
         await self.checkpoints.delete_expired()
         await self.weights.sweep()
+        await self.sampling.give_up_abandoned(self.sessions.silence)
         self.sampling.expire()
         self.promises.expire(retrieved_before=now - 60, finished_before=now - 600)
         self.models.forget_idle(self.engines.generation, now - _FORGET_SECONDS)

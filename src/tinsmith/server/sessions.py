@@ -57,6 +57,10 @@ class Sessions:
         self._seen[session_id] = time.time()
         self._unwritten.add(session_id)
 
+    def silence(self, session_id: str) -> float:
+        """Seconds since the session's last sign of life; without end where there was none."""
+        return time.time() - self._seen.get(session_id, 0.0)
+
     async def set(self, session: SessionRecord, values: dict[str, Any]) -> None:
         await self._store.sessions.update(session.session_id, values)
         self._sessions.pop(session.session_id, None)

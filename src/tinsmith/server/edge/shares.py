@@ -20,11 +20,18 @@ class Shares:
 
         Something larger than any share is let in when nobody holds anything.
         """
-        if self.total and self._held[owner] + amount > self._most - self.total:
+        if not self.fits(owner, amount):
             return False
+        self.add(owner, amount)
+        return True
+
+    def fits(self, owner: str, amount: int = 1) -> bool:
+        return not self.total or self.of(owner) + amount <= self._most - self.total
+
+    def add(self, owner: str, amount: int = 1) -> None:
+        """Count in what has been let in already."""
         self._held[owner] += amount
         self.total += amount
-        return True
 
     def give_back(self, owner: str, amount: int = 1) -> None:
         self.total -= amount

@@ -77,9 +77,8 @@ async def retrieve_futures(
     seconds = service.config.hold_seconds
     if message.timeout is not None:
         seconds = min(max(0.0, message.timeout), seconds)
-    completions = service.sampling.completions(
-        sampler.sampler_id, target.cloned_sampler_id, message.prev_cursor, seconds
-    )
+    client = (sampler.sampler_id, target.cloned_sampler_id)
+    completions = service.sampling.completions.wait(client, message.prev_cursor, seconds)
     found = await while_connected(request, completions)
     await check_still_known(service, request)
     cursor = max((number for number, _ in found), default=message.prev_cursor)
@@ -101,7 +100,7 @@ async def _sampled(
         raise Refusal(410, f"the result of {request_id[:80]} is no longer here; send it again")
     outcome = await _held(service, service.sampling.promises, promise, request)
     if outcome is not None:
-        promise.retrieved_at = time.time()
+        service.sampling.promises.mark_retrieved(promise, time.time())
     return outcome
 
 
@@ -114,7 +113,7 @@ async def _trained(
             raise not_found("request", request_id)
         outcome = await _held(service, service.promises, promise, request)
         if outcome is not None:
-            promise.retrieved_at = time.time()
+            service.promises.mark_retrieved(promise, time.time())
     elif request_id.startswith(UNLOAD_PREFIX):
         return await _unloaded(service, caller, request_id)
     else:

@@ -65,8 +65,6 @@ async def chat_completions(
 
 
 async def _respond(service: Service, caller: Caller, request: Request, ask: Ask) -> Response:
-    if service.sampling.is_full:
-        raise Refusal(429, "too many requests are under way; try again", {"retry-after": "1"})
     sampler = await _sampler(service, caller, ask.model)
     base = await service.base_model(sampler.base_model)
     if base is None:
@@ -80,6 +78,10 @@ async def _respond(service: Service, caller: Caller, request: Request, ask: Ask)
         num_prompt_tokens=sum(len(p) for p in prompts),
     )
     jobs = [_job(ask, sampler, prompt) for prompt in prompts]
+    num_bytes = sum(job.prompt.nbytes for job in jobs)
+    if not service.sampling.has_room(caller.owner, len(jobs), num_bytes):
+        problem = f"{len(jobs)} more prompts are too many at once; wait, or send fewer"
+        raise Refusal(429, problem, {"retry-after": "1"})
     if ask.stream:
         events = _streamed(service, sampler, jobs, asked, text)
         goodbye = _event(error_body(401, "the API key was revoked"))

@@ -83,7 +83,7 @@ async def asample(
     if message.seq_id is not None:
         promise = service.sampling.find(sampler.sampler_id, message.seq_id)
     if promise is None:
-        _check_room(service)
+        _check_room(service, caller, message)
         promise = service.sampling.submit(sampler, message)
     ids = [f"{promise.request_id}:{index}" for index in range(message.num_samples)]
     return UntypedAPIFuture(request_id=promise.request_id, sample_sequence_ids=ids)
@@ -97,7 +97,7 @@ async def sample_stream(
     Beside the protocol: the official client has no such call. A client that leaves frees its place.
     """
     sampler = await _sampler_of(service, caller, message)
-    _check_room(service)
+    _check_room(service, caller, message)
     job = replace(sample_job(uuid.uuid4().hex, sampler, message), stream=True)
     events = _events(service, sampler, job)
     goodbye = _event("error", error="the API key was revoked", category="user")
@@ -166,11 +166,11 @@ async def _sampler_of(service: Service, caller: Caller, message: SampleRequest) 
     return sampler
 
 
-def _check_room(service: Service) -> None:
-    if service.sampling.is_full:
+def _check_room(service: Service, caller: Caller, message: SampleRequest) -> None:
+    if not service.sampling.has_room(caller.owner, 1, message.prompt.nbytes):
         raise Refusal(
             429,
-            "too many sampling requests are under way; wait and send this one again",
+            "too many of your sampling requests are under way; wait and send this one again",
             {"retry-after-ms": _RETRY_AFTER_MS, "retry-after": "1"},
         )
 

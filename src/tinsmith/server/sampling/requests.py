@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tinsmith.engine.base import Engine, Failure, SampleEvent, SampleJob
 from tinsmith.errors import EngineError
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.edge.shares import Shares
 from tinsmith.server.engines import EngineSupervisor
 from tinsmith.server.futures import Outcome, Promise, Promises
 from tinsmith.server.metrics import Metrics
+from tinsmith.server.sampling.completions import Completions
 from tinsmith.server.sampling.loaded import LoadedSamplers
 from tinsmith.server.store.records import SamplerRecord
 from tinsmith.server.usage import Usage
@@ -33,6 +35,7 @@ from tinsmith.types import (
     SampleRequest,
     SampleResponse,
 )
+from tinsmith.types.protocol import CLONE_BLOCK
 from tinsmith.wire import proto
 
 logger = logging.getLogger(__name__)
@@ -40,16 +43,8 @@ logger = logging.getLogger(__name__)
 REQUEST_PREFIX = "sample-"
 """Tells a sampling request id that is no longer known from one that never was."""
 
-CLONE_BLOCK = 10**9
-"""Each client of a sampler numbers its requests in a block of this size."""
-
-
-@dataclass(slots=True, eq=False)
-class _Channel:
-    """The completions of one client of a sampler, for `retrieve_futures`."""
-
-    completions: list[tuple[int, FutureCompletion]] = field(default_factory=list)
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+JOURNAL = "samples.journal"
+"""The file in the data folder with the samples that clients were promised."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +54,12 @@ class _Running:
     key: tuple[str, int]
     num_bytes: int
     task: asyncio.Task[None] | None = None
+
+    @property
+    def client(self) -> tuple[str, int]:
+        """The sampler, and which of its clients has sent this."""
+        sampler_id, seq_id = self.key
+        return sampler_id, max(0, seq_id) // CLONE_BLOCK
 
 
 class Sampling:
@@ -79,24 +80,21 @@ class Sampling:
         self.promises = Promises(config.sample_result_bytes)
         self._running: dict[str, _Running] = {}
         self._by_key: dict[tuple[str, int], Promise] = {}
-        self._channels: dict[tuple[str, int], _Channel] = {}
-        self._cursor = itertools.count(1)
-        self._prompt_bytes = 0
+        journal = Path(config.data_dir) / JOURNAL if config.sample_use_retrieve_futures else None
+        self.completions = Completions(journal)
+        self._jobs = Shares(config.max_queued_samples)
+        self._prompt_bytes = Shares(config.max_queued_sample_bytes)
         self.num_streams = 0
         """Jobs in the engine's hands, those that others than `submit` started too."""
-        self._is_draining = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def num_running(self) -> int:
         return len(self._running)
 
-    @property
-    def is_full(self) -> bool:
-        return (
-            max(len(self._running), self.num_streams) >= self._config.max_queued_samples
-            or self._prompt_bytes >= self._config.max_queued_sample_bytes
-        )
+    def has_room(self, owner: str, num_jobs: int = 1, num_bytes: int = 0) -> bool:
+        """Whether so much more is within the owner's share of what may be under way."""
+        return self._jobs.fits(owner, num_jobs) and self._prompt_bytes.fits(owner, num_bytes)
 
     def find(self, sampler_id: str, seq_id: int) -> Promise | None:
         """The promise of a request that was sent before."""
@@ -109,7 +107,8 @@ class Sampling:
         if request.seq_id is not None:
             self._by_key[key] = promise
         running = self._running[request_id] = _Running(promise, sampler, key, request.prompt.nbytes)
-        self._prompt_bytes += running.num_bytes
+        self._enter(sampler.owner, running.num_bytes)
+        self.completions.promise(running.client, request_id)
         running.task = asyncio.create_task(
             self._run(running, sample_job(request_id, sampler, request))
         )
@@ -123,10 +122,45 @@ class Sampling:
             running.task.cancel()
         self._end(running, Outcome(error="the request was cancelled", category="user"))
 
+    async def give_up_abandoned(self, silence: Callable[[str], float]) -> None:
+        """Cancel what nobody waits for, of sessions that give no sign of life.
+
+        `silence` says for how many seconds a session has given none. A client that comes back
+        after all is told that its request is gone, and sends it again.
+        """
+        now, patience = time.time(), self._config.sample_abandon_seconds
+        for request_id, running in list(self._running.items()):
+            promise = running.promise
+            quiet = min(now - promise.waited_at, silence(running.sampler.session_id))
+            if not promise.waiters and quiet >= patience:
+                logger.info("sample %s is given up: its client is gone", request_id)
+                await self.cancel(request_id)
+                self.promises.forget([request_id])
+
     async def stream(
         self, sampler: SamplerRecord, job: SampleJob
     ) -> AsyncGenerator[SampleEvent, None]:
         """Run a job and pass its events on; leaving the iterator gives the job up."""
+        num_bytes = job.prompt.nbytes
+        self._enter(sampler.owner, num_bytes)
+        try:
+            async with contextlib.aclosing(self._stream(sampler, job)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._leave(sampler.owner, num_bytes)
+
+    def _enter(self, owner: str, num_bytes: int) -> None:
+        self._jobs.add(owner)
+        self._prompt_bytes.add(owner, num_bytes)
+
+    def _leave(self, owner: str, num_bytes: int) -> None:
+        self._jobs.give_back(owner)
+        self._prompt_bytes.give_back(owner, num_bytes)
+
+    async def _stream(
+        self, sampler: SamplerRecord, job: SampleJob
+    ) -> AsyncGenerator[SampleEvent, None]:
         engine, generation = await self._engines.get()
         self.num_streams += 1
         try:
@@ -171,19 +205,6 @@ class Sampling:
                 # Whoever left may be a cancelled task, in which nothing can be awaited any more.
                 self._spawn(_cancel(engine, job.job_id))
 
-    async def completions(
-        self, sampler_id: str, clone: int, after: int, seconds: float
-    ) -> list[tuple[int, FutureCompletion]]:
-        """What ended since cursor `after`; waits for the first if nothing did."""
-        channel = self._channels.setdefault((sampler_id, clone), _Channel())
-        channel.completions = [c for c in channel.completions if c[0] > after]
-        if not channel.completions and not self._is_draining:
-            channel.arrived.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await channel.arrived.wait()
-        return [c for c in channel.completions if c[0] > after]
-
     def expire(self) -> None:
         now = time.time()
         self.promises.expire(
@@ -191,21 +212,20 @@ class Sampling:
         )
         alive = self.promises.get
         self._by_key = {k: p for k, p in self._by_key.items() if alive(p.request_id) is p}
-        for channel in self._channels.values():
-            channel.completions = [c for c in channel.completions if alive(c[1].request_id)]
+        retention = self._config.sample_retention_seconds
+        self.completions.expire(lambda request_id: alive(request_id) is not None, retention)
 
     def begin_drain(self) -> None:
         """Let everybody who waits go, and hold nobody from now on."""
-        self._is_draining = True
         self.promises.close()
-        for channel in self._channels.values():
-            channel.arrived.set()
+        self.completions.begin_drain()
 
     async def close(self) -> None:
         tasks = [r.task for r in self._running.values() if r.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
+        self.completions.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -243,7 +263,7 @@ class Sampling:
         raise last or EngineError("the engine gave no result")
 
     async def _attempt(self, running: _Running, job: SampleJob) -> Outcome:
-        async with contextlib.aclosing(self.stream(running.sampler, job)) as events:
+        async with contextlib.aclosing(self._stream(running.sampler, job)) as events:
             async for event in events:
                 if isinstance(event, Failure):
                     return Outcome(error=event.message, category=event.category)
@@ -255,12 +275,9 @@ class Sampling:
         request_id = running.promise.request_id
         if self._running.pop(request_id, None) is None:
             return
-        self._prompt_bytes -= running.num_bytes
+        self._leave(running.promise.owner, running.num_bytes)
         self._metrics.count("samples", status="failed" if outcome.error else "done")
         self.promises.resolve(request_id, outcome, time.time())
-        channel = self._channels.setdefault(
-            (running.key[0], max(0, running.key[1]) // CLONE_BLOCK), _Channel()
-        )
         completion: FutureCompletion = (
             FutureFailed(request_id=request_id)
             if outcome.error is not None
@@ -268,8 +285,7 @@ class Sampling:
                 request_id=request_id, response_payload_uncompressed_size=len(outcome.body)
             )
         )
-        channel.completions.append((next(self._cursor), completion))
-        channel.arrived.set()
+        self.completions.add(running.client, completion)
 
     def _count(self, sampler: SamplerRecord, job: SampleJob, response: SampleResponse) -> None:
         cached = response.prompt_cache_hit_tokens

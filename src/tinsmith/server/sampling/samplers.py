@@ -8,6 +8,9 @@ from __future__ import annotations
 from tinsmith.server.store.records import SamplerRecord
 from tinsmith.server.store.store import Store
 
+_MAX_RECORDS = 10_000
+"""Samplers kept in memory; others are read from the store again."""
+
 
 class Samplers:
     def __init__(self, store: Store) -> None:
@@ -19,7 +22,11 @@ class Samplers:
         record = self._records.get(sampler_id) or await self._store.samplers.get(sampler_id)
         if record is None or record.owner != owner:
             return None
-        self._records.setdefault(sampler_id, record)
+        # Used last, at the end: the first makes room.
+        self._records.pop(sampler_id, None)
+        self._records[sampler_id] = record
+        if len(self._records) > _MAX_RECORDS:
+            del self._records[next(iter(self._records))]
         return record
 
     async def create(self, record: SamplerRecord) -> SamplerRecord:
