@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.stub_core import StubCore
+from tests.engine.boundary.stub_core import StubCore
 from tinsmith.engine.base import Engine, Health
 from tinsmith.engine.calls import CALLS
 from tinsmith.engine.fake import FakeEngine
@@ -74,7 +74,7 @@ async def test_an_engine_is_reached_over_tcp_as_well(monkeypatch: pytest.MonkeyP
             pass_fds=[theirs.fileno()],
         )
     engine = RemoteEngine()
-    await engine.connect(ours, Start("tests.engine.stub_core:StubCore", {}, Patience()))
+    await engine.connect(ours, Start("tests.engine.boundary.stub_core:StubCore", {}, Patience()))
     assert (await engine.capabilities()).max_lora_rank == 64
     assert isinstance(await engine.health(), Health)
     await engine.close()

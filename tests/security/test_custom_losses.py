@@ -1,7 +1,7 @@
 """An uploaded loss cannot keep the engine busy for long, however many datums it is sent with.
 
 What a graph cannot reach (attributes, files, builtins, other tensors) is tested beside the
-interpreter, in tests/engine/test_hostile_graphs.py.
+interpreter, in tests/engine/train/test_hostile_graphs.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.sampling_reference import (
+from tests.engine.sample.sampling_reference import (
     answer,
     answers,
     assert_trainer_agrees,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.training_reference import (
+from tests.engine.train.training_reference import (
     RAGGED,
     Reference,
     check_a_broken_tenant_fails_alone,

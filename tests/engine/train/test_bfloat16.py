@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.engine.training_reference import (
+from tests.engine.train.training_reference import (
     check_in_bfloat16,
 )
 from tinsmith.engine.local.model.lora import Adapter

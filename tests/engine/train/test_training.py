@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.training_reference import (
+from tests.engine.train.training_reference import (
     CPU,
     RAGGED,
     RELATIVE,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.conftest import build_reference
 from tinsmith.engine.base import Pass
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
@@ -22,8 +23,6 @@ from tinsmith.engine.local.snapshots import checkpoints
 from tinsmith.engine.local.train.adamw import adamw_step
 from tinsmith.engine.local.train.passes import run_passes
 from tinsmith.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInput
-
-from .conftest import build_reference
 
 DETERMINISTIC = LocalEngineConfig(device="cpu", deterministic=True)
 DATA = [

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.sampling_reference import (
+from tests.engine.sample.sampling_reference import (
     CPU,
     DETERMINISTIC,
     TOLERANCE,

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import os
 import queue
-import runpy
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.boundary.stub_core import StubCore
 from tinsmith.engine.base import Failure, Pass, SampleJob, Step, TokensSampled
 from tinsmith.engine.local.boundary.messages import (
     Abandon,
@@ -46,9 +46,7 @@ from tinsmith.types import (
 )
 
 LORA = LoraConfig(rank=4)
-STUB = "stub_core:StubCore"
-# Test folders are not packages, so the stub beside this file is loaded by its path.
-StubCore: Any = runpy.run_path(str(Path(__file__).with_name("stub_core.py")))["StubCore"]
+STUB = "tests.engine.boundary.stub_core:StubCore"
 
 
 def job(job_id: str, max_tokens: int = 1, sampler_id: str | None = None, **more: Any) -> SampleJob:
@@ -222,8 +220,8 @@ def test_abandoned_work_is_not_done() -> None:
 
 @pytest.fixture
 def stub_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process finds the stub where this file is, and the package where the tests found it."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    """The process finds the stub and the package where the tests found them."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[3]), *sys.path]))
 
 
 @contextlib.asynccontextmanager

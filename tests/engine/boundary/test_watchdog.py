@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
-import runpy
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.engine.boundary.stub_core import StubCore
 from tinsmith.engine.base import Pass
 from tinsmith.engine.local.boundary.messages import Patience, Reply, Request
 from tinsmith.engine.local.boundary.worker import Incoming, Worker
@@ -22,16 +21,17 @@ from tinsmith.errors import EngineDiedError
 from tinsmith.types import Datum, LoraConfig, ModelInput
 
 LORA = LoraConfig(rank=4)
-StubCore: Any = runpy.run_path(str(Path(__file__).with_name("stub_core.py")))["StubCore"]
 
 
 @pytest.fixture(autouse=True)
 def _stub_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[3]), *sys.path]))
 
 
 async def _start(patience: Patience, **config: float) -> LocalEngine:
-    return await LocalEngine.start(config, core="stub_core:StubCore", patience=patience)  # type: ignore[arg-type]  # the stub's own
+    return await LocalEngine.start(
+        config, core="tests.engine.boundary.stub_core:StubCore", patience=patience
+    )  # type: ignore[arg-type]  # the stub's own
 
 
 async def test_a_stopped_process_is_killed_and_every_call_is_told_why() -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.conftest import build_reference
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
 from tinsmith.engine.local.model import verification
@@ -27,8 +28,6 @@ from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.rope import Rope
 from tinsmith.errors import EngineError
 from tinsmith.types import LoraConfig
-
-from .conftest import build_reference
 
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
