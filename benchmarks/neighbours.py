@@ -38,7 +38,7 @@ BOUND = 3.0
 
 KINDS = ("sample", "pass", "heartbeat")
 PAUSE_SECONDS = 0.02
-_WARM_UP_SECONDS = 1.0
+_WARM_UP_SECONDS = 3.0
 
 
 class Tenant(Client):
