@@ -21,10 +21,10 @@ import click
 import pytest
 
 from tinsmith.cli.__main__ import COMMANDS, cli
-from tinsmith.cli.commands.demo import learning_rate
 from tinsmith.cli.fetching import all_pages
 from tinsmith.cli.output import Output, size_text, time_text
 from tinsmith.cli.training.plot import plot
+from tinsmith.cli.training.schedule import learning_rate
 from tinsmith.cli.weights.hub import model_card, repository_name
 from tinsmith.client.service import ServiceClient
 from tinsmith.types import Datum, ModelInput, WeightsInfoResponse
@@ -235,10 +235,10 @@ def test_the_doctor_names_each_trouble_with_a_cure(
 
 
 def test_the_rate_rises_and_falls() -> None:
-    rates = [learning_rate(step, 20) for step in range(20)]
+    rates = [learning_rate(1e-3, step, 20, 5) for step in range(20)]
     assert rates.index(max(rates)) in (4, 5)
     assert 0 < rates[-1] < rates[0] < max(rates) == 1e-3
-    assert learning_rate(0, 1) > 0
+    assert learning_rate(1e-3, 0, 1, 1) > 0
 
 
 # --- values as people read them ---------------------------------------------------------------

@@ -201,6 +201,7 @@ def _train(
 ) -> None:
     from tinsmith.cli.training import conversation
     from tinsmith.cli.training.persona import LESSONS
+    from tinsmith.cli.training.schedule import learning_rate
     from tinsmith.types import AdamParams
 
     examples = [conversation.chat_example(tokenizer, lesson) for lesson in LESSONS]
@@ -215,21 +216,14 @@ def _train(
         passed = training.forward_backward(
             [conversation.datum(*example) for example in now], "cross_entropy"
         )
-        stepped = training.optim_step(AdamParams(learning_rate=learning_rate(step, steps)))
+        rate = learning_rate(LEARNING_RATE, step, steps, min(_WARM_UP_STEPS, max(1, steps // 4)))
+        stepped = training.optim_step(AdamParams(learning_rate=rate))
         loss = passed.result().metrics["loss:sum"] / sum(sum(w) for _, w in now)
         stepped.result()
         num_tokens += sum(len(tokens) for tokens, _ in now)
         story.losses.append(loss)
         story.tokens_per_second = num_tokens / (time.monotonic() - started)
         stage.update(step + 1, f"loss {loss:.3f}, {story.tokens_per_second:.0f} tokens/s")
-
-
-def learning_rate(step: int, steps: int) -> float:
-    """Rises over the first steps and falls to nearly nothing towards the end."""
-    warm_up = min(_WARM_UP_STEPS, max(1, steps // 4))
-    if step < warm_up:
-        return LEARNING_RATE * (step + 1) / warm_up
-    return LEARNING_RATE * (1 - (step - warm_up) / (steps - warm_up))
 
 
 # --- the closing page -------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinsmith.cli.progress import Stage
 from tinsmith.cli.training import conversation, plot, training_data
+from tinsmith.cli.training.schedule import learning_rate
 from tinsmith.cli.training.training_data import Example
 from tinsmith.errors import TinkerError
 from tinsmith.types import AdamParams
@@ -46,11 +47,8 @@ class Plan:
     """Of what is trained on: another file, or another tokenizer, makes another run."""
 
     def rate(self, step: int) -> float:
-        """Rises to `learning_rate`, then falls in a line to nearly nothing at the last step."""
-        if step < self.warm_up_steps:
-            return self.learning_rate * (step + 1) / self.warm_up_steps
-        left = self.num_steps - self.warm_up_steps
-        return self.learning_rate * (1 - (step - self.warm_up_steps) / max(left, 1))
+        """The learning rate of a step."""
+        return learning_rate(self.learning_rate, step, self.num_steps, self.warm_up_steps)
 
 
 @dataclass
