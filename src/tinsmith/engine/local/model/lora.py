@@ -195,8 +195,9 @@ class AdapterPool:
     def create(self, base_model: str, lora: LoraConfig) -> Adapter:
         """A fresh adapter: A uniform as PEFT draws it, from `lora.seed`; B zero.
 
-        Without a seed it is seed 0, so that whoever replays the creation finds the same weights.
-        The numbers do not depend on the device.
+        The numbers are a function of the seed and the shapes, and of nothing else: whoever replays
+        the creation finds the same weights. The caller draws a seed where nobody gave one; here
+        none means 0.
         """
         adapter = self.create_empty(base_model, lora)
         generator = torch.Generator().manual_seed(lora.seed if lora.seed is not None else 0)
@@ -210,6 +211,8 @@ class AdapterPool:
     def create_empty(self, base_model: str, lora: LoraConfig) -> Adapter:
         """An adapter whose weights the caller fills in at once."""
         layout = self._layout(lora)
+        # A tensor of its own begins at a multiple of 64 bytes. Views of a larger one need not, and
+        # kernels take other roads, to other last bits, where the first number lies elsewhere.
         flat = torch.empty(layout.size, dtype=torch.float32, device=self._device)
         adapter = Adapter(base_model, lora, layout, flat, self._dtype)
         self._in_use.add(adapter)
