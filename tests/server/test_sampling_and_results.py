@@ -6,7 +6,10 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tinsmith.server.futures import Outcome, Promises
+from tinsmith.types import ForwardBackwardOutput, TensorData
 from tinsmith.wire import proto
 
 if TYPE_CHECKING:
@@ -242,3 +245,21 @@ async def test_a_custom_loss_is_uploaded_once_and_kept(start_server: StartServer
     result = await api.result(promises[0]["request_id"])
     assert result["loss_id"] == f"{session}:loss:0"
     assert await server.service.store.losses.get(result["loss_id"]) is not None
+
+
+async def test_a_client_that_reads_json_gets_the_numbers_of_a_pass_that_diverged(
+    server: TestServer,
+) -> None:
+    """The pass was executed: its result is due, whatever the numbers are."""
+    record = await server.service.store.models.get(await server.api.model())
+    assert record is not None
+    scores = TensorData.dense(np.array([-np.inf, np.nan, -1], np.float32), [3])
+    output = ForwardBackwardOutput("ArrayRecord", [{"logprobs": scores}], {"loss:sum": np.inf})
+    server.service.promises.open("diverged", record.owner)
+    outcome = Outcome(result_type="output", body=proto.encode_output(output))
+    server.service.promises.resolve("diverged", outcome, time.time())
+    response = await server.api.retrieve("diverged", headers=JSON)
+    assert response.status_code == 200, response.text
+    read = response.json()
+    assert read["loss_fn_outputs"][0]["logprobs"]["data"] == ["-Infinity", "NaN", -1.0]
+    assert read["metrics"] == {"loss:sum": "Infinity"}

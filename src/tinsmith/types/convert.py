@@ -24,6 +24,7 @@ from typing import Annotated, Any, ForwardRef, Literal, TypeVar, Union, get_args
 import numpy as np
 
 from tinsmith.errors import ValidationError
+from tinsmith.types.non_finite import NonFinite, from_json
 
 Converter = Callable[[Any], Any]
 T = TypeVar("T")
@@ -203,6 +204,8 @@ _SIMPLE: dict[Any, Converter] = {
 def _annotated(inner: Any, marks: tuple[Any, ...]) -> Converter:
     tagged = [mark for mark in marks if isinstance(mark, Tagged)]
     convert = _tagged_union(get_args(inner), tagged[0]) if tagged else converter(inner)
+    if any(isinstance(mark, NonFinite) for mark in marks):
+        return lambda value: convert(from_json(value))
     bounds = [mark for mark in marks if isinstance(mark, Bounds)]
     if not bounds:
         return convert

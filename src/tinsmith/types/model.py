@@ -31,6 +31,7 @@ import orjson
 
 from tinsmith.errors import ValidationError
 from tinsmith.types.convert import Converter, converter, kind_of
+from tinsmith.types.non_finite import to_json
 
 REQUIRED: Any = object()
 
@@ -77,6 +78,7 @@ class Model(Frozen):
     """See the module's notes. Subclass `Request`, `Response` or `Open`, not this."""
 
     __unknown__: ClassVar[str] = "ignore"
+    __wire_mode__: ClassVar[str] = "wire"
     __explicit_null__: ClassVar[frozenset[str]] = frozenset()
     _fields: ClassVar[dict[str, Field]]
     model_fields = _FieldTable()
@@ -169,7 +171,7 @@ class Model(Frozen):
     def to_wire(self) -> dict[str, Any]:
         """What is sent: JSON-ready, defaults included, None left out (see the module's notes)."""
         return {
-            name: dump(value, mode="wire", exclude_none=True, path=name)
+            name: dump(value, mode=self.__wire_mode__, exclude_none=True, path=name)
             for name, value in self.__dict__.items()
             if value is not None or name in self.__explicit_null__
         }
@@ -198,6 +200,7 @@ class Response(Model):
     """What a service answers."""
 
     __unknown__ = "ignore"
+    __wire_mode__ = "answer"
 
 
 class Open(Model):
@@ -217,7 +220,7 @@ def dump(
     """A field's value as plain data.
 
     Modes: "python" keeps bytes, dates and numbers as they are; "json" makes them JSON-ready;
-    "wire" also refuses numbers that JSON cannot carry, instead of turning them into null.
+    "wire" also refuses numbers that JSON cannot carry, and "answer" writes them as words.
     """
     if isinstance(value, Enum):
         return value if mode == "python" else value.value
@@ -226,8 +229,8 @@ def dump(
     if isinstance(value, float):
         if mode == "wire" and not math.isfinite(value):
             raise ValidationError(f"{value} cannot be sent as JSON", path)
-        return value
-    if mode == "wire" and hasattr(value, "to_wire"):
+        return to_json(value) if mode == "answer" else value
+    if mode in ("wire", "answer") and hasattr(value, "to_wire"):
         try:
             return value.to_wire()
         except ValidationError as error:

@@ -18,6 +18,7 @@ from tinsmith.errors import ValidationError
 from tinsmith.types.convert import converter, kind_of
 from tinsmith.types.inputs import ModelInput
 from tinsmith.types.model import Request, Response, dump
+from tinsmith.types.non_finite import ResultFloat, array_to_json, from_json
 from tinsmith.types.tensors import TensorData, int_array, short_array
 
 StopReason = Literal["length", "stop"]
@@ -35,6 +36,8 @@ class SamplingParams(Response):
     `max_tokens`. Temperature 0 takes the likeliest token. (Unknown fields are ignored, as in the
     official package, where this is the one request value that tolerates them.)
     """
+
+    __wire_mode__ = "wire"  # it is part of a request
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -137,7 +140,7 @@ class TopkLogprobs:
         for index, row in enumerate(rows):
             for column, (token, logprob) in enumerate(row or ()):
                 token_ids[index, column] = token
-                logprobs[index, column] = logprob
+                logprobs[index, column] = from_json(logprob)
         return cls(token_ids=token_ids, logprobs=logprobs)
 
     def __eq__(self, other: object) -> bool:
@@ -276,7 +279,7 @@ class SampleResponse:
 
     @classmethod
     def _from_wire(cls, obj: Mapping[str, Any], sequences: Sequence[Any]) -> Self:
-        prompt = converter(list[float | None] | None)(obj.get("prompt_logprobs"))
+        prompt = converter(list[ResultFloat | None] | None)(obj.get("prompt_logprobs"))
         topk = obj.get("topk_prompt_logprobs")
         if prompt is not None:
             prompt = np.array([np.nan if v is None else v for v in prompt], dtype=np.float32)
@@ -289,20 +292,20 @@ class SampleResponse:
     def to_wire(self) -> dict[str, Any]:
         """The JSON form that releases up to 0.24.1 read; it has no place for the newer parts."""
 
-        def plain(value: Any, path: str) -> Any:
-            return dump(value, mode="wire", exclude_none=True, path=path)
+        def plain(value: Any) -> Any:
+            return dump(value, mode="answer", exclude_none=True)
 
         return {
             "sequences": [
                 {
                     "stop_reason": sequence.stop_reason,
                     "tokens": np.asarray(sequence.tokens, dtype=np.int32),
-                    "logprobs": plain(sequence.logprobs, f"sequences[{index}].logprobs"),
+                    "logprobs": _json_logprobs(sequence),
                 }
-                for index, sequence in enumerate(self.sequences)
+                for sequence in self.sequences
             ],
-            "prompt_logprobs": plain(self.prompt_logprobs, "prompt_logprobs"),
-            "topk_prompt_logprobs": plain(self.topk_prompt_logprobs, "topk_prompt_logprobs"),
+            "prompt_logprobs": plain(self.prompt_logprobs),
+            "topk_prompt_logprobs": plain(self.topk_prompt_logprobs),
             "type": "sample",
         }
 
@@ -334,7 +337,7 @@ def _sequence_from_wire(obj: Any, index: int) -> SampledSequence:
         if not isinstance(obj, Mapping):
             raise ValidationError(f"expected an object, got {kind_of(obj)}")
         stop_reason = converter(StopReason)(obj.get("stop_reason"))
-        logprobs = converter(list[float] | None)(obj.get("logprobs"))
+        logprobs = converter(list[ResultFloat] | None)(obj.get("logprobs"))
         return SampledSequence(
             stop_reason=stop_reason,
             sequence_id="",
@@ -343,6 +346,12 @@ def _sequence_from_wire(obj: Any, index: int) -> SampledSequence:
         )
     except ValidationError as error:
         raise error.under(f"sequences[{index}]") from None
+
+
+def _json_logprobs(sequence: SampledSequence) -> Any:
+    if sequence.logprobs_np is None:
+        return dump(sequence.logprobs, mode="answer", exclude_none=True)
+    return array_to_json(sequence.logprobs_np)
 
 
 def _float_array(values: list[float] | None) -> npt.NDArray[np.float32] | None:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from tinsmith.errors import ValidationError
 from tinsmith.types.convert import kind_of
 from tinsmith.types.model import Frozen
+from tinsmith.types.non_finite import array_to_json
 
 if TYPE_CHECKING:
     import torch
@@ -205,13 +206,14 @@ class TensorData(Frozen):
         drop_none = exclude_none or exclude_defaults  # None is the only default there is
         return {k: v for k, v in fields.items() if v is not None or not drop_none}
 
-    def to_wire(self) -> dict[str, Any]:
-        """The JSON form. The numbers stay a numpy array, which the JSON encoder writes directly."""
+    def to_wire(self, *, words: bool = False) -> dict[str, Any]:
+        """The JSON form. The numbers stay a numpy array, which the JSON encoder writes directly;
+        with `words`, for results, those that JSON has no form for are written as words."""
         flat = np.ascontiguousarray(self.numpy).ravel()
-        if self.dtype == "float32" and not np.isfinite(flat).all():
+        if self.dtype == "float32" and not words and not np.isfinite(flat).all():
             index = int(np.flatnonzero(~np.isfinite(flat))[0])
             raise ValidationError(f"{flat[index]} cannot be sent as JSON", f"data[{index}]")
-        fields: dict[str, Any] = {"data": flat, "dtype": self.dtype}
+        fields: dict[str, Any] = {"data": array_to_json(flat), "dtype": self.dtype}
         for name in _JSON_FIELDS[2:]:
             if getattr(self, name) is not None:
                 fields[name] = getattr(self, name)

@@ -9,7 +9,8 @@ from typing import Any, Literal, Self
 from tinsmith.errors import ValidationError
 from tinsmith.types.convert import converter, kind_of
 from tinsmith.types.datum import Datum, LossFnOutput
-from tinsmith.types.model import Request, Response, dump
+from tinsmith.types.model import Request, Response
+from tinsmith.types.non_finite import ResultFloat, from_json, to_json
 from tinsmith.types.optimizer import (
     AdamOptimizerConfig,
     OptimizerConfig,
@@ -88,7 +89,7 @@ class GetInfoResponse(Response):
 
 
 class OptimStepResponse(Response):
-    metrics: dict[str, float] | None = None
+    metrics: dict[str, ResultFloat] | None = None
 
 
 @dataclass(frozen=True)
@@ -171,11 +172,20 @@ class ForwardBackwardOutput:
             return obj
         if not isinstance(obj, Mapping):
             raise ValidationError(f"expected an object, got {kind_of(obj)}")
+        outputs = obj.get("loss_fn_outputs")
+        if isinstance(outputs, list):
+            numbers = [
+                {key: _output_tensor(tensor) for key, tensor in output.items()}
+                if isinstance(output, Mapping)
+                else output
+                for output in outputs
+            ]
+            obj = {**obj, "loss_fn_outputs": numbers}
         parts = {}
         for name, annotation, absent in (
             ("loss_fn_output_type", str, "ArrayRecord"),
             ("loss_fn_outputs", list[dict[str, TensorData]], []),
-            ("metrics", dict[str, float], {}),
+            ("metrics", dict[str, ResultFloat], {}),
         ):
             try:
                 parts[name] = converter(annotation)(obj.get(name) or absent)
@@ -196,9 +206,20 @@ class ForwardBackwardOutput:
     def to_wire(self) -> dict[str, Any]:
         """The JSON form that releases before 0.25.0 read."""
         return {
-            name: dump(getattr(self, name), mode="wire", exclude_none=True, path=name)
-            for name in ("loss_fn_output_type", "loss_fn_outputs", "metrics")
+            "loss_fn_output_type": self.loss_fn_output_type,
+            "loss_fn_outputs": [
+                {key: tensor.to_wire(words=True) for key, tensor in output.items()}
+                for output in self.loss_fn_outputs
+            ],
+            "metrics": {name: to_json(float(value)) for name, value in self.metrics.items()},
         }
+
+
+def _output_tensor(obj: Any) -> Any:
+    """A tensor of a result in its JSON form, with numbers in place of words."""
+    if isinstance(obj, Mapping) and isinstance(data := obj.get("data"), list):
+        return {**obj, "data": [from_json(value) for value in data]}
+    return obj
 
 
 def _object(obj: Any, what: str, known: tuple[str, ...]) -> dict[str, Any]:

@@ -17,11 +17,14 @@ import orjson
 from tinsmith import types
 from tinsmith.types.convert import Bounds, Tagged
 from tinsmith.types.model import Model, dump
+from tinsmith.types.non_finite import WORDS, NonFinite
 from tinsmith.types.optimizer import OptimStepRequest
 
 Schema = dict[str, Any]
 
-_NUMBERS = {"type": "array", "items": {"type": "number"}}
+_WORD = {"enum": list(WORDS)}
+_RESULT_NUMBER = {"anyOf": [{"type": "number"}, _WORD]}
+_RESULT_NUMBERS = {"type": "array", "items": _RESULT_NUMBER}
 _INTEGERS = {"type": "array", "items": {"type": "integer"}}
 
 
@@ -73,7 +76,7 @@ _BY_HAND: dict[type, Schema] = {
     types.TensorData: {
         "type": "object",
         "properties": {
-            "data": _NUMBERS,
+            "data": _RESULT_NUMBERS,
             "dtype": {"enum": ["int64", "float32"]},
             "shape": _INTEGERS,
             "sparse_crow_indices": _INTEGERS,
@@ -108,7 +111,7 @@ _BY_HAND: dict[type, Schema] = {
         "properties": {
             "loss_fn_output_type": {"type": "string"},
             "loss_fn_outputs": {"type": "array", "items": _TENSORS},
-            "metrics": {"type": "object", "additionalProperties": {"type": "number"}},
+            "metrics": {"type": "object", "additionalProperties": _RESULT_NUMBER},
         },
         "required": ["loss_fn_output_type", "loss_fn_outputs", "metrics"],
     },
@@ -117,7 +120,7 @@ _BY_HAND: dict[type, Schema] = {
         "properties": {
             "stop_reason": {"enum": list(get_args(types.StopReason))},
             "tokens": _INTEGERS,
-            "logprobs": {**_NUMBERS, "type": ["array", "null"]},
+            "logprobs": {**_RESULT_NUMBERS, "type": ["array", "null"]},
         },
         "required": ["stop_reason", "tokens"],
     },
@@ -125,14 +128,17 @@ _BY_HAND: dict[type, Schema] = {
         "type": "object",
         "properties": {
             "sequences": {"type": "array", "items": _ref(types.SampledSequence)},
-            "prompt_logprobs": {"type": ["array", "null"], "items": {"type": ["number", "null"]}},
+            "prompt_logprobs": {
+                "type": ["array", "null"],
+                "items": {"anyOf": [_RESULT_NUMBER, {"type": "null"}]},
+            },
             "topk_prompt_logprobs": {
                 "type": ["array", "null"],
                 "items": {
                     "type": ["array", "null"],
                     "items": {
                         "type": "array",
-                        "prefixItems": [{"type": "integer"}, {"type": "number"}],
+                        "prefixItems": [{"type": "integer"}, _RESULT_NUMBER],
                     },
                 },
             },
@@ -227,7 +233,9 @@ def _of(annotation: Any) -> Schema:
 def _annotated(inner: Any, marks: tuple[Any, ...]) -> Schema:
     body = _of(inner)
     for mark in marks:
-        if isinstance(mark, Tagged):
+        if isinstance(mark, NonFinite):
+            body = {"anyOf": [body, _WORD]}
+        elif isinstance(mark, Tagged):
             body = {**body, "discriminator": {"propertyName": mark.tag}}
         elif isinstance(mark, Bounds):
             # Where null is allowed, a bound concerns the other case; JSON schema's keywords
