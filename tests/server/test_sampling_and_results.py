@@ -13,7 +13,7 @@ from tinsmith.types import ForwardBackwardOutput, TensorData
 from tinsmith.wire import proto
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Api, StartServer
+    from tests.server.conftest import Api, StartServer, TestServer
 
 JSON = {"accept": "application/json"}
 

@@ -12,6 +12,9 @@ CLONE_BLOCK = 10**9
 MAX_SAMPLES = 4096
 """Most samples in one request."""
 
+MAX_STOPS, MAX_STOP_CHARACTERS = 1024, 1000
+"""Most stop texts or tokens of a sampling request, and the longest such text."""
+
 MAX_LOSS_INPUTS = 16
 """Most inputs of a custom loss; `logprobs` is always the first."""
 

@@ -147,9 +147,9 @@ SESSION_HEARTBEAT = Endpoint("POST", "/session_heartbeat",
     "Say that a session is alive; 410 when it has ended.", C.SESSION)
 SEARCH_SESSIONS = Endpoint("POST", "/sessions/search",
     t.SessionSearchRequest, t.SessionSearchResponse,
-    "Sessions that fit, newest first.")
+    "Sessions that fit, newest first.", is_long=True)
 LIST_SESSIONS = Endpoint("GET", "/sessions", NOTHING, t.ListSessionsResponse,
-    "The ids of the caller's sessions, newest first.", query=(*_PAGE, "access_scope"))
+    "The ids of the caller's sessions, newest first.", query=(*_PAGE, "access_scope"), is_long=True)
 FINISH_SESSION = Endpoint("POST", "/sessions/{session_id}/finish", t.FinishSessionRequest, NOTHING,
     "End a session.")
 ASSIGN_PROJECT = Endpoint("PUT", "/sessions/{session_id}/project",
@@ -159,7 +159,7 @@ TRACE_EXPORT = Endpoint("GET", "/sessions/{session_id}/trace_export",
     NOTHING, t.TraceExportResponse,
     "Where a session's operations can be fetched as a trace for a browser's viewer.")
 GET_SESSION = Endpoint("GET", "/sessions/{session_id}", NOTHING, t.GetSessionResponse,
-    "A session's runs and samplers.", query=("access_scope",))
+    "A session's runs and samplers.", query=("access_scope",), is_long=True)
 GET_TRACE = Endpoint("GET", "/traces/{session_id}.json", NOTHING, object,
     "A session's trace in Chrome's event format.", C.REDIRECT, access="signed")
 
@@ -204,16 +204,17 @@ COPY_WEIGHTS = Endpoint("POST", "/copy_weights", t.CopyWeightsRequest, t.CopyWei
 # --- runs and checkpoints -------------------------------------------------------------------------
 
 LIST_TRAINING_RUNS = Endpoint("GET", "/training_runs", NOTHING, t.TrainingRunsResponse,
-    "The caller's training runs, newest first.", query=(*_PAGE, "access_scope", "project_id"))
+    "The caller's training runs, newest first.", query=(*_PAGE, "access_scope", "project_id"),
+    is_long=True)
 GET_TRAINING_RUN: Endpoint[None, t.TrainingRun] = Endpoint("GET", _RUN, NOTHING, TrainingRunDetails,
     "A training run.", query=("access_scope",))
 LIST_CHECKPOINTS = Endpoint("GET", "/checkpoints", NOTHING, t.CheckpointsListResponse,
-    "The caller's checkpoints, newest first.", query=_PAGE)
+    "The caller's checkpoints, newest first.", query=_PAGE, is_long=True)
 LIST_RUN_CHECKPOINTS = Endpoint("GET", _RUN + "/checkpoints", NOTHING, t.CheckpointsListResponse,
-    "A run's checkpoints.")
+    "A run's checkpoints.", is_long=True)
 LIST_MODEL_CHECKPOINTS = Endpoint("GET", "/models/{run_id}/checkpoints",
     NOTHING, t.CheckpointsListResponse,
-    "A run's checkpoints, at the path that old clients use.")
+    "A run's checkpoints, at the path that old clients use.", is_long=True)
 PUBLISH = Endpoint("POST", _CHECKPOINT + "/publish", NOTHING, NOTHING,
     "Let everybody read a checkpoint.")
 UNPUBLISH = Endpoint("DELETE", _CHECKPOINT + "/publish", NOTHING, NOTHING,
@@ -241,9 +242,10 @@ GET_OWN_KEY = Endpoint("GET", "/auth/apikey/me", NOTHING, t.SelfApiKeyResponse,
 DELETE_OWN_KEY = Endpoint("DELETE", "/auth/apikey/me", NOTHING, NOTHING,
     "Revoke the key this is asked with.")
 AUDIT = Endpoint("GET", "/audit", NOTHING, t.AuditLogResponse,
-    "What was done with the account on a day.", C.REDIRECT, query=("event_type", "day"))
+    "What was done with the account on a day.", C.REDIRECT, query=("event_type", "day"),
+    is_long=True)
 USAGE_EVENTS = Endpoint("GET", "/billing/usage/events", NOTHING, t.BillingUsageResponse,
-    "Tokens used, by the hour.", query=("starting_on", "ending_before"))
+    "Tokens used, by the hour.", query=("starting_on", "ending_before"), is_long=True)
 CURRENT_STORAGE = Endpoint("GET", "/billing/usage/checkpoints/current",
     NOTHING, t.CurrentCheckpointStorageUsageResponse,
     "Bytes that checkpoints take up now.", query=("project_id",))
@@ -278,7 +280,7 @@ CANCEL_FUTURE = Endpoint("POST", "/cancel_future", t.CancelFutureRequest, NOTHIN
 # --- for OpenAI clients ---------------------------------------------------------------------------
 
 OPENAI_MODELS = Endpoint("GET", "/models", NOTHING, object,
-    "Base models and the caller's sampler checkpoints.", prefix=OPENAI_API)
+    "Base models and the caller's sampler checkpoints.", prefix=OPENAI_API, is_long=True)
 OPENAI_COMPLETIONS = Endpoint("POST", "/completions", dict, object,
     "Complete prompts.", repeat=Repeat.ANEW, gives=(JSON, EVENT_STREAM), prefix=OPENAI_API,
     has_data=True)

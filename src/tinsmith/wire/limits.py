@@ -58,4 +58,6 @@ class Limits:
     """Most dimensions of a tensor."""
 
 
+NO_NUL = "a text holds the character NUL (U+0000), which databases cannot store; remove it"
+
 DEFAULT_LIMITS = Limits()

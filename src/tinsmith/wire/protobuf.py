@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import TooLargeError, ValidationError
+from tinsmith.wire.limits import NO_NUL
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
@@ -184,9 +185,12 @@ def as_bytes(body: bytes, start: int, stop: int) -> bytes:
 
 def as_text(body: bytes, start: int, stop: int) -> str:
     try:
-        return as_bytes(body, start, stop).decode()
+        text = as_bytes(body, start, stop).decode()
     except UnicodeDecodeError:
         raise ValidationError("expected UTF-8 text") from None
+    if "\0" in text:
+        raise ValidationError(NO_NUL)
+    return text
 
 
 def as_double(body: bytes, start: int, stop: int) -> float:

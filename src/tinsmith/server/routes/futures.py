@@ -22,7 +22,7 @@ from tinsmith.server.edge.http import (
     not_found,
     while_connected,
 )
-from tinsmith.server.edge.routing import route
+from tinsmith.server.edge.routing import IN_THREAD_BYTES, route
 from tinsmith.server.futures import Outcome, Promise, Promises
 from tinsmith.server.sampling.requests import REQUEST_PREFIX
 from tinsmith.server.service import Service
@@ -39,7 +39,7 @@ from tinsmith.types import (
     TryAgainResponse,
 )
 from tinsmith.types.protocol import JSON, PROTOBUF
-from tinsmith.wire import dialects, endpoints, json, proto
+from tinsmith.wire import endpoints, json, proto
 
 UNLOAD_PREFIX = "unload-"
 """A model is unloaded as soon as that was asked for, so the request id says all there is."""
@@ -61,7 +61,14 @@ async def retrieve_future(
         return RequestFailedResponse(error=outcome.error, category=category)
     if message.allow_metadata_only and len(outcome.body) > service.config.metadata_only_bytes:
         return MetadataOnlyResponse(response_payload_size=len(outcome.body))
-    return _result(outcome, request.headers.get("accept", ""))
+    accept = request.headers.get("accept", "")
+    if outcome.result_type == "json" or PROTOBUF in accept:
+        media = JSON if outcome.result_type == "json" else PROTOBUF
+        return Response(outcome.body, media_type=media)
+    if len(outcome.body) < IN_THREAD_BYTES:
+        return Response(_as_json(outcome), media_type=JSON)
+    body = await service.workers.run(caller.owner, _as_json, outcome)
+    return Response(body, media_type=JSON)
 
 
 async def retrieve_futures(
@@ -172,14 +179,11 @@ def _end_of(operation: OperationRecord) -> Outcome | None:
     return Outcome(result_type=result_type, body=bytes(operation.result))
 
 
-def _result(outcome: Outcome, accept: str) -> Response:
-    if outcome.result_type == "json":
-        return Response(outcome.body, media_type=JSON)
-    if PROTOBUF in accept:
-        return Response(outcome.body, media_type=PROTOBUF)
-    decode = proto.decode_output if outcome.result_type == "output" else proto.decode_sample
-    content_type, body = dialects.encode_result(decode(outcome.body), accept)
-    return Response(body, media_type=content_type)
+def _as_json(outcome: Outcome) -> bytes:
+    """A result in the form that old clients read."""
+    if outcome.result_type == "output":
+        return json.encode_long(proto.decode_output(outcome.body).to_wire(), "loss_fn_outputs")
+    return json.encode_long(proto.decode_sample(outcome.body).to_wire(), "sequences")
 
 
 def _try_again(service: Service, request_id: str) -> Response:

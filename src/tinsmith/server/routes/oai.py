@@ -30,7 +30,6 @@ from tinsmith.server.chat.text import TextModel, TextStream
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import (
     Refusal,
-    answer,
     check_still_known,
     while_connected,
     while_known,
@@ -39,7 +38,7 @@ from tinsmith.server.edge.routing import bare_route, route
 from tinsmith.server.service import Service
 from tinsmith.server.store.records import SamplerRecord
 from tinsmith.types import ModelInput, SampledSequence, SampleResponse
-from tinsmith.types.protocol import EVENT_STREAM
+from tinsmith.types.protocol import EVENT_STREAM, JSON
 from tinsmith.wire import endpoints, json
 
 
@@ -89,12 +88,18 @@ async def _respond(service: Service, caller: Caller, request: Request, ask: Ask)
         return StreamingResponse(stream, media_type=EVENT_STREAM)
     responses = await while_connected(request, _run_all(service, sampler, jobs))
     await check_still_known(service, request)
+    body = await service.workers.run(caller.owner, _completed, asked, text, responses)
+    return Response(body, media_type=JSON)
+
+
+def _completed(asked: Asked, text: TextModel, responses: list[SampleResponse]) -> bytes:
     choices: list[dict[str, Any]] = []
     for response in responses:
         for sequence in response.sequences:
-            choices.append(choice(asked, len(choices), _whole(text, ask, sequence), sequence, text))
+            whole = _whole(text, asked.ask, sequence)
+            choices.append(choice(asked, len(choices), whole, sequence, text))
     sampled = sum(len(s.tokens) for r in responses for s in r.sequences)
-    return answer(completion(asked, choices, sampled))
+    return json.encode_long(completion(asked, choices, sampled), "choices")
 
 
 async def _run_all(

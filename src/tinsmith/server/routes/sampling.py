@@ -30,7 +30,13 @@ from tinsmith.types import (
     SampleResponse,
     UntypedAPIFuture,
 )
-from tinsmith.types.protocol import EVENT_STREAM, MAX_SAMPLES, sampler_id
+from tinsmith.types.protocol import (
+    EVENT_STREAM,
+    MAX_SAMPLES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    sampler_id,
+)
 from tinsmith.types.sampling import SamplerInfo
 from tinsmith.wire import endpoints, json
 
@@ -179,6 +185,15 @@ def _check(message: SampleRequest) -> None:
     if not 1 <= message.num_samples <= MAX_SAMPLES:
         raise ValidationError(
             f"must be between 1 and {MAX_SAMPLES}, got {message.num_samples}", "num_samples"
+        )
+    stop = message.sampling_params.stop
+    stops = [stop] if isinstance(stop, str) else stop or ()
+    if len(stops) > MAX_STOPS or any(
+        isinstance(each, str) and len(each) > MAX_STOP_CHARACTERS for each in stops
+    ):
+        raise ValidationError(
+            f"at most {MAX_STOPS} entries of at most {MAX_STOP_CHARACTERS} characters",
+            "sampling_params.stop",
         )
     if message.record_stability_info:
         raise ValidationError("this server records none", "record_stability_info")

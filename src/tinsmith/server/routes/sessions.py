@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
-from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
 from tinsmith.errors import ValidationError
 from tinsmith.server.edge.auth import Caller
@@ -36,6 +36,7 @@ from tinsmith.types import (
     SessionSummary,
     TraceExportResponse,
 )
+from tinsmith.types.protocol import JSON
 from tinsmith.wire import endpoints
 
 DEFAULT_PROJECT = "default"
@@ -104,10 +105,11 @@ async def trace_export(service: Service, caller: Caller, request: Request) -> Tr
     return TraceExportResponse(status="ready", url=url)
 
 
-async def get_trace(service: Service, request: Request) -> dict[str, Any]:
+async def get_trace(service: Service, request: Request) -> Response:
     """A session's trace, for whoever has a signed URL."""
     check_signature(service, request)
-    return await session_trace(service.store, request.path_params["session_id"])
+    trace = session_trace(service.store, request.path_params["session_id"])
+    return StreamingResponse(trace, media_type=JSON)
 
 
 async def search_sessions(

@@ -1,0 +1,107 @@
+"""Large answers do not hold up the event loop: everybody else is served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+import pytest
+
+from tinsmith.server.futures import Outcome
+from tinsmith.server.store.records import OperationRecord
+from tinsmith.server.traces import session_trace
+from tinsmith.types import ForwardBackwardOutput, SampledSequence, SampleResponse, TensorData
+from tinsmith.wire import proto
+
+if TYPE_CHECKING:
+    from tests.server.conftest import TestServer
+
+MAX_STRETCH_SECONDS = 0.05
+
+
+@asynccontextmanager
+async def stretches() -> AsyncIterator[list[float]]:
+    """How long the loop computed between two chances for others to run: processor time, so that
+    other programs on the machine do not count."""
+    late: list[float] = []
+
+    async def probe() -> None:
+        while True:
+            before = time.thread_time()
+            await asyncio.sleep(0.001)
+            late.append(time.thread_time() - before)
+
+    task = asyncio.create_task(probe())
+    await asyncio.sleep(0.01)
+    late.clear()
+    try:
+        yield late
+    finally:
+        await asyncio.sleep(0.002)
+        task.cancel()
+
+
+def _pass_outcome() -> Outcome:
+    scores = TensorData.from_numpy(np.full(2000, -1.5, np.float32))
+    output = ForwardBackwardOutput("ArrayRecord", [{"logprobs": scores}] * 1024, {"loss:sum": 1.0})
+    return Outcome(result_type="output", body=proto.encode_output(output))
+
+
+def _sample_outcome() -> Outcome:
+    tokens, scores = np.arange(500, dtype=np.int32), np.full(500, -1.5, np.float32)
+    sequence = SampledSequence("length", "", tokens, scores)
+    response = SampleResponse([sequence] * 4096, prompt_logprobs_np=np.full(4000, -2, np.float32))
+    return Outcome(result_type="sample", body=proto.encode_sample(response))
+
+
+@pytest.mark.parametrize("make", [_pass_outcome, _sample_outcome])
+async def test_a_large_result_as_json_leaves_the_loop_free(
+    server: TestServer, make: Callable[[], Outcome]
+) -> None:
+    record = await server.service.store.models.get(await server.api.model())
+    assert record is not None
+    server.service.promises.open("large", record.owner)
+    server.service.promises.resolve("large", make(), time.time())
+    async with stretches() as late:
+        response = await server.api.retrieve("large", headers={"accept": "application/json"})
+    assert response.status_code == 200 and len(response.content) > 5_000_000
+    assert max(late) < MAX_STRETCH_SECONDS
+
+
+async def test_a_long_trace_is_streamed_in_pieces_that_leave_the_loop_free() -> None:
+    operations = [
+        OperationRecord(
+            request_id=str(number),
+            model_id="m",
+            seq_id=number,
+            owner="o",
+            kind="optim_step",
+            content_type="application/json",
+            created_at=float(number),
+        )
+        for number in range(30_000)
+    ]
+
+    def gives(value: Any) -> Callable[..., Awaitable[Any]]:
+        async def give(*_: Any) -> Any:
+            return value
+
+        return give
+
+    store: Any = SimpleNamespace(
+        models=SimpleNamespace(of_session=gives([SimpleNamespace(model_id="m")] * 2)),
+        log=SimpleNamespace(read=gives(operations)),
+    )
+    async with stretches() as late:
+        pieces = [piece async for piece in session_trace(store, "s")]
+    trace = orjson.loads(b"".join(pieces))
+    assert len([e for e in trace["traceEvents"] if e["ph"] == "X"]) == 60_000
+    assert max(late) < MAX_STRETCH_SECONDS
+    empty: Any = SimpleNamespace(models=SimpleNamespace(of_session=gives([])))
+    assert orjson.loads(b"".join([p async for p in session_trace(empty, "s")]))["traceEvents"] == []
