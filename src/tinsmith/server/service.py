@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 import time
@@ -66,7 +67,7 @@ class Service:
         self.config = config
         self.store = store
         self.metrics = metrics
-        self.limits = Limits(max_body_bytes=config.max_body_bytes)
+        self.limits = Limits(max_body_bytes=config.max_body_bytes, allows_nul=False)
         self.admission = Admission(
             config.max_active_requests,
             config.max_active_body_bytes,
@@ -103,7 +104,12 @@ class Service:
             config.max_queued_memory_bytes,
         )
         executor = Executor(
-            store, self.weights, self.checkpoints, self.loaded_samplers, self.limits
+            store,
+            self.weights,
+            self.checkpoints,
+            self.loaded_samplers,
+            # Requests that an earlier release recorded are replayed as they are.
+            dataclasses.replace(self.limits, allows_nul=True),
         )
         self.snapshots = Snapshots(store, self.weights, config)
         endings = Endings(

@@ -43,7 +43,7 @@ def decode(kind: type[M], body: bytes, limits: Limits = DEFAULT_LIMITS) -> M:
     if older is None:
         message = json.decode(kind, body, limits)
     else:
-        given = json.parse(body, limits).items()
+        given = json.parse_message(body, limits).items()
         sent = {name: value for name, value in given if value is not None}
         message = kind.model_validate({**older, **sent})
     for name in ("user_metadata", "tags"):
@@ -59,7 +59,7 @@ def decode_pass(
         return proto.decode_pass(body, limits)
     if media_type(content_type) != JSON:
         raise ValidationError(f"expected {PROTOBUF} or {JSON}, got {content_type[:80]!r}")
-    fields = json.parse(body, limits)
+    fields = json.parse_message(body, limits)
     name = "forward_input" if forward_only else "forward_backward_input"
     for unknown in fields.keys() - {name, "model_id", "seq_id", "type"}:
         raise ValidationError("the request has no such field", unknown[:80])

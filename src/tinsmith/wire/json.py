@@ -39,7 +39,31 @@ def encode_long(message: Mapping[str, Any], name: str) -> bytes:
 
 def decode(kind: type[M], body: bytes, limits: Limits = DEFAULT_LIMITS) -> M:
     """The message in a body, checked field by field."""
-    return kind.model_validate(_without_nulls(kind, parse(body, limits)))
+    return kind.model_validate(_without_nulls(kind, parse_message(body, limits)))
+
+
+def parse_message(body: bytes, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
+    """`parse`, and a check of the texts: of a message that is wanted whole."""
+    value = parse(body, limits)
+    # Other spellings are not JSON, so few bodies are looked through.
+    if not limits.allows_nul and b"\\u0000" in body:
+        _refuse_nul(value, "")
+    return value
+
+
+def _refuse_nul(value: Any, path: str) -> None:
+    if isinstance(value, str) and "\0" in value:
+        raise ValidationError("text may not hold the character NUL; leave it out", path)
+    if isinstance(value, dict):
+        for name, each in value.items():
+            if "\0" in name:
+                raise ValidationError(
+                    f"the name {name[:80]!r} holds the character NUL; leave it out", path
+                )
+            _refuse_nul(each, f"{path}.{name}" if path else name)
+    if isinstance(value, list):
+        for number, each in enumerate(value):
+            _refuse_nul(each, f"{path}[{number}]")
 
 
 def parse(body: bytes, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:

@@ -57,6 +57,9 @@ class Limits:
     max_tensor_rank: int = 8
     """Most dimensions of a tensor."""
 
+    allows_nul: bool = True
+    """Whether texts of a message may hold the character NUL, which not every database stores."""
+
 
 NO_NUL = "a text holds the character NUL (U+0000), which databases cannot store; remove it"
 

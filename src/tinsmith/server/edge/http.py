@@ -21,7 +21,7 @@ from tinsmith.errors import EngineError, TooLargeError, ValidationError
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.connections import CONNECTION
 from tinsmith.server.service import Service
-from tinsmith.server.store.errors import StoreUnavailableError
+from tinsmith.server.store.errors import StoreUnavailableError, StoreValueError
 from tinsmith.types.protocol import JSON, PROTOBUF
 from tinsmith.wire import json, zstd
 from tinsmith.wire.dialects import media_type
@@ -225,7 +225,7 @@ async def guarded(
         status, detail, headers = refusal.status, refusal.detail, refusal.headers
     except TooLargeError as error:
         status, detail, headers = 413, str(error), None
-    except ValidationError as error:
+    except (ValidationError, StoreValueError) as error:
         status, detail, headers = 400, str(error), None
     except (EngineError, StoreUnavailableError) as error:
         status, detail, headers = 503, str(error), None

@@ -21,6 +21,7 @@ from tinsmith.server.store.errors import (
     StoreConflictError,
     StoreInUseError,
     StoreUnavailableError,
+    StoreValueError,
 )
 from tinsmith.server.store.migrate import migrate
 from tinsmith.server.store.records import Page
@@ -43,6 +44,10 @@ _TROUBLE = (
     OSError,
 )
 """What is raised while a database is away, or a disk is full or broken."""
+
+
+_NO_SUCH_VALUE = (sa.exc.DataError, OverflowError, UnicodeEncodeError)
+"""What is raised for a value that the database has no room for in any row."""
 
 
 def sqlite_url(file: Path) -> str:
@@ -92,8 +97,10 @@ class Database:
     async def write(self, write: Callable[[sa.Connection], T]) -> T:
         try:
             return await self._writer.run(write)
-        except (sa.exc.IntegrityError, sa.exc.DataError) as error:
+        except sa.exc.IntegrityError as error:
             raise StoreConflictError(str(error.orig)) from error
+        except _NO_SUCH_VALUE as error:
+            raise StoreValueError(f"a value cannot be stored: {_reason(error)}") from error
         except _TROUBLE as error:
             raise _unavailable(error) from error
 
@@ -116,7 +123,11 @@ class Database:
             with self.connect() as connection:
                 return [kind(**row._mapping) for row in connection.execute(query)]
 
-        return await self.in_thread(read)
+        try:
+            return await self.in_thread(read)
+        except _NO_SUCH_VALUE:
+            # Asked for by a value that no row can have.
+            return []
 
     async def one(self, kind: Callable[..., R], query: sa.Select[Any]) -> R | None:
         found = await self.all(kind, query)
@@ -190,8 +201,11 @@ def _unavailable(error: BaseException) -> StoreUnavailableError:
     while seen is not None:
         first = seen if isinstance(seen, _TROUBLE) else first
         seen = seen.__context__
-    reason = getattr(first, "orig", None) or first
-    return StoreUnavailableError(f"the store cannot be used now: {reason}")
+    return StoreUnavailableError(f"the store cannot be used now: {_reason(first)}")
+
+
+def _reason(error: BaseException) -> object:
+    return getattr(error, "orig", None) or error
 
 
 def row_of(record: Any) -> dict[str, Any]:

@@ -9,6 +9,11 @@ class StoreConflictError(TinkerError):
     """What was to be written contradicts what is there; writing it again will not help."""
 
 
+class StoreValueError(StoreConflictError):
+    """The database cannot hold a value that was to be written: NUL in a text, or a number beyond
+    64 bits."""
+
+
 class StoreInUseError(TinkerError):
     """Another server works on the same database."""
 

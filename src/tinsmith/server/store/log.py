@@ -47,7 +47,7 @@ class Log:
         When its (model_id, seq_id) is taken, nothing changes, and the answer is the first
         operation and False.
         """
-        values = row_of(operation)
+        values = {**row_of(operation), "error": _storable(operation.error)}
         if operation.payload is not None and len(operation.payload) > INLINE_BYTES:
             name = f"{operation.request_id}.payload"
             values["payload_file"] = await self._blobs.write(name, operation.payload)
@@ -84,7 +84,7 @@ class Log:
             "result_type": finish.result_type,
             "result": finish.result,
             "result_bytes": len(finish.result or b""),
-            "error": finish.error,
+            "error": _storable(finish.error),
             "category": finish.category,
             "took_effect": finish.took_effect,
             "weights_id": finish.used_weights_id,
@@ -227,3 +227,10 @@ class Log:
             )
         )
         return OperationRecord(**found.one()._mapping)
+
+
+def _storable(text: str | None) -> str | None:
+    """A sentence of ours, which may quote what a client sent, as every database takes it."""
+    if text is None:
+        return None
+    return text.replace("\0", r"\0").encode(errors="backslashreplace").decode()
