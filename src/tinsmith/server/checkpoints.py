@@ -12,7 +12,7 @@ import time
 import uuid
 from typing import Any
 
-from tinsmith.errors import ValidationError
+from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.server.store.records import AuditRecord, CheckpointRecord, ModelRecord, WeightsRecord
 from tinsmith.server.store.store import Store
 from tinsmith.server.weights import WeightsFolders
@@ -49,10 +49,31 @@ def expiry(ttl_seconds: int | None, created_at: float) -> float | None:
     return None if ttl_seconds is None else created_at + ttl_seconds
 
 
+class OverQuotaError(TinkerError):
+    """An owner's weights would take more room than they may."""
+
+
 class Checkpoints:
-    def __init__(self, store: Store, weights: WeightsFolders) -> None:
+    def __init__(
+        self, store: Store, weights: WeightsFolders, max_owner_bytes: int | None = None
+    ) -> None:
+        """`max_owner_bytes` bounds what one owner's checkpoints and unnamed samplers take."""
         self._store = store
         self._weights = weights
+        self._max_owner_bytes = max_owner_bytes
+
+    async def check_quota(self, owner: str, num_bytes: int = 1) -> None:
+        """Refuse so many bytes more of an owner's where there is no room for them."""
+        limit = self._max_owner_bytes
+        if limit is None:
+            return
+        stored = await self._store.weights.bytes_of_owner(owner)
+        if stored + num_bytes > limit:
+            raise OverQuotaError(
+                f"{stored} bytes of checkpoints and unnamed samplers are stored for this owner and "
+                f"{num_bytes} more are needed; at most {limit} may be: delete checkpoints, or "
+                "finish sessions that are no longer needed"
+            )
 
     async def readable(self, tinker_path: str, owner: str) -> CheckpointRecord:
         """The checkpoint at a path, if the owner may read it: it is theirs, or published."""
@@ -122,6 +143,7 @@ class Checkpoints:
         existing = await self.owned(copy_id, source.checkpoint_id, owner)
         if existing is not None:
             return existing
+        await self.check_quota(owner, source.size_bytes)
         weights = await self.weights_of(source)
         at = time.time()
         model = ModelRecord(

@@ -200,7 +200,7 @@ class ServerConfig:
     """Most unfinished training requests of one owner; beyond, clients wait."""
 
     key_max_stored_bytes: int | None = None
-    """Most bytes of one owner's checkpoints."""
+    """Most bytes of one owner's checkpoints and unnamed samplers."""
 
     pjwt_auth_enabled: bool = False
     """Whether clients exchange their key for short-lived tokens."""

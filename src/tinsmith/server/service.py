@@ -84,7 +84,7 @@ class Service:
         self.promises = Promises(_RECENT_RESULT_BYTES)
         self.models = LiveModels(store, self.promises)
         self.sessions = Sessions(store, self.models, config)
-        self.checkpoints = Checkpoints(store, self.weights)
+        self.checkpoints = Checkpoints(store, self.weights, config.key_max_stored_bytes)
         self.samplers = Samplers(store)
         self.loaded_samplers = LoadedSamplers(self.weights.folder, config.max_loaded_samplers)
         self.usage = Usage(store)

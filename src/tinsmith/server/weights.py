@@ -55,6 +55,10 @@ class WeightsFolders:
             if file.is_file() and not file.is_symlink()
         )
 
+    async def discard(self, weights_id: str) -> None:
+        """Delete weights that were just written and never got a record."""
+        await asyncio.to_thread(self._delete, [self.folder(weights_id)])
+
     async def sweep(self) -> None:
         """Let go of the folders that nothing refers to any more.
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from tinsmith.engine.base import CustomLoss, Engine, Failure, Pass, SnapshotKind, Step
 from tinsmith.errors import TinkerError, ValidationError
-from tinsmith.server.checkpoints import Checkpoints, checkpoint_name, expiry
+from tinsmith.server.checkpoints import Checkpoints, OverQuotaError, checkpoint_name, expiry
 from tinsmith.server.operations.codecs import LoadRequest, PassRequest, pass_data
 from tinsmith.server.operations.finishes import done, failed
 from tinsmith.server.operations.live_model import LiveModel
@@ -255,6 +255,11 @@ class Executor:
             if info.category == "server":
                 raise DiskTroubleError(info.message)
             return info
+        try:
+            await self.checkpoints.check_quota(model.owner, info.size_bytes)
+        except OverQuotaError as error:
+            await self.weights.discard(weights_id)
+            return Failure(str(error), "user")
         return weights_record(weights_id, model.record, kind, info, time.time())
 
 

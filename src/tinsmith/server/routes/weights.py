@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.errors import ValidationError
-from tinsmith.server.checkpoints import check_ttl, checkpoint_name
+from tinsmith.server.checkpoints import OverQuotaError, check_ttl, checkpoint_name
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, answer, not_found, read_body
 from tinsmith.server.edge.routing import bare_route, route
@@ -67,12 +67,10 @@ async def _save(
                 "this server does not encrypt exports; leave this away",
                 "age_encryption_recipients",
             )
-        limit = service.config.key_max_stored_bytes
-        if (
-            limit is not None
-            and (await service.store.checkpoints.storage_of_owner(caller.owner))[1] >= limit
-        ):
-            raise Refusal(403, f"this key's checkpoints have reached the limit of {limit} bytes")
+        try:
+            await service.checkpoints.check_quota(caller.owner)
+        except OverQuotaError as error:
+            raise Refusal(403, str(error)) from None
 
     return await submit(
         service,
@@ -166,13 +164,16 @@ async def copy_weights(
     token = request.headers.get("x-tinker-weights-access-token") or message.weights_access_token
     reader = await _reader(service, caller, token)
     source = await _readable(service, message.source_path, reader)
-    copied = await service.checkpoints.copy(
-        source,
-        caller.owner,
-        project_id=message.destination_project_id,
-        ttl_seconds=message.ttl_seconds,
-        idempotency_key=request.headers.get("x-idempotency-key"),
-    )
+    try:
+        copied = await service.checkpoints.copy(
+            source,
+            caller.owner,
+            project_id=message.destination_project_id,
+            ttl_seconds=message.ttl_seconds,
+            idempotency_key=request.headers.get("x-idempotency-key"),
+        )
+    except OverQuotaError as error:
+        raise Refusal(403, str(error)) from None
     return CopyWeightsResponse(tinker_path=copied.tinker_path)
 
 

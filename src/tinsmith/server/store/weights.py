@@ -25,6 +25,25 @@ class Weights:
     async def ids(self) -> Sequence[str]:
         return await self._database.column(sa.select(schema.weights.c.weights_id))
 
+    async def bytes_of_owner(self, owner: str) -> int:
+        """What an owner's checkpoints and unnamed samplers take; a copy counts like its source."""
+        checkpoints, samplers, weights = schema.checkpoints, schema.samplers, schema.weights
+        named = sa.select(sa.func.coalesce(sa.func.sum(checkpoints.c.size_bytes), 0))
+        unnamed = sa.select(sa.func.coalesce(sa.func.sum(weights.c.size_bytes), 0)).join(
+            samplers, samplers.c.weights_id == weights.c.weights_id
+        )
+
+        def read() -> int:
+            with self._database.connect() as connection:
+                first = connection.execute(named.where(checkpoints.c.owner == owner))
+                # A sampler of a checkpoint has a path, and takes no room of its own.
+                second = connection.execute(
+                    unnamed.where(samplers.c.owner == owner, samplers.c.model_path.is_(None))
+                )
+                return int(first.scalar_one()) + int(second.scalar_one())
+
+        return await self._database.in_thread(read)
+
     async def room(self) -> list[tuple[str, str, int, int]]:
         """What takes room and why: the reason, the owner ("" for the server's own), how many
         folders and how many bytes."""
