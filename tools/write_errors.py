@@ -89,6 +89,7 @@ CURES = {
     ),
     "StoreValueError": "Leave the character out, or choose a smaller number.",
     "OverQuotaError": "Delete checkpoints, or finish sessions that hold unnamed samplers.",
+    "ExpiredOperationError": "Nothing is to be done: the operation took effect when it first came.",
     "SnapshotError": "Internal: the server tries again. Look at its log, and for room on its disk.",
     "StoreUnavailableError": "Is the database running, and is there room on its disk? Try again.",
     "StoreDamagedError": "Restore the data folder from a [backup](../how-to/backup.md).",

@@ -15,7 +15,12 @@ from alembic.migration import MigrationContext
 
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import sqlite_url
-from tinsmith.server.store.errors import StoreDamagedError, StoreInUseError, StoreUnavailableError
+from tinsmith.server.store.errors import (
+    ExpiredOperationError,
+    StoreDamagedError,
+    StoreInUseError,
+    StoreUnavailableError,
+)
 from tinsmith.server.store.records import (
     AuditRecord,
     CheckpointRecord,
@@ -306,11 +311,13 @@ async def test_a_session_is_changed_touched_and_found_again(store: Store) -> Non
     await store.sessions.add(SESSION)
     assert await store.sessions.get("s") == SESSION
     await store.sessions.touch({"s": 9.0})
+    assert await store.sessions.seen_since(8.0) == ["s"]
+    assert await store.sessions.seen_since(9.0) == []
     await store.sessions.update("s", {"state": "finished", "finish_reason": "success"})
     found = await store.sessions.get("s")
     assert found is not None
     assert (found.last_seen_at, found.state, found.finish_reason) == (9.0, "finished", "success")
-    assert await store.sessions.active() == []
+    assert await store.sessions.seen_since(0.0) == []
 
 
 async def test_checkpoints_are_changed_listed_and_expire(store: Store) -> None:
@@ -343,6 +350,71 @@ async def test_results_are_dropped_by_age_and_by_size(store: Store) -> None:
     assert dropped == 3  # r3 was fetched, r0 is old, r1 is beyond the bytes
     left = [(await store.log.get(f"r{n}")).result_bytes for n in range(4)]  # type: ignore[union-attr]  # all exist
     assert left == [0, 0, 100, 0]
+
+
+async def _ended(store: Store, numbers: range, snapshots: tuple[int, int]) -> None:
+    """A log whose results were fetched and dropped, with two snapshots."""
+    for seq_id in numbers:
+        await store.log.record(operation(seq_id), MODEL if seq_id == 0 else None)
+        end = Finish(
+            request_id=f"r{seq_id}",
+            status="done",
+            finished_at=5.0,
+            result_type="json",
+            result=b"x",
+        )
+        await store.log.finish([end])
+    for name, seq_id in zip("ab", snapshots, strict=True):
+        await store.models.record_snapshot(MODEL.model_id, seq_id, weights(name, "exact"))
+    await store.models.record_snapshot(MODEL.model_id, snapshots[1], weights("c", "exact"))
+    await store.log.drop_results(retrieved_before=0.0, finished_before=6.0, max_bytes=10**9)
+
+
+async def test_a_log_is_trimmed_behind_its_snapshots_and_results(store: Store) -> None:
+    await _ended(store, range(30), (10, 20))
+    assert await store.log.trim(keep=5, ended_before=6.0) == 15
+    left = [o.seq_id for o in await store.log.read(MODEL.model_id, -1)]
+    assert left == [0, *range(16, 30)], "the first, and what a late retry may ask for"
+    assert await store.log.trim(keep=5, ended_before=6.0) == 0
+    model = await store.models.get(MODEL.model_id)
+    assert model is not None and model.trimmed_seq_id == 15
+
+
+async def test_a_trimmed_number_that_comes_again_is_refused_for_ever(
+    store: Store, tmp_path: Path
+) -> None:
+    await _ended(store, range(30), (10, 20))
+    await store.log.trim(keep=5, ended_before=6.0)
+    for seq_id in (1, 15):
+        again = operation(seq_id, request_id="again", payload=b"x" * 100_000)
+        with pytest.raises(ExpiredOperationError, match=f"operation {seq_id} of .* long ago"):
+            await store.log.record(again)
+    assert not [*tmp_path.rglob("again*")], "nor is its payload kept"  # noqa: ASYNC240
+    found, is_new = await store.log.record(operation(16, request_id="again"))
+    assert (found.request_id, is_new) == ("r16", False)
+    _, is_new = await store.log.record(operation(30))
+    assert is_new
+
+
+async def test_a_trim_stops_at_what_is_still_wanted(store: Store) -> None:
+    await _ended(store, range(30), (10, 20))
+    table = schema.operations
+
+    def want(**values: object) -> sa.Update:
+        return sa.update(table).where(table.c.seq_id == 7).values(**values)
+
+    nothing = {"result_bytes": 0, "weights_id": None, "status": "done"}
+    for values in (
+        {"result_bytes": 1},
+        {"weights_id": "w"},
+        {"status": "failed", "finished_at": 7.0},
+    ):
+        await store.database.execute(want(**nothing))
+        await store.database.execute(want(**values))
+        await store.log.trim(keep=5, ended_before=6.0)
+        left = [o.seq_id for o in await store.log.read(MODEL.model_id, 0)]
+        assert left == [*range(7, 30)], values
+    assert await store.log.trim(keep=5, ended_before=8.0) == 9
 
 
 async def test_a_custom_loss_is_kept_once(store: Store) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import sqlalchemy as sa
 
 from tinsmith.engine.fake import FakeEngine
 
@@ -316,3 +317,46 @@ async def test_the_state_of_a_model_long_forgotten_is_dropped_and_that_is_said(
 
 def list_folder(folder: Path) -> list[Path]:
     return list(folder.iterdir())
+
+
+async def test_a_trimmed_log_changes_nothing_but_what_may_come_again(
+    start_server: StartServer,
+) -> None:
+    settings = {"snapshot_steps": 1, "log_keep_operations": 3, "retrieved_retention_seconds": 0.0}
+    server = await start_server(**settings)
+    expected = await _undisturbed(server.api, 8)
+    model = await server.api.model()
+    for number in range(8):
+        for request_id in await _steps(server.api, model, 1 + 2 * number, 1):
+            await server.api.result(request_id)
+    await server.service._tidy()
+    await server.service._tidy_results()
+    record = await server.service.store.models.get(model)
+    assert record is not None and record.trimmed_seq_id > 2
+    repeated = {"model_id": model, "seq_id": 2, "adam_params": {}}
+    response = await server.api.post("/optim_step", repeated)
+    assert response.status_code == 400 and "long ago" in response.json()["detail"]
+    await server.stop()
+    server = await start_server(**settings)
+    response = await server.api.post("/optim_step", repeated)
+    assert response.status_code == 400, "after a restart as well"
+    assert await server.api.loss(model, 17) == expected
+
+
+async def test_a_start_reads_no_metadata(start_server: StartServer) -> None:
+    """Twelve sessions may hold gigabytes of it."""
+    server = await start_server()
+    await server.api.session(user_metadata={"large": "x" * 1000})
+    await server.stop()
+    statements: list[str] = []
+
+    def note(connection: object, cursor: object, statement: str, *_: object) -> None:
+        statements.append(statement)
+
+    sa.event.listen(sa.Engine, "before_cursor_execute", note)
+    try:
+        await start_server()
+    finally:
+        sa.event.remove(sa.Engine, "before_cursor_execute", note)
+    assert statements
+    assert [s for s in statements if s.startswith("SELECT") and "user_metadata" in s] == []

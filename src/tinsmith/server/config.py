@@ -184,6 +184,10 @@ class ServerConfig:
     retrieved_retention_seconds: float = 3600.0
     """How long a result is kept after it was fetched, in case the answer was lost."""
 
+    log_keep_operations: int = 10_000
+    """How many ended operations of a model stay in its log when their results are gone; a number
+    from before those is refused when it comes again."""
+
     signed_url_seconds: int = 3600
     """How long a download URL is good for."""
 

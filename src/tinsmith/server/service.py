@@ -269,6 +269,10 @@ class Service:
             finished_before=now - self.config.training_retention_seconds,
             max_bytes=self.config.training_result_bytes,
         )
+        await self.store.log.trim(
+            keep=self.config.log_keep_operations,
+            ended_before=now - self.config.training_retention_seconds,
+        )
 
     def _add_gauges(self) -> None:
         gauges: dict[str, Callable[[], float]] = {

@@ -100,9 +100,9 @@ class Sessions:
 
     async def welcome_back(self) -> None:
         """After a start: every active session has its time to show up again."""
-        for session in await self._store.sessions.active():
-            if time.time() - session.last_seen_at < self._config.session_timeout_seconds:
-                self._seen[session.session_id] = time.time()
+        limit = time.time() - self._config.session_timeout_seconds
+        for session_id in await self._store.sessions.seen_since(limit):
+            self._seen[session_id] = time.time()
 
     async def _put_away(self, session_id: str) -> None:
         for model in self._models:

@@ -225,10 +225,7 @@ async def check_model_limit(service: Service, caller: Caller) -> None:
     limit = service.config.key_max_models
     if limit is None:
         return
-    count = 0
-    for session in await service.store.sessions.active():
-        if session.owner == caller.owner:
-            count += len(await service.store.models.of_session(session.session_id))
+    count = await service.store.models.count_in_active_sessions(caller.owner)
     if count >= limit:
         raise Refusal(
             403, f"this key has {count} models in active sessions; at most {limit} may be"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinsmith.errors import TinkerError
+from tinsmith.errors import TinkerError, ValidationError
 
 
 class StoreConflictError(TinkerError):
@@ -12,6 +12,10 @@ class StoreConflictError(TinkerError):
 class StoreValueError(StoreConflictError):
     """The database cannot hold a value that was to be written: NUL in a text, or a number beyond
     64 bits."""
+
+
+class ExpiredOperationError(ValidationError):
+    """An operation came again after its first coming had ended long ago and was forgotten."""
 
 
 class StoreInUseError(TinkerError):

@@ -14,14 +14,21 @@ from tinsmith.server.store import schema
 from tinsmith.server.store.blobs import INLINE_BYTES, Blobs
 from tinsmith.server.store.checkpoints import put_checkpoint
 from tinsmith.server.store.database import Database, row_of
-from tinsmith.server.store.errors import StoreDamagedError
+from tinsmith.server.store.errors import (
+    ExpiredOperationError,
+    StoreDamagedError,
+    StoreUnavailableError,
+)
 from tinsmith.server.store.records import Finish, ModelRecord, OperationRecord
 
 logger = logging.getLogger(__name__)
 
 _USED = (
     sa.update(schema.models)
-    .where(schema.models.c.model_id == sa.bindparam("of_model"))
+    .where(
+        schema.models.c.model_id == sa.bindparam("of_model"),
+        schema.models.c.trimmed_seq_id < sa.bindparam("number"),
+    )
     .values(last_request_at=sa.bindparam("at"))
 )
 _ENDED = sa.update(schema.operations).where(
@@ -45,7 +52,7 @@ class Log:
         """Enter an operation (and the model that it creates) into the log.
 
         When its (model_id, seq_id) is taken, nothing changes, and the answer is the first
-        operation and False.
+        operation and False. One that was trimmed is an `ExpiredOperationError`.
         """
         values = {**row_of(operation), "error": _storable(operation.error)}
         if operation.payload is not None and len(operation.payload) > INLINE_BYTES:
@@ -57,14 +64,23 @@ class Log:
             is_new = self._database.put_new(connection, schema.operations, values)
             if is_new and model is not None:
                 connection.execute(sa.insert(schema.models).values(row_of(model)))
-            elif is_new:
-                used = {"of_model": operation.model_id, "at": operation.created_at}
-                connection.execute(_USED, used)
+            elif is_new and not _note_use(connection, operation):
+                raise ExpiredOperationError(
+                    f"operation {operation.seq_id} of {operation.model_id} ended long ago and is "
+                    "no longer in the log; it is not carried out again",
+                    "seq_id",
+                )
             return (operation if is_new else self._first(connection, operation)), is_new
 
-        recorded, is_new = await self._database.write(write)
-        if not is_new and values["payload_file"] is not None:
-            await self._blobs.delete([values["payload_file"]])
+        is_new = False
+        try:
+            recorded, is_new = await self._database.write(write)
+        except StoreUnavailableError:
+            is_new = True  # perhaps: the retry finds it, or the next start does
+            raise
+        finally:
+            if not is_new and values["payload_file"] is not None:
+                await self._blobs.delete([values["payload_file"]])
         return recorded, is_new
 
     async def finish(self, finishes: Sequence[Finish]) -> None:
@@ -219,6 +235,75 @@ class Log:
             await self._blobs.delete([name for _, name in part if name])
         return len(drop)
 
+    async def trim(self, *, keep: int, ended_before: float) -> int:
+        """Delete operations that ended before a moment, whose results are gone and which no
+        rebuild needs; how many there were. The last `keep` before the older snapshot stay, so
+        that a late retry finds them, and so does each model's first, which created it."""
+        num_trimmed = 0
+        for model_id, after, last in await self._trimmable(keep):
+            mark = await self._removable_up_to(model_id, after, last, ended_before)
+            if mark > after:
+                num_trimmed += await self._trim_model(model_id, mark)
+        return num_trimmed
+
+    async def _trimmable(self, keep: int) -> list[tuple[str, int, int]]:
+        """Models with more operations than are kept: up to which number they were trimmed, and
+        up to which they may be."""
+        table = schema.models
+        last = table.c.previous_snapshot_seq_id - keep
+        query = sa.select(table.c.model_id, table.c.trimmed_seq_id, last.label("last"))
+
+        def read() -> list[tuple[str, int, int]]:
+            with self._database.connect() as connection:
+                rows = connection.execute(query.where(last > table.c.trimmed_seq_id))
+                return [(row.model_id, row.trimmed_seq_id, row.last) for row in rows]
+
+        return await self._database.in_thread(read)
+
+    async def _removable_up_to(
+        self, model_id: str, after: int, last: int, ended_before: float
+    ) -> int:
+        table = schema.operations
+        is_removable = sa.and_(
+            table.c.status != "pending",
+            table.c.result_bytes == 0,
+            table.c.payload.is_(None),
+            table.c.payload_file.is_(None),
+            table.c.weights_id.is_(None),
+            # The error of a failed one is its result.
+            sa.or_(table.c.status == "done", table.c.finished_at < ended_before),
+        )
+        blocked = sa.select(table.c.seq_id).where(
+            table.c.model_id == model_id,
+            table.c.seq_id > max(after, 0),
+            table.c.seq_id <= last,
+            ~is_removable,
+        )
+
+        def read() -> int:
+            with self._database.connect() as connection:
+                first = connection.execute(blocked.order_by(table.c.seq_id).limit(1)).scalar()
+            return last if first is None else int(first) - 1
+
+        return await self._database.in_thread(read)
+
+    async def _trim_model(self, model_id: str, mark: int) -> int:
+        operations, models = schema.operations, schema.models
+
+        def write(connection: sa.Connection) -> int:
+            connection.execute(
+                sa.update(models).where(models.c.model_id == model_id).values(trimmed_seq_id=mark)
+            )
+            return connection.execute(
+                sa.delete(operations).where(
+                    operations.c.model_id == model_id,
+                    operations.c.seq_id > 0,
+                    operations.c.seq_id <= mark,
+                )
+            ).rowcount
+
+        return await self._database.write(write)
+
     def _first(self, connection: sa.Connection, operation: OperationRecord) -> OperationRecord:
         table = schema.operations
         found = connection.execute(
@@ -227,6 +312,16 @@ class Log:
             )
         )
         return OperationRecord(**found.one()._mapping)
+
+
+def _note_use(connection: sa.Connection, operation: OperationRecord) -> bool:
+    """Note that a model was used; False when the number was trimmed from its log."""
+    used = {
+        "of_model": operation.model_id,
+        "at": operation.created_at,
+        "number": operation.seq_id,
+    }
+    return connection.execute(_USED, used).rowcount == 1
 
 
 def _storable(text: str | None) -> str | None:

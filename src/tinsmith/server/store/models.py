@@ -40,6 +40,15 @@ class Models:
         query = sa.select(table).where(table.c.session_id == session_id)
         return await self._database.all(ModelRecord, query.order_by(table.c.model_seq_id))
 
+    async def count_in_active_sessions(self, owner: str) -> int:
+        models, sessions = schema.models, schema.sessions
+        query = (
+            sa.select(models.c.model_id)
+            .join(sessions, sessions.c.session_id == models.c.session_id)
+            .where(sessions.c.owner == owner, sessions.c.state == "active")
+        )
+        return len(await self._database.column(query))
+
     async def update(self, model_id: str, values: Mapping[str, Any]) -> None:
         table = schema.models
         await self._database.execute(

@@ -52,11 +52,11 @@ class Sessions:
 
         return await self._database.in_thread(read)
 
-    async def active(self) -> Sequence[SessionRecord]:
+    async def seen_since(self, moment: float) -> Sequence[str]:
+        """The ids of active sessions that gave a sign of life since a moment."""
         table = schema.sessions
-        return await self._database.all(
-            SessionRecord, sa.select(table).where(table.c.state == "active")
-        )
+        query = sa.select(table.c.session_id).where(table.c.state == "active")
+        return await self._database.column(query.where(table.c.last_seen_at > moment))
 
     async def update(self, session_id: str, values: Mapping[str, Any]) -> None:
         table = schema.sessions
