@@ -137,8 +137,6 @@ async def test_every_odd_value_is_refused_or_stored(
             model = await api.create_model(session)
             try:
                 await _is_handled(api, await send(api, session, model, odd))
-                after = await api.send_pass(model, 1 if "MODEL" not in name else 2)
-                assert after
             except AssertionError as error:
                 troubles.append(f"{name} {odd!r:.30}: {str(error)[:100]}")
     assert troubles == []
