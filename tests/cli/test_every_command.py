@@ -125,6 +125,7 @@ CASES: dict[str, Callable[[World], Call]] = {
     "session export-trace": lambda w: Call(
         (w.paths.session_id, "-o", str(w.tmp_path / "trace")), "Saved to", ("destination",)
     ),
+    "session list": lambda w: Call(("--limit", "0"), w.paths.session_id, ("sessions",)),
     "storage adopt": lambda w: Call(
         ("--yes", "--data-dir", str(w.tmp_path)), "Bound", ("known", "missing")
     ),
