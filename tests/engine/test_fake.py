@@ -16,8 +16,8 @@ import pytest
 
 from tinsmith.engine.base import Failure, Pass, SampleJob, Step
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
-from tinsmith.engine.fake.bigram import Bigram, BigramAdapter
 from tinsmith.engine.fake.losses import LOSSES
+from tinsmith.engine.fake.model import Bigram, BigramAdapter
 from tinsmith.engine.loss_table import LOSSES as LOSS_TABLE
 from tinsmith.errors import EngineDiedError
 from tinsmith.types import (

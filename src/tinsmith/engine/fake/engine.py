@@ -1,7 +1,7 @@
 """`FakeEngine`: the engine interface without torch.
 
 It keeps every promise of the interface (order, failure as a value, exact snapshots, frozen
-samplers, seeds, streams, cancelling) over the toy model of `bigram`, in microseconds a call.
+samplers, seeds, streams, cancelling) over the toy model of `model`, in microseconds a call.
 It trains: a datum it has seen becomes more likely. What it leaves out, it refuses by name.
 """
 
@@ -12,7 +12,7 @@ import contextlib
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +35,10 @@ from tinsmith.engine.base import (
     TokensSampled,
 )
 from tinsmith.engine.fake import snapshots
-from tinsmith.engine.fake.bigram import Array, Bigram, BigramAdapter
+from tinsmith.engine.fake.config import FakeEngineConfig, FakeModel
 from tinsmith.engine.fake.losses import LARGEST_LOSS, LOSSES
-from tinsmith.engine.fake.sampling import Continuation, PromptScores, TokenSource
+from tinsmith.engine.fake.model import Array, Bigram, BigramAdapter
+from tinsmith.engine.fake.sample import Continuation, PromptScores, TokenSource
 from tinsmith.engine.loss_table import loss_named
 from tinsmith.engine.stopping import StopRule, StopWatch
 from tinsmith.errors import EngineDiedError, ValidationError
@@ -51,34 +52,6 @@ from tinsmith.types import (
 
 _TOKENS_PER_PAUSE = 64
 """Tokens a job decodes before others on the event loop get their turn."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeModel:
-    name: str = "tinsmith/fake"
-    vocab_size: int = 256
-    max_context_length: int = 4096
-    eos_token_ids: tuple[int, ...] = (0,)
-    tokenizer_folder: Path | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeEngineConfig:
-    models: tuple[FakeModel, ...] = (FakeModel(),)
-    """The base models that are served."""
-
-    pass_seconds: float = 0.0
-    """How long each pass, step, snapshot, restore or creation keeps the pretended device busy."""
-
-    token_seconds: float = 0.0
-    """How long a sampling job takes for each token."""
-
-    max_lora_rank: int = 128
-
-    detokenize: Callable[[list[int]], str] = lambda tokens: bytes(t % 256 for t in tokens).decode(
-        "latin-1"
-    )
-    """Text of tokens, for stop strings; by default token t is the character of code t."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tinsmith.engine.fake.bigram import Array
+from tinsmith.engine.fake.model import Array
 
 LARGEST_LOSS = float(np.finfo(np.float32).max)
 """As in the real engine, so that both refuse the same data."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from tinsmith import disk
 from tinsmith.engine.base import SnapshotInfo, SnapshotKind
-from tinsmith.engine.fake.bigram import Array, Bigram, BigramAdapter
+from tinsmith.engine.fake.model import Array, Bigram, BigramAdapter
 from tinsmith.errors import ValidationError
 from tinsmith.types import LoraConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tinsmith.engine.base import SampleJob
-from tinsmith.engine.fake.bigram import Array, Bigram
+from tinsmith.engine.fake.model import Array, Bigram
 from tinsmith.engine.stopping import StopWatch
 from tinsmith.types import (
     PromptAltTokens,
