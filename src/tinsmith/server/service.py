@@ -1,7 +1,7 @@
 """The service: its parts put together, started and stopped in order.
 
-Routes see this object and nothing behind it. What needs doing now and then (expiry, sweeping,
-counting) is done by one housekeeping task here.
+Routes get this object, and reach the parts through it. What needs doing now and then (expiry,
+sweeping, counting) is done by one housekeeping task here.
 """
 
 from __future__ import annotations

@@ -1,0 +1,122 @@
+"""The walks of docs/architecture.md against what really happens.
+
+Four calls are traced through client, server and local engine, all in this process. A walk names
+modules, and folders for all modules in them. It must name every one that is entered and none that
+is not, and in each part (client, server, engine) first visits come in its order, except for what a
+step that begins with "Meanwhile" names. When modules move, change the page and nothing here.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tinsmith
+from tinsmith.types import Datum, ModelInput, SamplingParams
+
+pytest.importorskip("torch", reason="the walks go through the local engine")
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+ASIDE = ("types/", "errors.py", "memory.py", "disk.py", "server/metrics.py", "server/garbage.py",
+         "server/serving.py", "server/service.py")  # fmt: skip
+"""The vocabulary, and what runs beside every request: counting, housekeeping."""
+
+DATA = [
+    Datum(
+        model_input=ModelInput.from_ints([5, 6, 7]),
+        loss_fn_inputs={"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]},
+    )
+]
+HEADINGS = {
+    "forward_backward": "## One request, end to end",
+    "sample": "## A sample",
+    "save": "## From training to sampling",
+    "rebuild": "## After an engine's death",
+}
+
+
+@pytest.fixture(scope="module")
+def walks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[str]]]:
+    from chaos import tiny_model
+    from tests.support.walks import Trace, running
+
+    folder = tmp_path_factory.mktemp("walks")
+    (folder / "model").mkdir()
+    tiny_model.build(folder / "model")
+    before = sys.getprofile()
+    trace = Trace()
+    try:
+        with running(folder / "data", folder / "model") as house:
+            service = tinsmith.ServiceClient(base_url=house.url, api_key=house.key)
+            training = service.create_lora_training_client("tiny", rank=4, seed=1)
+            base = service.create_sampling_client(base_model="tiny")
+
+            def learn() -> None:
+                training.forward_backward(DATA, "cross_entropy").result(60)
+
+            def sample(client: tinsmith.SamplingClient) -> None:
+                params = SamplingParams(max_tokens=3, seed=1)
+                client.sample(ModelInput.from_ints([5, 6, 7]), 1, params).result(60)
+
+            def rebuild() -> None:
+                house.kill_engine()
+                learn()
+
+            calls: dict[str, Callable[[], Any]] = {
+                "forward_backward": learn,
+                "sample": lambda: sample(base),
+                "save": lambda: sample(training.save_weights_and_get_sampling_client()),
+                "rebuild": rebuild,
+            }
+            learn()
+            sample(base)
+            yield {name: trace.of(call) for name, call in calls.items()}
+            service.close("success")
+    finally:
+        trace.end()
+        sys.setprofile(before)
+
+
+def _steps(heading: str) -> list[str]:
+    section = PAGE.split(heading + "\n", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"^\d+\. (.*(?:\n   .*)*)", section, re.MULTILINE)
+
+
+def _names(step: str) -> list[str]:
+    return re.findall(r"`([a-z_/]+(?:\.py|/))`", step)
+
+
+def _is_in(module: str, name: str) -> bool:
+    return module == name or (name.endswith("/") and module.startswith(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("walk", HEADINGS)
+def test_a_walk_names_every_hop_in_order(walks: dict[str, list[str]], walk: str) -> None:
+    visited = [m for m in walks[walk] if not m.startswith(ASIDE)]
+    steps = _steps(HEADINGS[walk])
+    named = [name for step in steps for name in _names(step)]
+    missing = [m for m in visited if not any(_is_in(m, name) for name in named)]
+    assert not missing, "hops that the page does not name"
+    idle = [name for name in named if not any(_is_in(m, name) for m in visited)]
+    assert not idle, "hops that are named but not made"
+    for part in ("client/", "server/", "engine/"):
+        ordered = [
+            name
+            for step in steps
+            if not step.startswith("Meanwhile")
+            for name in _names(step)
+            if name.startswith(part)
+        ]
+        first = [min(visited.index(m) for m in visited if _is_in(m, name)) for name in ordered]
+        assert first == sorted(first), dict(zip(ordered, first, strict=True))
+
+
+def test_the_first_walk_can_be_held_in_mind() -> None:
+    assert len([n for step in _steps(HEADINGS["forward_backward"]) for n in _names(step)]) <= 28

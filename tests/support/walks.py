@@ -1,0 +1,168 @@
+"""Client, server and local engine in this process, and the modules that a call goes through."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tinsmith
+from tinsmith.engine.base import Engine
+from tinsmith.engine.local.boundary import frames
+from tinsmith.engine.local.boundary.messages import Patience, Result, Start
+from tinsmith.engine.local.boundary.process import Outbox
+from tinsmith.engine.local.boundary.remote import RemoteEngine
+from tinsmith.engine.local.boundary.worker import Incoming, Worker
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.server.config import build_config
+from tinsmith.server.serving import serve
+
+ROOT = Path(tinsmith.__file__).parent
+
+
+class ThreadEngine(RemoteEngine):
+    """The local engine with its core in a thread instead of a process."""
+
+    def __init__(self, config: LocalEngineConfig) -> None:
+        super().__init__()
+        self._config = config
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        threading.Thread(target=self._work, args=(theirs,), name="engine", daemon=True).start()
+        await self.connect(ours, Start("", self._config, Patience()))
+
+    def _work(self, sock: socket.socket) -> None:
+        from tinsmith.engine.local.core import EngineCore
+
+        inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
+        messages = frames.read(sock)
+        next(messages)
+        outbox = Outbox(sock)
+        core = EngineCore(self._config)
+        outbox.send([Result(0, None)])
+
+        def receive() -> None:
+            with contextlib.suppress(OSError):
+                for message in messages:
+                    inbox.put(message)
+            inbox.put(None)
+
+        threading.Thread(target=receive, name="inbox", daemon=True).start()
+        Worker(core, inbox, outbox.send, patience=Patience()).run()
+        outbox.close()
+        sock.close()
+
+    def die(self) -> None:
+        assert self._channel is not None
+        self._channel.close()
+
+    def channel_lost(self, error: Exception | None) -> None:
+        super().channel_lost(error)
+        if not self._lost.done():
+            self._lost.set_result("the engine was ended")
+
+    async def died(self) -> str:
+        return await asyncio.shield(self._lost)
+
+
+class House:
+    """A running server with its engines, newest last."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.engines: list[ThreadEngine] = []
+        self.url = self.key = ""
+        self._up = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._config = build_config({"data_dir": folder, "port": 0})
+        self._engine = LocalEngineConfig(
+            models={"tiny": str(model)}, device="cpu", deterministic=True
+        )
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._up.wait(60), "the server did not start"
+
+    def kill_engine(self) -> None:
+        self._loop.call_soon_threadsafe(self.engines[-1].die)
+
+    def stop(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            if task.get_name() == "serve":
+                self._loop.call_soon_threadsafe(task.cancel)
+        self._thread.join(30)
+
+    def _run(self) -> None:
+        async def factory() -> Engine:
+            engine = ThreadEngine(self._engine)
+            await engine.start()
+            self.engines.append(engine)
+            return engine
+
+        def announce(url: str, key: str | None) -> None:
+            self.url, self.key = url, key or ""
+            self._up.set()
+
+        asyncio.set_event_loop(self._loop)
+        task = self._loop.create_task(
+            serve(self._config, factory, announce, lambda _: None), name="serve"
+        )
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(task)
+
+
+@contextlib.contextmanager
+def running(folder: Path, model: Path) -> Iterator[House]:
+    mask = os.umask(0o077)
+    house = House(folder, model)
+    try:
+        house.start()
+        yield house
+    finally:
+        house.stop()
+        os.umask(mask)
+
+
+class Trace:
+    """Notes which modules of the package are entered, in order, while `on`. It sees the threads
+    that were started after it was made."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.modules: list[str] = []
+        self._names: dict[str, str | None] = {}
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+
+    def of(self, call: Callable[[], Any]) -> list[str]:
+        self.modules = []
+        self.on = True
+        try:
+            call()
+        finally:
+            self.on = False
+        return self.modules
+
+    def end(self) -> None:
+        threading.setprofile(None)
+        sys.setprofile(None)
+
+    def _note(self, frame: Any, event: str, _: Any) -> None:
+        if event != "call" or not self.on:
+            return
+        file = frame.f_code.co_filename
+        if file not in self._names:
+            inside = file.startswith(str(ROOT))
+            self._names[file] = str(Path(file).relative_to(ROOT)) if inside else None
+        name = self._names[file]
+        if name is not None and name not in self.modules and frame.f_code.co_name != "<module>":
+            self.modules.append(name)
