@@ -27,6 +27,12 @@ from tinsmith.types.protocol import MAX_SAMPLES
 MAX_TOPK = 1024
 """Likeliest tokens, or alternatives drawn, that may be asked for at each position."""
 
+MAX_STOP_STRINGS = 256
+"""Texts that may stop a sequence; each is looked for at every token of every sample."""
+
+MAX_STOP_CHARACTERS = 1000
+"""Of each of these texts."""
+
 MAX_TARGETS = 2**24
 """Cells of a (positions, K) matrix of targets; the answer holds a number for each."""
 
@@ -128,8 +134,14 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
         raise ValidationError(f"must fit 64 bits, got {params.seed}", "seed")
     stop = params.stop
     entries: list[str | int] = [stop] if isinstance(stop, str) else list(stop or ())
+    num_strings = sum(isinstance(entry, str) for entry in entries)
+    if num_strings > MAX_STOP_STRINGS:
+        raise ValidationError(f"at most {MAX_STOP_STRINGS} texts, got {num_strings}", "stop")
     for index, entry in enumerate(entries):
         if isinstance(entry, str):
+            if len(entry) > MAX_STOP_CHARACTERS:
+                problem = f"at most {MAX_STOP_CHARACTERS} characters, got {len(entry)}"
+                raise ValidationError(problem, f"stop[{index}]")
             if not entry:
                 raise ValidationError("an empty text would stop at once", f"stop[{index}]")
         elif not 0 <= entry < vocab_size:

@@ -51,9 +51,10 @@ class TokenSource:
         if context not in self._rows:
             logprobs = self._model.row(self._logprobs, context)
             if self._params.temperature not in (0, 1):
-                scaled = logprobs / self._params.temperature
-                logprobs = scaled - scaled.max()
-                logprobs -= np.log(np.exp(logprobs).sum())
+                with np.errstate(over="ignore"):
+                    scaled = (logprobs - logprobs.max()) / self._params.temperature
+                logprobs = scaled - np.log(np.exp(scaled).sum())
+                logprobs = np.maximum(logprobs, np.finfo(np.float32).min)
             self._rows[context] = (logprobs, np.cumsum(self._cut(np.exp(logprobs))))
         return self._rows[context]
 
@@ -67,7 +68,9 @@ class TokenSource:
             kept[self._params.top_k :] = 0.0
         if self._params.top_p < 1:
             before = np.cumsum(kept) - kept
-            kept[before >= self._params.top_p * kept.sum()] = 0.0
+            is_outside = before >= self._params.top_p * kept.sum()
+            is_outside[0] = False  # a product that is rounded to zero
+            kept[is_outside] = 0.0
         cut = np.zeros_like(probabilities)
         cut[order] = kept
         return cut

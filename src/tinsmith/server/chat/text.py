@@ -33,6 +33,8 @@ class TextModel:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._config = _read_json(folder / "tokenizer_config.json")
         self._template = _read_template(folder, self._config)
+        self._token_texts: dict[int, str] = {}
+        """Asked for again and again; never more than the vocabulary has."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -44,7 +46,10 @@ class TextModel:
 
     def token_text(self, token: int) -> str:
         """One token by itself, special or not."""
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        text = self._token_texts.get(token)
+        if text is None:
+            text = str(self._tokenizer.decode([token], skip_special_tokens=False))
+            self._token_texts[token] = text
         return text
 
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:

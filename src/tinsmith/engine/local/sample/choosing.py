@@ -23,6 +23,9 @@ from torch import Tensor
 
 NOT_FINITE = "the model gave logits that are not finite; its adapter's weights may have diverged"
 
+SMALL_TEMPERATURE = 1e-3
+"""Below, a row's peak is taken off before it is divided: quotients would leave float32."""
+
 _BLOCK = 128
 _NUCLEUS_TRIES = (64, 1024)
 """How many of the likeliest tokens are tried for a nucleus before the vocabulary is sorted."""
@@ -45,7 +48,7 @@ def draw_rows(
     """One choice from each whole row of logits (M, V), without waiting for the device.
 
     Temperatures and numbers in [0, 1) are float64 (M,), and so are the answers: the tokens, their
-    log-probabilities, and one where the row was a distribution.
+    log-probabilities, and one where the row was a distribution. Not for small temperatures.
     """
     is_greedy = temperature <= 0
     divisor = torch.where(is_greedy, 1.0, temperature).to(torch.float32)
@@ -61,9 +64,7 @@ class Distributions:
         self._is_greedy = np.zeros(len(logits), dtype=bool)
         if temperature is not None:
             self._is_greedy = temperature <= 0
-            divisor = np.where(self._is_greedy, 1.0, temperature)
-            if (divisor != 1.0).any():
-                logits = logits / _tensor(divisor, logits, torch.float32)[:, None]
+            logits = _scale(logits, np.where(self._is_greedy, 1.0, temperature))
         self.scaled = logits
         self._peak, self._best = logits.max(dim=-1)
         self._weights = torch.exp(logits - self._peak[:, None])
@@ -182,6 +183,23 @@ class _Candidates:
         cumulative = self._cumulative[places]
         rank = _first_above(cumulative, uniform * cumulative[:, -1])
         return self._tokens[places, rank]
+
+
+def _scale(logits: Tensor, temperature: np.ndarray) -> Tensor:
+    """Logits (M, V) by temperature (M,), above zero, in numbers that are all finite.
+
+    Towards zero the likeliest tokens share the probability, far up all tokens do.
+    """
+    if (temperature == 1.0).all():
+        return logits
+    limits = torch.finfo(torch.float32)
+    divisor = _tensor(np.maximum(temperature, limits.tiny), logits, torch.float32)[:, None]
+    is_small = temperature < SMALL_TEMPERATURE
+    if not is_small.any():
+        return logits / divisor
+    peak = logits.amax(dim=-1, keepdim=True)
+    shift = torch.where(_tensor(is_small, logits)[:, None], peak, 0.0)
+    return ((logits - shift) / divisor).clamp_(min=limits.min)
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:

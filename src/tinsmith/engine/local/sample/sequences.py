@@ -12,7 +12,7 @@ import numpy as np
 from tinsmith.engine.base import SampleJob
 from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.lora import Adapter
-from tinsmith.engine.local.sample.choosing import fresh_seed
+from tinsmith.engine.local.sample.choosing import SMALL_TEMPERATURE, fresh_seed
 from tinsmith.engine.local.sample.kvcache import Slot, Span
 from tinsmith.engine.local.sample.prefixes import Realm
 from tinsmith.engine.local.sample.prompt_scores import PromptScores
@@ -55,7 +55,9 @@ class Request:
         self.num_cache_hits = 0
         params = job.params
         is_cut = 0 < params.top_k < config.vocab_size or params.top_p < 1.0
-        self.draws_whole = job.topk_sample_logprobs <= 0 and not (is_cut and params.temperature > 0)
+        is_small = 0 < params.temperature < SMALL_TEMPERATURE
+        is_plain = params.temperature == 0 or not (is_cut or is_small)
+        self.draws_whole = job.topk_sample_logprobs <= 0 and is_plain
         """Whether each token is drawn from the whole distribution and nothing more is asked."""
         prompt = self.prompt.tolist()
         self.sequences = [
