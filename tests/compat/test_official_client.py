@@ -45,7 +45,7 @@ def test_clones_handles_rich_samples_and_custom_losses_work(start_server: StartS
 
 
 def test_mistakes_are_answered_promptly_and_by_name(start_server: StartServer) -> None:
-    server = start_server()
+    server = start_server("--set", "custom_loss_server_side=true")
     assert server.run("mistakes.py").strip() == "ok"
 
 

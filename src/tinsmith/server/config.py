@@ -127,7 +127,8 @@ class ServerConfig:
     """Most tokens of training passes in one engine call; a longer single pass runs alone."""
 
     max_gathered_seconds: float = 0.25
-    """Most time that passes in one engine call are expected to take; a longer pass runs alone."""
+    """Most time that passes in one engine call are expected to take, or that of 2,048 tokens where
+    they take longer, up to 2 s; a longer pass runs alone."""
 
     max_loaded_models: int = 32
     """Most models in the engine's memory; beyond, the one idle longest is put on disk."""

@@ -121,10 +121,22 @@ def test_a_pass_beyond_the_budget_runs_alone_and_is_not_overtaken_for_ever() -> 
 
 def test_a_batch_is_expected_to_take_no_longer_than_it_may() -> None:
     shares = Shares()
-    shares.measured("base", 10, 0.1)
-    models = [_candidate(name, *["forward"] * 10) for name in ("a", "b")]
-    assert len(choose_passes(models, shares, 1000, 0.55)) == 5
-    assert len(choose_passes(models, shares, 1000, 0.01)) == 1, "one always runs"
+    shares.measured("base", "o", 1000, 0.1)
+    models = [_candidate(name, *["forward"] * 10, num_tokens=1000) for name in ("a", "b")]
+    assert len(choose_passes(models, shares, 100_000, 0.55)) == 5
+
+
+def test_a_slow_device_gets_an_efficient_batch_though_it_takes_longer() -> None:
+    shares = Shares()
+    shares.measured("base", "o", 256, 0.2)
+    models = [_candidate(name, *["forward"] * 10, num_tokens=256) for name in ("a", "b")]
+    assert len(choose_passes(models, shares, 100_000, 0.25)) == 8, "2,048 tokens"
+    shares = Shares()
+    shares.measured("base", "o", 256, 0.9)
+    assert len(choose_passes(models, shares, 100_000, 0.25)) == 2, "but no more than two seconds"
+    shares = Shares()
+    shares.measured("base", "o", 256, 30.0)
+    assert len(choose_passes(models, shares, 100_000, 0.25)) == 1, "one always runs"
 
 
 def test_a_pass_that_was_under_way_when_the_engine_died_runs_without_company() -> None:
@@ -144,13 +156,21 @@ def test_a_pass_that_was_under_way_when_the_engine_died_runs_without_company() -
 
 def test_a_pass_known_to_be_slow_keeps_to_its_owners_batch() -> None:
     shares = Shares()
-    shares.measured("base", 10, 0.1)
+    shares.measured("base", "o", 10, 0.1)
     slow = _candidate("slow", "forward", "forward", seconds_per_token=2 * COSTLY * 0.01)
     quick = _candidate("quick", "forward")
     shares.charge("slow", "slow", 1.0)
     assert _names(choose_passes([slow, quick], shares, 1000, 60.0)) == ["quick"]
     shares.charge("quick", "quick", 2.0)
     assert _names(choose_passes([slow, quick], shares, 1000, 60.0)) == ["slow", "slow"]
+
+
+def test_what_is_usual_is_not_for_one_owner_to_say() -> None:
+    shares = Shares()
+    for _ in range(10):
+        shares.measured("base", "kind", 100, 0.01)
+        shares.measured("base", "rude", 1, 1.0)
+    assert shares.usual_seconds("base", 100) == pytest.approx(0.01)
 
 
 def test_steps_alternate_between_owners_and_are_few_enough_to_wait_for() -> None:

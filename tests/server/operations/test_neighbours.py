@@ -107,6 +107,7 @@ async def test_a_pass_costs_what_it_takes_not_what_its_tokens_say(
     server = await start_server(engine=TimedEngine)
     rude, kind = await server.other_user(), server.api
     costly, model = await rude.model(), await kind.model()
+    await _train(kind, await kind.model())
     for number in range(1, 11):
         await rude.send_pass(costly, number, _datum(5, target=99))
     await asyncio.sleep(0.5)  # one has been measured
@@ -124,7 +125,7 @@ async def test_a_hundred_models_of_one_owner_do_not_crowd_out_another(
     crowd = [await rude.create_model(session, number) for number in range(100)]
 
     for number in range(2, 7):
-        await asyncio.gather(*[rude.send_pass(each, number) for each in crowd])
+        await asyncio.gather(*[rude.send_pass(each, number, _datum(100)) for each in crowd])
     quiet, _ = await _train(kind, await kind.model())
     for each in crowd:  # now all of them may run
         await server.service.recorder.refuse("somebody-else", each, 1, "not needed")

@@ -117,7 +117,7 @@ class PassBatch(_Batch):
         model, shares = self.unfinished[operation], self.parts.shares
         shares.charge(model.owner, model.model_id, seconds - self._expected[operation])
         if is_usual:
-            shares.measured(model.record.base_model, operation.num_tokens, seconds)
+            shares.measured(model.record.base_model, model.owner, operation.num_tokens, seconds)
         rate = seconds / max(1, operation.num_tokens)
         known = model.seconds_per_token
         model.seconds_per_token = rate if known is None else moved(known, rate)

@@ -38,6 +38,12 @@ COSTLY = 8.0
 
 _LEAST_COSTLY_SECONDS = 0.1
 
+_EFFICIENT_TOKENS = 2048
+"""What a slow device should get at a time, though it take longer than a batch may otherwise..."""
+
+_LONGEST_SECONDS = 2.0
+"""... up to this long."""
+
 
 class Move(Enum):
     """What a model needs that concerns no other."""
@@ -170,12 +176,13 @@ def choose_passes(
 ) -> list[Candidate[M]]:
     """Passes for one batch, in fair turns, in order within each model.
 
-    Who comes while it runs waits for all of it, which is why its time is bounded.
+    Who comes while it runs waits for all of it, which is why its time is bounded: by `max_seconds`,
+    or what a batch of an efficient size usually takes.
     """
     turns = _Turns(ready, shares)
     chosen: list[Candidate[M]] = []
     num_taken: Counter[str] = Counter()
-    tokens_left, seconds_left = max_tokens, max_seconds
+    tokens_left, seconds_left = max_tokens, 0.0
     is_batch_costly = False
     while (candidate := turns.take()) is not None:
         position = num_taken[candidate.model_id]
@@ -184,7 +191,10 @@ def choose_passes(
         operation = candidate.front[position]
         seconds = expected_seconds(candidate, operation, shares)
         is_costly = _is_costly(candidate, operation, shares)
-        if chosen:
+        if not chosen:
+            efficient = shares.usual_seconds(candidate.base_model, _EFFICIENT_TOKENS)
+            seconds_left = max(max_seconds, min(efficient, _LONGEST_SECONDS))
+        else:
             first = chosen[0]
             if candidate.base_model != first.base_model:
                 continue

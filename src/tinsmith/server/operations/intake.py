@@ -32,8 +32,6 @@ by more than are on their way at a time."""
 _DECODE_IN_THREAD_BYTES = 256 * 1024
 _RETRY_AFTER_MS = "1000"
 
-Check = Callable[[Any], None]
-
 
 async def refuse_unread(service: Service, caller: Caller, start: bytes, reason: str) -> None:
     """Use up the number of a pass whose body was not taken; `start` is what is known of it."""

@@ -8,6 +8,7 @@ not save up turns: he begins where those stand who are being served. Pure bookke
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import median_low
 
 _FIRST_GUESS = 1e-4
 """Seconds a token takes, as long as nothing has been measured."""
@@ -16,13 +17,17 @@ _RECENT = 0.2
 """Weight of the newest measurement in a moving average."""
 
 _MAX_REMEMBERED = 4096
+_MAX_OWNERS = 100
+"""Owners whose rates are kept, those who trained last."""
 
 
 class Shares:
     def __init__(self) -> None:
         self._owners = _Account()
         self._models: dict[str, _Account] = {}
-        self._seconds_per_token: dict[str, float] = {}
+        self._rates: dict[str, dict[str, float]] = {}
+        """Seconds per token by base model and owner."""
+        self._usual: dict[str, float] = {}
 
     def of_owner(self, owner: str) -> float:
         return self._owners.of(owner)
@@ -48,15 +53,18 @@ class Shares:
             self._models = {**kept, owner: account}
 
     def usual_seconds(self, base_model: str, num_tokens: int) -> float:
-        """What so many tokens take on a base model, whoever's they are."""
-        rate = self._seconds_per_token.get(base_model, _FIRST_GUESS)
-        return rate * max(1, num_tokens)
+        """What so many tokens take on a base model with the owner in the middle: no single one can
+        make the unusual usual."""
+        return self._usual.get(base_model, _FIRST_GUESS) * max(1, num_tokens)
 
-    def measured(self, base_model: str, num_tokens: int, seconds: float) -> None:
+    def measured(self, base_model: str, owner: str, num_tokens: int, seconds: float) -> None:
         """An ordinary pass took so long."""
         rate = seconds / max(1, num_tokens)
-        usual = self._seconds_per_token.get(base_model)
-        self._seconds_per_token[base_model] = rate if usual is None else moved(usual, rate)
+        rates = self._rates.setdefault(base_model, {})
+        rates[owner] = moved(rates.pop(owner, rate), rate)
+        if len(rates) > _MAX_OWNERS:
+            del rates[next(iter(rates))]
+        self._usual[base_model] = median_low(rates.values())
 
 
 def moved(average: float, newest: float) -> float:
