@@ -6,7 +6,6 @@ as absent, so that old clients, which send null for what their caller left out, 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -14,11 +13,9 @@ import orjson
 
 from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.types.model import Model
-from tinsmith.wire.limits import DEFAULT_LIMITS, NO_NUL, Limits
+from tinsmith.wire.limits import DEFAULT_LIMITS, Limits
 
 M = TypeVar("M", bound=Model)
-
-_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def encode(message: Any) -> bytes:
@@ -79,8 +76,6 @@ def parse(body: bytes, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
         raise TooLargeError(f"the body has more than {limits.max_json_values} values")
     if body.count(b'"') > 2 * limits.max_json_texts:
         raise TooLargeError(f"the body has more than {limits.max_json_texts} texts")
-    if b"\\u0000" in body and _NUL.search(body):
-        raise ValidationError(NO_NUL)
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
