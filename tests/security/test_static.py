@@ -24,14 +24,12 @@ RULES = {
 
 FINDINGS = {
     ("B104", "server/serving.py"): (1, "compares an address with that one; it binds to nothing"),
+    ("B105", "assembly.py"): (2, "names of settings: seconds of a pass, seconds of a token"),
     ("B105", "engine/local/model/families.py"): (1, "the number of a token"),
     ("B105", "engine/local/model/sources.py"): (4, "special tokens of a tokenizer"),
     ("B105", "server/edge/auth.py"): (1, "how every JSON web token begins"),
     ("B105", "transport/tokens.py"): (1, "no token yet"),
-    ("B301", "engine/local/boundary/frames.py"): (
-        1,
-        "between the server and its own child",
-    ),
+    ("B301", "engine/local/boundary/frames.py"): (1, "between the server and its own child"),
     ("B310", "cli/commands/auth.py"): (1, "the user's own server, from the user's settings"),
     ("B310", "cli/server/background.py"): (1, "the server that the command has just started"),
     ("B310", "cli/commands/doctor.py"): (1, "the user's own server, from the user's settings"),
@@ -39,6 +37,8 @@ FINDINGS = {
     ("B615", "client/tokenizers.py"): (2, "the model a user names; remote code only if pinned"),
     ("B615", "engine/local/model/foreign.py"): (2, "a folder on this machine, without remote code"),
     ("B615", "engine/local/model/sources.py"): (2, "a file on this machine"),
+    ("B615", "engine/local/model/verification.py"): (2, "a folder that we have just written"),
+    ("B615", "engine/local/snapshots/exports.py"): (1, "a folder on this machine"),
 }
 """How many findings of a rule a file may have, and why."""
 
