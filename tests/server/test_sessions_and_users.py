@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING
 
 import httpx
@@ -332,3 +333,24 @@ def test_settings_come_from_file_environment_and_command_line_in_that_order(
 def test_a_server_without_authentication_listens_on_loopback_only() -> None:
     with pytest.raises(ValidationError, match="loopback"):
         build_config({"auth": False, "host": "0.0.0.0"})
+
+
+async def test_a_clock_that_jumps_ahead_ends_no_session_and_takes_no_sampler(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forty days: longer than anything that a silent session leaves is kept."""
+    api, service = server.api, server.service
+    session = await api.session()
+    model = await api.create_model(session)
+    await api.result(await api.send_pass(model, 1))
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tinsmith/fake"}
+    sampler = (await api.ok("/create_sampling_session", body))["sampling_session_id"]
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 40 * 86400.0)
+    for _ in range(2):
+        await service._tidy()
+        await service._tidy_results()
+    assert not any(model.wants_unload for model in service.models), "nobody was silent"
+    sampled = await api.post("/asample", api.sample_body(sampler))
+    assert sampled.status_code == 200, sampled.text
+    await api.result(await api.send_pass(model, 2))

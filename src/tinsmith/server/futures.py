@@ -40,8 +40,8 @@ class Promise:
     finished_at: float = 0.0
     retrieved_at: float | None = None
     waiters: set[asyncio.Future[None]] = field(default_factory=set)
-    waited_at: float = field(default_factory=time.time)
-    """When somebody last waited for it, or opened it."""
+    waited_at: float = field(default_factory=time.monotonic)
+    """When somebody last waited for it, or opened it, by the monotonic clock."""
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Promises:
                 pass
             finally:
                 promise.waiters.discard(waiter)
-                promise.waited_at = time.time()
+                promise.waited_at = time.monotonic()
         return promise.outcome
 
     def forget(self, request_ids: Iterable[str]) -> None:

@@ -3,10 +3,13 @@
 Signs of life are noted in memory and written down now and then; any request of a session counts.
 A silent session's models are put on disk, and come back when they are used again: nobody loses
 work to a laptop that slept. A finished session stays finished.
+
+Silence is measured by a clock that nobody sets: when the time of day jumps, nobody has been silent.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from typing import Any
@@ -25,6 +28,7 @@ class Sessions:
         self._config = config
         self._sessions: dict[str, SessionRecord] = {}
         self._seen: dict[str, float] = {}
+        """When each gave its last sign of life, by the monotonic clock."""
         self._unwritten: set[str] = set()
 
     async def create(self, owner: str, request: CreateSessionRequest) -> SessionRecord:
@@ -42,7 +46,7 @@ class Sessions:
         )
         await self._store.sessions.add(session)
         self._sessions[session.session_id] = session
-        self._seen[session.session_id] = now
+        self._seen[session.session_id] = time.monotonic()
         return session
 
     async def get(self, session_id: str, owner: str) -> SessionRecord | None:
@@ -54,12 +58,12 @@ class Sessions:
         return session
 
     def touch(self, session_id: str) -> None:
-        self._seen[session_id] = time.time()
+        self._seen[session_id] = time.monotonic()
         self._unwritten.add(session_id)
 
     def silence(self, session_id: str) -> float:
         """Seconds since the session's last sign of life; without end where there was none."""
-        return time.time() - self._seen.get(session_id, 0.0)
+        return time.monotonic() - self._seen.get(session_id, -math.inf)
 
     async def set(self, session: SessionRecord, values: dict[str, Any]) -> None:
         await self._store.sessions.update(session.session_id, values)
@@ -75,8 +79,8 @@ class Sessions:
     async def sweep(self) -> None:
         """Write down signs of life; put away the models of sessions that gave none for long."""
         unwritten, self._unwritten = self._unwritten, set()
-        await self._store.sessions.touch({key: self._seen[key] for key in unwritten})
-        now = time.time()
+        now, today = time.monotonic(), time.time()
+        await self._store.sessions.touch({k: today - (now - self._seen[k]) for k in unwritten})
         for session_id, seen in list(self._seen.items()):
             if now - seen >= self._config.session_timeout_seconds:
                 del self._seen[session_id]
@@ -102,7 +106,7 @@ class Sessions:
         """After a start: every active session has its time to show up again."""
         limit = time.time() - self._config.session_timeout_seconds
         for session_id in await self._store.sessions.seen_since(limit):
-            self._seen[session_id] = time.time()
+            self._seen[session_id] = time.monotonic()
 
     async def _put_away(self, session_id: str) -> None:
         for model in self._models:

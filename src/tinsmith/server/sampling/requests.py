@@ -128,7 +128,7 @@ class Sampling:
         `silence` says for how many seconds a session has given none. A client that comes back
         after all is told that its request is gone, and sends it again.
         """
-        now, patience = time.time(), self._config.sample_abandon_seconds
+        now, patience = time.monotonic(), self._config.sample_abandon_seconds
         for request_id, running in list(self._running.items()):
             promise = running.promise
             quiet = min(now - promise.waited_at, silence(running.sampler.session_id))
