@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -33,4 +35,11 @@ def test_nothing_is_lost_whatever_breaks(tiny_model: Path, store: str, seed: int
     assert counts["final weights compared"] >= 4
     assert counts["clients done"] > 0
     assert counts["operations carried out"] > 100
-    assert sum(counts.get(f"{who} killed", 0) for who in ("server", "engine")) > 0
+    assert counts.get("server killed", 0) + counts.get("engines that died", 0) > 0
+    assert counts["engine's MiB after two loops"] > 0
+
+
+def test_the_engine_that_chaos_kills_is_a_module_that_exists() -> None:
+    """It is found by its command line; under a wrong name nothing would ever be killed."""
+    name = runpy.run_path(str(CHAOS / "machinery.py"))["ENGINE"].decode()
+    assert importlib.util.find_spec(name) is not None

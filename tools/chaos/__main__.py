@@ -3,10 +3,12 @@
     python tools/chaos --seed 1 --minutes 30 [--store sqlite|postgres]
 
 Several official clients and several of ours train against one server, through a proxy. A driver
-kills and stops the server and its engine, fills the disk, stops the database, cuts, delays and
-refuses connections and kills clients; which, in which order and for how long the seed decides.
-Each client's output must be that of an undisturbed run to the last bit, and so must the final
-weights; then the store and the folder are looked through. Ends with 1 if anything is amiss.
+kills and stops the server and its engine, starts it with stores that are not its own, sets its
+clock, fills the disk, stops the database, cuts, delays and refuses connections and kills clients;
+which, in which order and for how long the seed decides. Each client's output must be that of an
+undisturbed run to the last bit, and so must the final weights; then the store and the folder are
+looked through, and a long loop of samplers must not have taken memory. Ends with 1 if anything is
+amiss.
 """
 
 from __future__ import annotations
@@ -31,13 +33,16 @@ from typing import Any
 
 import invariants
 import tiny_model
-from machinery import Postgres, Server, SmallDisk, clean_environment, orphans
+from machinery import Postgres, Server, SmallDisk, clean_environment, orphans, resident_bytes
 from proxy import FaultProxy
 
-PROGRAMS = ("sft", "rl", "resume", "custom")
+PROGRAMS = ("sft", "rl", "resume", "custom", "pipelined", "gaps")
 PACKAGES = ("tinker", "tinsmith")
 STEPS = 12
 CLIENT_SECONDS = 300.0
+LOOP_STEPS = 60
+MAX_GROWTH_BYTES = 16 * 1024 * 1024
+"""What a loop may add to the engine's memory; each of its samplers has a quarter of a MiB."""
 DISK_BYTES = 32 * 1024 * 1024
 """The data folder's disk, and as much again for each minute: clients leave checkpoints behind."""
 
@@ -59,6 +64,7 @@ class Chaos:
             model = folder / "tiny"
             tiny_model.build(model)
         self.data = self.disk.folder / "data"
+        self._older = folder / "older.db"
         self.server = Server(folder, self.data, model, self.mark, *options)
         self.proxy = FaultProxy(self.server.port, random.Random(seed + 1))
         self.counts: collections.Counter[str] = collections.Counter()
@@ -92,6 +98,7 @@ class Chaos:
         breaking = asyncio.create_task(self._break(stop_at))
         await asyncio.gather(*rounds)
         await breaking
+        await self._watch_memory()
         code = await self.server.stop()
         if code != 0:
             self.problems.append(f"the server ended with {code}")
@@ -113,18 +120,7 @@ class Chaos:
         self, program: str, package: str, seed: int, *, is_reference: bool = False
     ) -> None:
         port = self.server.port if is_reference else self.proxy.port
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *(str(Path(__file__).with_name("client.py")), package, program, str(seed), str(STEPS)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={
-                **clean_environment(),
-                "TINKER_BASE_URL": f"http://127.0.0.1:{port}",
-                "TINKER_API_KEY": self.server.key,
-                "TINKER_TELEMETRY": "0",
-            },
-        )
+        process = await self._start_client(port, package, program, seed, STEPS)
         self.running[process] = False
         try:
             async with asyncio.timeout(CLIENT_SECONDS):
@@ -154,6 +150,39 @@ class Chaos:
             self.weights_of[models[-1]] = program
             self._compare(program, package, results, self.expected[program])
 
+    async def _start_client(
+        self, port: int, package: str, program: str, seed: int, steps: int
+    ) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            *(str(Path(__file__).with_name("client.py")), package, program, str(seed), str(steps)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={
+                **clean_environment(),
+                "TINKER_BASE_URL": f"http://127.0.0.1:{port}",
+                "TINKER_API_KEY": self.server.key,
+                "TINKER_TELEMETRY": "0",
+            },
+        )
+
+    async def _watch_memory(self) -> None:
+        """The engine is as large after a second loop of samplers as it was after the first."""
+        sizes = []
+        for _ in range(2):
+            process = await self._start_client(self.server.port, PACKAGES[0], "loop", 7, LOOP_STEPS)
+            out, errors = await process.communicate()
+            if not out.endswith(b"end\n"):
+                self.problems.append(f"the loop of samplers ended: {errors.decode()[-1500:]}")
+                return
+            engine = self.server.engine()
+            assert engine is not None, "a server that answers has an engine"
+            sizes.append(resident_bytes(engine))
+        self.counts["engine's MiB after a loop"] = sizes[0] >> 20
+        self.counts["engine's MiB after two loops"] = sizes[1] >> 20
+        if sizes[1] - sizes[0] > MAX_GROWTH_BYTES:
+            self.problems.append(f"a loop of {LOOP_STEPS} samplers takes memory: {sizes}")
+
     def _compare(self, program: str, package: str, results: list[str], expected: list[str]) -> None:
         self.counts["results compared"] += len(results)
         if results != expected:
@@ -175,6 +204,8 @@ class Chaos:
             ("connections delayed", 2, self._delay),
             ("connections refused", 2, self._refuse),
             ("client killed", 1, self._kill_client),
+            ("clock set", 4, self._set_clock),
+            ("another store tried", 2, self._try_other_stores),
         ]
         if self.disk.is_small:
             faults.append(("disk filled", 3, self._fill_disk))
@@ -235,6 +266,31 @@ class Chaos:
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+                self.counts["engines that died"] += 1
+
+    async def _set_clock(self) -> None:
+        """By an hour or by a day, to and fro; half of the time somebody sets it right again."""
+        self.server.set_clock(self.chance.choice([-3600.0, 0.0, 0.0, 3600.0, 86400.0]))
+
+    async def _try_other_stores(self) -> None:
+        """A new database, and one as it was when this was last tried: both are refused."""
+        await self.server.kill()
+        if self.postgres is None:
+            strangers = [f"sqlite:///{self.folder / uuid.uuid4().hex}.db"]
+            strangers += [f"sqlite:///{self._older}"] if self._older.exists() else []
+        else:
+            strangers = [self.postgres.create_database(f"new_{self.counts['stores refused']}")]
+        before = _files(self.data)
+        for url in strangers:
+            code, said = await asyncio.to_thread(self.server.start_with, url)
+            self.counts["stores refused"] += 1
+            if code == 0 or "do not belong together" not in said:
+                self.problems.append(f"{url} was not refused ({code}): {said[-500:]}")
+        if _files(self.data) != before:
+            self.problems.append("a start with another store changed the data folder")
+        if self.postgres is None:
+            _copy(self.data / "tinsmith.db", self._older)
+        await self.server.start()
 
     async def _stop_server(self) -> None:
         self.server.signal(signal.SIGSTOP)
@@ -331,6 +387,23 @@ class Chaos:
         if self.postgres is not None:
             self.postgres.close()
         self.disk.close()
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """The weights, requests and results in a data folder, with their sizes."""
+    parts = [folder / name for name in ("weights", "blobs", "trash", "identity.json")]
+    found = [f for part in parts for f in (part, *part.rglob("*")) if f.is_file()]
+    return {str(file): file.stat().st_size for file in found}
+
+
+def _copy(database: Path, target: Path) -> None:
+    """A whole copy of a database, as a backup would make it."""
+    target.unlink(missing_ok=True)
+    with (
+        contextlib.closing(sqlite3.connect(database, timeout=30)) as now,
+        contextlib.closing(sqlite3.connect(target)) as copy,
+    ):
+        now.backup(copy)
 
 
 async def _main(arguments: argparse.Namespace) -> int:

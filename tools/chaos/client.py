@@ -12,22 +12,27 @@ import hashlib
 import importlib
 import random
 import sys
+import warnings
 from typing import Any
+
+import raw
 
 MODEL = "tiny"
 RATE = 0.01
+RANKS = {"loop": 64}
+"""Large enough that samplers which are never let go would show in the engine's memory."""
 
 
 def main(package: str, program: str, seed: int, steps: int) -> None:
     tinker = importlib.import_module(package)
     service = tinker.ServiceClient()
-    client = service.create_lora_training_client(base_model=MODEL, rank=4, seed=seed)
+    client = service.create_lora_training_client(
+        base_model=MODEL, rank=RANKS.get(program, 4), seed=seed
+    )
     print("run", client.get_info().model_id, flush=True)
     data = _data(tinker, random.Random(seed))
-    {"sft": sft, "rl": rl, "custom": custom, "resume": resume}[program](
-        tinker, service, client, data, steps
-    )
-    if program != "resume":
+    PROGRAMS[program](tinker, service, client, data, steps)
+    if program not in ("resume", "gaps"):
         finish(client, data)
 
 
@@ -94,6 +99,74 @@ def resume(tinker: Any, service: Any, client: Any, data: list[Any], steps: int) 
     finish(second, data)
 
 
+def pipelined(tinker: Any, service: Any, client: Any, data: list[Any], steps: int) -> None:
+    """Saves and loads are sent ahead, too: each finds what the one before it left."""
+    warnings.simplefilter("ignore", FutureWarning)  # loading into a model is discouraged
+    model_id = client.get_info().model_id
+    pending = []
+    for index in range(max(1, steps // 4)):
+        path = f"tinker://{model_id}/weights/step-{index}"
+        pending += [
+            ("loss", client.forward_backward(data, "cross_entropy")),
+            ("step", client.optim_step(_adam(tinker))),
+            ("save", client.save_state(f"step-{index}")),
+            ("again", client.save_state(f"step-{index}")),
+            ("loss", client.forward_backward(data[:2], "cross_entropy")),
+            ("step", client.optim_step(tinker.AdamParams(learning_rate=1.0))),
+            ("load", client.load_state_with_optimizer(path)),
+            ("probe", client.forward(data, "cross_entropy")),
+            ("save", client.save_weights_for_sampler(f"sampler-{index}")),
+            ("load", client.load_state(path)),
+        ]
+    for what, future in pending:
+        if what in ("loss", "probe"):
+            show(what, future.result())
+        else:
+            print(what, _ended(future), flush=True)
+
+
+def gaps(tinker: Any, service: Any, client: Any, data: list[Any], steps: int) -> None:
+    """Numbers arrive backwards; then one never comes, and those behind it fail in time."""
+    tokens = [5, 17, 42, 8]
+    model = raw.RawModel(client.get_info().model_id)
+    sent = {4: model.optim_step(4, RATE), 3: model.forward_backward(3, tokens)}
+    sent |= {2: model.optim_step(2, RATE), 1: model.forward_backward(1, tokens)}
+    sent |= {6: model.forward_backward(6, tokens), 7: model.optim_step(7, 1.0)}
+    for number in sorted(sent):
+        print(number, _outcome(raw.result(sent[number])), flush=True)
+    late = model.forward(8, tokens)
+    print("after the gap", _outcome(raw.result(late)), flush=True)
+    print("saved", "path" in raw.result(model.save(9, "final")), flush=True)
+    print("end", flush=True)
+
+
+def loop(tinker: Any, service: Any, client: Any, data: list[Any], steps: int) -> None:
+    """A step, an unnamed sampler and a sample, many times over."""
+    for index in range(steps):
+        passed = client.forward_backward(data, "cross_entropy")
+        client.optim_step(_adam(tinker)).result()
+        show("loss", passed.result())
+        sampler = client.save_weights_and_get_sampling_client()
+        params = tinker.SamplingParams(max_tokens=3, seed=index, temperature=1.0)
+        reply = sampler.sample(data[0].model_input, num_samples=1, sampling_params=params).result()
+        print("sampled", list(reply.sequences[0].tokens), flush=True)
+
+
+def _ended(future: Any) -> str:
+    """How an operation without numbers ended; an error by its class, since its words name ids."""
+    try:
+        future.result()
+    except Exception as error:
+        return f"failed: {type(error).__name__}"
+    return "done"
+
+
+def _outcome(found: dict[str, Any]) -> str:
+    if "error" in found:
+        return f"failed: {found.get('category')}"
+    return str({k: v for k, v in found.get("metrics", {}).items() if k == "loss:sum"})
+
+
 def finish(client: Any, data: list[Any]) -> None:
     show("probe", client.forward(data, "cross_entropy").result())
     client.save_state("final").result()
@@ -129,6 +202,17 @@ def _data(tinker: Any, source: random.Random) -> list[Any]:
             )
         )
     return data
+
+
+PROGRAMS = {
+    "sft": sft,
+    "rl": rl,
+    "resume": resume,
+    "custom": custom,
+    "pipelined": pipelined,
+    "gaps": gaps,
+    "loop": loop,
+}
 
 
 if __name__ == "__main__":

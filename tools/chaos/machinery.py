@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -18,6 +19,9 @@ import urllib.request
 from pathlib import Path
 
 MARK = "CHAOS_RUN"
+ENGINE = b"tinsmith.engine.local.boundary.process"
+GAP_SECONDS = 20.0
+"""Far longer than any fault here keeps a request from being sent again."""
 
 
 class Server:
@@ -30,13 +34,17 @@ class Server:
         self.port = free_port()
         self.key = ""
         self.process: subprocess.Popen[str] | None = None
+        self._clock = folder / "clock"
+        self.set_clock(0.0)
+        self._options = options
         self._command = [
             *(sys.executable, "-m", "tinsmith.cli", "serve", "--port", str(self.port)),
             *("--data-dir", str(data), "--engine", "local", "--device", "cpu", "--deterministic"),
             *("--model", f"tiny={model}", "--log-level", "info"),
             *("--set", "snapshot_steps=5", "--set", "engine_silence_seconds=6"),
             # Faults come far more often here than an operation could be their cause.
-            *("--set", "engine_attempts=50", "--set", "hold_seconds=5", *options),
+            *("--set", "engine_attempts=50", "--set", "hold_seconds=5"),
+            *("--set", f"gap_timeout_seconds={GAP_SECONDS:g}"),
         ]
 
     @property
@@ -61,11 +69,11 @@ class Server:
     def spawn(self) -> None:
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                self._command,
+                [*self._command, *self._options],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**clean_environment(), MARK: self.mark},
+                env=self._environment(),
             )
         assert self.process.stdout is not None
         reading = self.process.stdout
@@ -76,6 +84,27 @@ class Server:
                     self.key = found[1]
 
         self._reader = asyncio.create_task(asyncio.to_thread(read_key))
+
+    def start_with(self, database_url: str) -> tuple[int, str]:
+        """Start it with a store that is not its own: the exit status, and what it says."""
+        command = [*self._command, "--database-url", database_url]
+        try:
+            finished = subprocess.run(
+                command, capture_output=True, text=True, timeout=60, env=self._environment()
+            )
+        except subprocess.TimeoutExpired:
+            return 0, "it serves"
+        return finished.returncode, finished.stderr
+
+    def set_clock(self, seconds: float) -> None:
+        """Set the wall clock of the server and its engine ahead of the true time, or behind it."""
+        with self._clock.open("r+b" if self._clock.exists() else "wb") as file:
+            file.write(struct.pack("d", seconds))
+
+    def _environment(self) -> dict[str, str]:
+        hooks = str(Path(__file__).with_name("clock"))
+        clock = {"PYTHONPATH": hooks, "CHAOS_CLOCK": str(self._clock)}
+        return {**clean_environment(), **clock, MARK: self.mark}
 
     def _is_ready(self) -> bool:
         try:
@@ -107,9 +136,15 @@ class Server:
         pid = self.process.pid
         with contextlib.suppress(OSError):
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            engines = [c for c in children if b"engine.local.process" in _file(c, "cmdline")]
+            engines = [c for c in children if ENGINE in _file(c, "cmdline")]
             return int(engines[-1]) if engines else None
         return None
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory that a process has to itself or shares."""
+    pages = int(_file(str(pid), "statm").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def orphans(mark: str) -> list[int]:
@@ -188,6 +223,12 @@ class Postgres:
     @property
     def url(self) -> str:
         return f"postgresql://t@127.0.0.1:{self.port}/postgres"
+
+    def create_database(self, name: str) -> str:
+        """An empty database beside the one in use; its URL."""
+        options = ["-h", "127.0.0.1", "-p", str(self.port), "-U", "t", name]
+        self._run([str(self._binaries / "createdb"), *options])
+        return f"postgresql://t@127.0.0.1:{self.port}/{name}"
 
     def start(self) -> None:
         command = [str(self._binaries / "postgres"), "-D", str(self._root / "data")]
