@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support import byte_tokenizer as byte_tokens
-from tests.support import live_server
-from tests.support.live_server import Server
+from tests.support import server_process
+from tests.support.server_process import ServerProcess
 from tinsmith.cli.__main__ import cli
 from tinsmith.client.service import ServiceClient
 from tinsmith.types import AdamParams, Datum, ModelInput
@@ -35,13 +35,13 @@ class Paths:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with live_server.serving(tmp_path_factory.mktemp("server")) as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with server_process.serving(tmp_path_factory.mktemp("server")) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def paths(server: Server) -> Paths:
+def paths(server: ServerProcess) -> Paths:
     """One run with a checkpoint of each kind."""
     with ServiceClient(base_url=server.url, api_key=server.key) as service:
         training = service.create_lora_training_client(
@@ -64,7 +64,7 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture
-def run(server: Server) -> Run:
+def run(server: ServerProcess) -> Run:
     """Run a command of ours in this process, with the server in its environment."""
 
     def run(*arguments: str, env: dict[str, str] | None = None, stdin: str | None = None) -> Result:
@@ -104,7 +104,7 @@ Official = Callable[..., Finished]
 
 
 @pytest.fixture(scope="module")
-def official(server: Server) -> Iterator[Official]:
+def official(server: ServerProcess) -> Iterator[Official]:
     """Run the official `tinker` command against our server."""
     driver = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("official_driver.py"))],
@@ -136,7 +136,7 @@ def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Trained:
     """Checkpoints on a server with the tiny model, and what the sampler makes of some tokens."""
 
-    server: Server
+    server: ServerProcess
     run_id: str
     state: str
     external: str
@@ -177,7 +177,7 @@ def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         model_input=ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
     )
-    with live_server.serving(tmp_path_factory.mktemp("server"), *options) as server:
+    with server_process.serving(tmp_path_factory.mktemp("server"), *options) as server:
         with ServiceClient(base_url=server.url, api_key=server.key) as service:
             training = service.create_lora_training_client("test/tiny", rank=4)
             for _ in range(5):

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import Official, Run, Server
+    from tests.cli.conftest import Official, Run
+    from tests.support.server_process import ServerProcess
 
 
-def test_a_key_is_stored_used_and_forgotten(run: Run, server: Server, tmp_path: Path) -> None:
+def test_a_key_is_stored_used_and_forgotten(
+    run: Run, server: ServerProcess, tmp_path: Path
+) -> None:
     file = {"TINSMITH_CREDENTIALS_FILE": str(tmp_path / "keys.json"), "TINKER_API_KEY": ""}
     nothing = run("auth", "status", env=file)
     assert nothing.exit_code == 1
@@ -46,7 +49,7 @@ def test_whoami_needs_tokens_and_says_so(run: Run, official: Official) -> None:
 
 
 def test_keys_are_created_listed_and_revoked_beside_a_running_server(
-    run: Run, run_json: Any, server: Server
+    run: Run, run_json: Any, server: ServerProcess
 ) -> None:
     where = ("--data-dir", str(server.data_dir))
     made = run("key", "create", "laptop", "--owner", "anna", *where)
@@ -71,7 +74,7 @@ def test_keys_are_created_listed_and_revoked_beside_a_running_server(
     }
 
 
-def test_a_key_may_expire(run: Run, run_json: Any, server: Server) -> None:
+def test_a_key_may_expire(run: Run, run_json: Any, server: ServerProcess) -> None:
     where = ("--data-dir", str(server.data_dir))
     key = run_json("key", "create", "guest", "--ttl", "2", *where)["key"]
     assert run("run", "list", env={"TINKER_API_KEY": key}).exit_code == 0

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.support import live_server
-from tests.support.live_server import Server
+from tests.support import server_process
 from tests.support.scripted_server import Answer, Recorded
+from tests.support.server_process import ServerProcess
 from tests.support.tinker_stub import PROTOBUF, TinkerStub
 from tinsmith.cli.sampling.tokenizer import load_tokenizer
 from tinsmith.client.service import ServiceClient
@@ -40,13 +40,13 @@ NUM_TOKENS = 40
 
 
 @pytest.fixture
-def slow_server(tmp_path: Path) -> Iterator[Server]:
+def slow_server(tmp_path: Path) -> Iterator[ServerProcess]:
     option = f"fake-token-seconds={TOKEN_SECONDS}"
-    with live_server.serving(tmp_path, "--set", option) as running:
+    with server_process.serving(tmp_path, "--set", option) as running:
         yield running
 
 
-def learned_abab(server: Server, tokenizer: Any) -> str:
+def learned_abab(server: ServerProcess, tokenizer: Any) -> str:
     """Weights of a model that says "abab…" whatever it is told."""
     tokens = tokenizer.encode(" " + "ab" * 20)
     datum = Datum(
@@ -69,7 +69,7 @@ def chat_command(model: str, tokenizer: Path, max_tokens: int) -> list[str]:
 
 
 def test_a_token_is_shown_before_the_next_is_decoded(
-    slow_server: Server, byte_tokenizer: Path
+    slow_server: ServerProcess, byte_tokenizer: Path
 ) -> None:
     path = learned_abab(slow_server, load_tokenizer(FAKE, str(byte_tokenizer)))
     process = subprocess.Popen(
@@ -98,7 +98,9 @@ def test_a_token_is_shown_before_the_next_is_decoded(
     assert len(words) > NUM_TOKENS / 2
 
 
-def test_an_interrupted_reply_is_no_traceback(slow_server: Server, byte_tokenizer: Path) -> None:
+def test_an_interrupted_reply_is_no_traceback(
+    slow_server: ServerProcess, byte_tokenizer: Path
+) -> None:
     path = learned_abab(slow_server, load_tokenizer(FAKE, str(byte_tokenizer)))
     process = subprocess.Popen(
         chat_command(path, byte_tokenizer, 1000),
@@ -119,7 +121,7 @@ def test_an_interrupted_reply_is_no_traceback(slow_server: Server, byte_tokenize
 
 
 def test_on_a_terminal_ctrl_c_ends_the_reply_and_not_the_conversation(
-    slow_server: Server, byte_tokenizer: Path
+    slow_server: ServerProcess, byte_tokenizer: Path
 ) -> None:
     path = learned_abab(slow_server, load_tokenizer(FAKE, str(byte_tokenizer)))
     ours, theirs = pty.openpty()

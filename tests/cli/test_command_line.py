@@ -30,7 +30,8 @@ from tinsmith.client.service import ServiceClient
 from tinsmith.types import Datum, ModelInput, WeightsInfoResponse
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import Run, Server
+    from tests.cli.conftest import Run
+    from tests.support.server_process import ServerProcess
 
 NOBODY = "http://127.0.0.1:9"
 HEAVY = ("numpy", "torch", "transformers", "pydantic", "rich", "sqlalchemy", "starlette", "pyqwest")
@@ -93,7 +94,7 @@ def test_a_server_that_is_not_there_is_one_error_with_advice() -> None:
     assert "tinsmith serve" in findings["server"]["cure"]
 
 
-def test_the_doctor_finds_a_healthy_server(run: Run, run_json: Any, server: Server) -> None:
+def test_the_doctor_finds_a_healthy_server(run: Run, run_json: Any, server: ServerProcess) -> None:
     report = run_json("doctor")
     assert report["ok"]
     found = {each["what"]: each["status"] for each in report["findings"]}
@@ -290,7 +291,7 @@ def test_a_hub_repository_is_named_after_the_run() -> None:
     assert "tinker://a/weights/b" in card
 
 
-def test_top_shows_what_the_server_does(run: Run, run_json: Any, server: Server) -> None:
+def test_top_shows_what_the_server_does(run: Run, run_json: Any, server: ServerProcess) -> None:
     facts = run_json("top", "--interval", "0.1")
     assert facts["url"] == server.url
     assert facts["engine"] is True
@@ -302,7 +303,7 @@ def test_top_shows_what_the_server_does(run: Run, run_json: Any, server: Server)
     assert "tinsmith doctor" in nobody.stderr
 
 
-def test_top_counts_what_is_under_way(run_json: Any, server: Server) -> None:
+def test_top_counts_what_is_under_way(run_json: Any, server: ServerProcess) -> None:
     datum = Datum(
         model_input=ModelInput.from_ints([1, 2, 3]),
         loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]},

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.live_server import clean_environment
+from tests.support.server_process import clean_environment
 from tinsmith.cli.training.persona import OPENING
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]

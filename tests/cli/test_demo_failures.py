@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.child import Child
-from tests.support.live_server import clean_environment
+from tests.support.server_process import clean_environment
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Run

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import click
 import pytest
 
-from tests.support import live_server
+from tests.support import server_process
 from tests.support.child import Child
-from tests.support.live_server import Server
+from tests.support.server_process import ServerProcess
 from tinsmith.cli.__main__ import cli
 from tinsmith.client.service import ServiceClient
 
@@ -44,7 +44,7 @@ def leaves(group: click.Group, path: str = "") -> Iterator[str]:
 class World:
     """What a case may use; `tmp_path` is its own."""
 
-    server: Server
+    server: ServerProcess
     paths: Paths
     tmp_path: Path
     tokenizer: Path
@@ -196,7 +196,7 @@ def test_every_command_has_a_case() -> None:
 @pytest.mark.parametrize("command", CASES)
 def test_a_command_in_both_forms(
     command: str,
-    server: Server,
+    server: ServerProcess,
     paths: Paths,
     byte_tokenizer: Path,
     tmp_path_factory: pytest.TempPathFactory,
@@ -222,7 +222,7 @@ def test_a_command_in_both_forms(
 
 def test_whoami_in_both_forms(run: Run, tmp_path: Path) -> None:
     """Only a server with tokens knows."""
-    with live_server.serving(tmp_path, "--set", "pjwt-auth-enabled=true") as server:
+    with server_process.serving(tmp_path, "--set", "pjwt-auth-enabled=true") as server:
         table = run("auth", "whoami", env=server.environment)
         assert table.exit_code == 0, table.output
         assert re.search(r"^Organization +\S", table.stdout, re.MULTILINE)
@@ -237,7 +237,7 @@ def test_serve_in_both_forms(form: str, tmp_path: Path) -> None:
             *(sys.executable, "-m", "tinsmith.cli", "--format", form, "serve", "--engine", "fake"),
             *("--port", "0", "--data-dir", str(tmp_path)),
         ],
-        env=live_server.clean_environment(),
+        env=server_process.clean_environment(),
     )
     try:
         said = "\n".join(child.out.take(4)) + "\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from tests.support.live_server import Server
+from tests.support.server_process import ServerProcess
 from tinsmith.client.service import ServiceClient
 from tinsmith.types import AdamParams, Datum, ModelInput
 
@@ -17,7 +17,7 @@ DATUM = Datum(
 )
 
 
-def _saved(server: Server, name: str) -> tuple[str, float]:
+def _saved(server: ServerProcess, name: str) -> tuple[str, float]:
     """A checkpoint of a model that has learnt something, and its loss there."""
     with ServiceClient(base_url=server.url, api_key=server.key) as service:
         training = service.create_lora_training_client("tinsmith/fake", rank=4, seed=1)
@@ -27,18 +27,20 @@ def _saved(server: Server, name: str) -> tuple[str, float]:
         return path, training.forward([DATUM], "cross_entropy").result().metrics["loss:sum"]
 
 
-def _loss(server: Server, path: str) -> float:
+def _loss(server: ServerProcess, path: str) -> float:
     with ServiceClient(base_url=server.url, api_key=server.key) as service:
         training = service.create_training_client_from_state(path)
         return training.forward([DATUM], "cross_entropy").result().metrics["loss:sum"]
 
 
-def _trash(run: Run, server: Server) -> list[dict[str, Any]]:
+def _trash(run: Run, server: ServerProcess) -> list[dict[str, Any]]:
     listed = run("--json", "storage", "trash", "--data-dir", str(server.data_dir))
     return list(json.loads(listed.stdout)["trash"])
 
 
-def test_a_deleted_checkpoint_comes_back_whole_under_its_name(run: Run, server: Server) -> None:
+def test_a_deleted_checkpoint_comes_back_whole_under_its_name(
+    run: Run, server: ServerProcess
+) -> None:
     path, expected = _saved(server, "precious")
     assert run("checkpoint", "delete", "--yes", path).exit_code == 0
     assert run("checkpoint", "info", path).exit_code != 0
@@ -49,7 +51,9 @@ def test_a_deleted_checkpoint_comes_back_whole_under_its_name(run: Run, server: 
     assert entry["id"] not in [e["id"] for e in _trash(run, server)]
 
 
-def test_a_checkpoint_whose_name_is_taken_stays_in_the_trash(run: Run, server: Server) -> None:
+def test_a_checkpoint_whose_name_is_taken_stays_in_the_trash(
+    run: Run, server: ServerProcess
+) -> None:
     with ServiceClient(base_url=server.url, api_key=server.key) as service:
         training = service.create_lora_training_client("tinsmith/fake", rank=4)
         path = training.save_state("again").result().path
@@ -61,11 +65,13 @@ def test_a_checkpoint_whose_name_is_taken_stays_in_the_trash(run: Run, server: S
     assert entry["id"] in [e["id"] for e in _trash(run, server)]
 
 
-def test_the_trash_of_a_running_server_is_not_emptied_by_others(run: Run, server: Server) -> None:
+def test_the_trash_of_a_running_server_is_not_emptied_by_others(
+    run: Run, server: ServerProcess
+) -> None:
     result = run("storage", "trash", "--empty", "--data-dir", str(server.data_dir))
     assert result.exit_code == 1 and "another server" in result.stderr
 
 
-def test_an_entry_that_is_not_there_is_named(run: Run, server: Server) -> None:
+def test_an_entry_that_is_not_there_is_named(run: Run, server: ServerProcess) -> None:
     result = run("storage", "restore", "nothing", "--data-dir", str(server.data_dir))
     assert result.exit_code == 1 and "'nothing'" in result.stderr

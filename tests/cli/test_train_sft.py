@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support import live_server
-from tests.support.live_server import Server
+from tests.support import server_process
+from tests.support.server_process import ServerProcess
 from tinsmith.cli.training.plot import svg
 from tinsmith.cli.training.supervised import METRICS_FILE, PLOT_FILE, RUN_FILE
 
@@ -25,9 +25,9 @@ STEPS = 12
 
 
 @pytest.fixture(scope="module")
-def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("slow")
-    with live_server.serving(folder, "--set", "fake-pass-seconds=0.1") as running:
+    with server_process.serving(folder, "--set", "fake-pass-seconds=0.1") as running:
         yield running
 
 
@@ -50,7 +50,7 @@ def curve(folder: Path) -> list[tuple[int, float, float | None]]:
 
 
 def test_a_killed_run_goes_on_where_it_was(
-    slow_server: Server, data: Path, byte_tokenizer: Path, run: Run, tmp_path: Path
+    slow_server: ServerProcess, data: Path, byte_tokenizer: Path, run: Run, tmp_path: Path
 ) -> None:
     options = (
         *("train", "sft", str(data), "--tokenizer", str(byte_tokenizer), "--json"),

@@ -22,7 +22,7 @@ from tests.support import recording_proxy
 from tinsmith.wire import proto
 
 if TYPE_CHECKING:
-    from tests.compat.conftest import ServerProcess
+    from tests.support.server_process import ServerProcess
 
 pytest.importorskip("tinker")
 pytestmark = pytest.mark.slow

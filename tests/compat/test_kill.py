@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tests.compat.conftest import ServerProcess, StartServer
+    from tests.support.server_process import ServerProcess, StartServer
 
 STEPS = "12"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tests.compat.conftest import StartServer
+    from tests.support.server_process import StartServer
 
 
 def test_the_newest_release_trains_saves_samples_and_resumes(start_server: StartServer) -> None:

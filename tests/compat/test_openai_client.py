@@ -12,7 +12,7 @@ import pytest
 openai = pytest.importorskip("openai", reason="the openai package is not installed")
 
 if TYPE_CHECKING:
-    from tests.compat.conftest import ServerProcess, StartServer
+    from tests.support.server_process import ServerProcess, StartServer
 
 pytestmark = pytest.mark.slow
 MODEL = "tiny"

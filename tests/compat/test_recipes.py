@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.compat.conftest import StartServer
+    from tests.support.server_process import StartServer
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.compat.conftest import StartServer
+    from tests.support.server_process import StartServer
 
 RELEASES = ["0.3.0", "0.7.0", "0.16.1", "0.18.2", "0.24.1", "0.25.0", "0.26.2", "0.30.4", "0.36.0"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import byte_tokenizer, live_server
+from tests.support import byte_tokenizer, server_process
 
 
 @dataclass(frozen=True)
@@ -29,5 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with live_server.serving(tmp_path_factory.mktemp("server"), "--model", str(model)) as running:
+    with server_process.serving(
+        tmp_path_factory.mktemp("server"), "--model", str(model)
+    ) as running:
         yield Server(running.url, running.key, str(model))

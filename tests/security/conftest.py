@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.compat.conftest import ServerProcess
-from tests.server.conftest import Api, StartServer, TestServer, api, server, start_server
+from tests.server.conftest import api, server, start_server
+from tests.support.server_process import serving
 
-__all__ = ["Api", "ServerProcess", "StartServer", "TestServer", "api", "server", "start_server"]
+__all__ = ["api", "server", "start_server"]
 
 settings.register_profile("long", max_examples=2000, deadline=None)
 
@@ -20,7 +20,5 @@ settings.register_profile("long", max_examples=2000, deadline=None)
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Any]:
     """A server in a process of its own that says all it can in its log."""
-    server = ServerProcess(tmp_path / "data", "--log-level", "debug", "--log-format", "json")
-    server.start()
-    yield server
-    server.stop()
+    with serving(tmp_path, "--log-level", "debug", "--log-format", "json") as server:
+        yield server

@@ -16,7 +16,7 @@ from tinsmith.server.chat.openai import Asked, read_chat, read_completion
 from tinsmith.server.chat.text import TextModel
 
 if TYPE_CHECKING:
-    from tests.security.conftest import Api
+    from tests.support.in_process_server import Api
 
 SCRIPT = Path(__file__).with_name("costly_requests.py")
 REQUESTS = runpy.run_path(str(SCRIPT))["REQUESTS"]

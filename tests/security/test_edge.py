@@ -23,7 +23,7 @@ from tinsmith.wire.limits import DEFAULT_LIMITS
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.security.conftest import Api, StartServer, TestServer
+    from tests.support.in_process_server import Api, StartServer, TestServer
 
 Address = tuple[str, int]
 

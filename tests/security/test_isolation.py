@@ -21,7 +21,7 @@ from tinsmith.wire.endpoints import ENDPOINTS, NOTHING
 if TYPE_CHECKING:
     import httpx
 
-    from tests.security.conftest import Api, StartServer
+    from tests.support.in_process_server import Api, StartServer
 
 MODEL = "tinsmith/fake"
 DATUM = {

@@ -16,7 +16,7 @@ from tinsmith.server.edge import auth
 from tinsmith.server.edge.auth import Auth, create_key
 
 if TYPE_CHECKING:
-    from tests.security.conftest import Api, StartServer, TestServer
+    from tests.support.in_process_server import Api, StartServer, TestServer
 
 
 async def _revoke_elsewhere(server: TestServer, api: Api) -> None:

@@ -17,7 +17,7 @@ from tinsmith.server.edge.admission import FEW_REQUESTS
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, MutableMapping
 
-    from tests.security.conftest import Api, StartServer, TestServer
+    from tests.support.in_process_server import Api, StartServer, TestServer
 
 PROTO = "application/x-protobuf"
 

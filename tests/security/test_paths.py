@@ -21,7 +21,7 @@ from tinsmith.server.checkpoints import checkpoint_name
 from tinsmith.types import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
-    from tests.security.conftest import TestServer
+    from tests.support.in_process_server import TestServer
 
 HOSTILE_NAMES = [
     "",

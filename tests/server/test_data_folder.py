@@ -21,7 +21,7 @@ from tinsmith.server.trash import Trash
 from tinsmith.types import Datum, ModelInput
 
 if TYPE_CHECKING:
-    from .conftest import StartServer, TestServer
+    from tests.support.in_process_server import StartServer, TestServer
 
 
 WIDE = Datum(

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Api
+from tests.support.in_process_server import Api
 
 
 async def save(api: Api, model: str, seq_id: int) -> dict[str, str]:

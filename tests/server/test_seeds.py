@@ -9,7 +9,7 @@ from tinsmith.server.edge.auth import create_key
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.server.conftest import Api, StartServer
+    from tests.support.in_process_server import Api, StartServer
 
 
 async def _seed(api: Api, session: str, number: int, **lora: int) -> int:

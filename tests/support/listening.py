@@ -14,7 +14,7 @@ from tinsmith.server.edge.connections import Connection
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.server.conftest import TestServer
+    from tests.support.in_process_server import TestServer
 
 
 @contextlib.asynccontextmanager

@@ -13,7 +13,7 @@ from tinsmith.engine.fake import FakeEngine
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.server.conftest import Api, StartServer
+    from tests.support.in_process_server import Api, StartServer
     from tinsmith.engine.base import SnapshotInfo, SnapshotKind
 
 

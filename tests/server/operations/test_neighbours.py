@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from pathlib import Path
 
-    from tests.server.conftest import Api, StartServer, TestServer
+    from tests.support.in_process_server import Api, StartServer, TestServer
     from tinsmith.engine.base import FinishedPass, Pass, Step
 
 BAD_RATE = 0.125

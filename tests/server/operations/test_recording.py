@@ -24,7 +24,7 @@ from tinsmith.types import (
 )
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Api, StartServer
+    from tests.support.in_process_server import Api, StartServer
 
 
 def _datum(*tokens: int, **more: Any) -> Datum:

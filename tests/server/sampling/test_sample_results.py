@@ -12,7 +12,7 @@ from tinsmith.server.sampling.completions import Completions
 from tinsmith.types import FutureFailed, FutureFinished
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Api, StartServer, TestServer
+    from tests.support.in_process_server import Api, StartServer, TestServer
 
 
 async def _base_sampler(api: Api) -> str:

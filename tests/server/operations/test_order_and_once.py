@@ -17,7 +17,7 @@ from tinsmith.wire import proto
 from tinsmith.wire.operation_ids import ids_at_front
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Api, StartServer, TestServer
+    from tests.support.in_process_server import Api, StartServer, TestServer
 
 PROTO = "application/x-protobuf"
 DATA = [[1, 2, 3], [1, 2, 4], [5, 6, 7]]

@@ -1,18 +1,53 @@
-"""What the server says about itself: its API, its log, its traces."""
+"""The table of endpoints is what the server serves and what its description says."""
 
 from __future__ import annotations
 
 import json
-import logging
 import re
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from tinsmith.server.logs import JsonFormatter
+from tinsmith.server.edge.app import ROUTES
+from tinsmith.server.edge.openapi import description
+from tinsmith.wire import endpoints
+from tinsmith.wire.endpoints import ENDPOINTS, NOTHING
 
 if TYPE_CHECKING:
-    import pytest
+    from tests.support.in_process_server import Api
 
-    from tests.server.conftest import Api, TestServer
+
+def test_every_endpoint_has_one_route() -> None:
+    routed = Counter((route.row.method, route.row.full_path) for route in ROUTES)
+    assert routed == Counter((row.method, row.full_path) for row in ENDPOINTS.values())
+    assert set(routed.values()) == {1}
+
+
+def test_the_description_says_what_each_endpoint_takes_and_gives() -> None:
+    document = description("0")
+    save = document["paths"]["/api/v1/save_weights"]["post"]
+    assert save["summary"] and "SaveWeightsResponse" in save["description"]
+    assert "finds the first by its sequence id" in save["description"]
+    one = document["paths"]["/api/v1/forward_backward"]["post"]
+    assert set(one["requestBody"]["content"]) == {"application/x-protobuf", "application/json"}
+    trace = document["paths"]["/api/v1/traces/{session_id}.json"]["get"]
+    assert trace["security"] == [{"signature": [], "expires": []}]
+    assert document["paths"]["/healthz"]["get"]["security"] == []
+    runs = document["paths"]["/api/v1/training_runs"]["get"]
+    assert [p["name"] for p in runs["parameters"]] == [
+        "limit",
+        "offset",
+        "access_scope",
+        "project_id",
+    ]
+
+
+async def test_an_endpoint_without_an_answer_says_204(api: Api) -> None:
+    session = await api.session()
+    row = endpoints.FINISH_SESSION.at(session_id=session)
+    assert row.response is NOTHING
+    response = await api.post(row.path, {"reason": {"type": "success"}})
+    assert (response.status_code, response.content) == (204, b"")
+
 
 PROTOCOL = [
     "POST /client/config",
@@ -78,29 +113,3 @@ async def test_every_endpoint_of_the_protocol_is_served_and_described(api: Api) 
     references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
     assert references <= schemas.keys()
     assert '"#/$defs/' not in json.dumps(document)
-
-
-async def test_a_sessions_operations_can_be_looked_at_as_a_trace(api: Api) -> None:
-    session = await api.session()
-    model = await api.create_model(session)
-    await api.result(await api.send_pass(model, 1))
-    export = (await api.get(f"/sessions/{session}/trace_export")).json()
-    assert export["status"] == "ready"
-    trace = (await api.http.get(export["url"])).json()
-    spans = [e["name"] for e in trace["traceEvents"] if e["ph"] == "X"]
-    assert spans == ["create_model", "forward_backward"]
-    forged = export["url"].replace("signature=", "signature=x")
-    assert (await api.http.get(forged)).status_code == 403
-
-
-async def test_log_lines_name_the_request_and_the_model(
-    server: TestServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    model = await server.api.model()
-    request_id = await server.api.send_pass(model, 1)
-    await server.api.result(request_id)
-    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
-    ended = [x for x in lines if x.get("request_id") == request_id and x.get("status") == "done"]
-    assert ended[0]["model_id"] == model and ended[0]["kind"] == "forward_backward"
-    assert ended[0]["seconds"] >= 0

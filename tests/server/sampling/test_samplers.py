@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tinsmith.engine.base import Failure
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Api, StartServer, TestServer
+    from tests.support.in_process_server import Api, StartServer, TestServer
 
 
 async def freeze(api: Api, model: str, seq_id: int) -> str:

@@ -17,7 +17,7 @@ from tinsmith.types import Datum, ForwardBackwardInput, ForwardBackwardRequest, 
 from tinsmith.wire import proto
 
 if TYPE_CHECKING:
-    from .conftest import Api, StartServer
+    from tests.support.in_process_server import Api, StartServer
 
 Send = Callable[["Api", str, str, Any], Awaitable[httpx.Response]]
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.server.conftest import PROTO, datum
+from tests.support.in_process_server import PROTO, datum
 from tinsmith.types import Datum, ForwardBackwardInput, ForwardBackwardRequest
 from tinsmith.wire import proto
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Api
+    from tests.support.in_process_server import Api
 
 SESSION = {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}
 

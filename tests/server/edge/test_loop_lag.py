@@ -20,7 +20,7 @@ from tinsmith.types import ForwardBackwardOutput, SampledSequence, SampleRespons
 from tinsmith.wire import proto
 
 if TYPE_CHECKING:
-    from tests.server.conftest import TestServer
+    from tests.support.in_process_server import TestServer
 
 MAX_STRETCH_SECONDS = 0.05
 

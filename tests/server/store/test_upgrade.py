@@ -23,7 +23,7 @@ from tinsmith.server.store.migrate import _config
 from tinsmith.server.store.store import Store
 
 if TYPE_CHECKING:
-    from tests.server.conftest import StartServer
+    from tests.support.in_process_server import StartServer
 
 OLD = Path(__file__).parent / "old_stores"
 MODEL = "e99a62d4-6e72-44ee-94fe-01ced6f63a88:train:0"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import httpx
+
 from tinsmith.engine.base import Capabilities, RefusedModel
 from tinsmith.engine.fake import FakeEngine
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Api, StartServer
+    from tests.support.in_process_server import Api, StartServer, TestServer
 
 REFUSED = RefusedModel(name="some/model", reason="its attention is of a kind that is not known")
 
@@ -80,3 +82,15 @@ async def test_whoever_asks_for_a_refused_model_hears_the_reason(
     response = await api.http.post("/oai/api/v1/completions", json=chat, headers=api.headers)
     assert response.status_code == 404 and REFUSED.reason in response.text
     assert await api.create_model(session), "the other model is served"
+
+
+async def test_health_readiness_and_metrics_need_no_key(server: TestServer) -> None:
+    http: httpx.AsyncClient = server.api.http
+    assert (await http.get("/healthz")).json() == {"status": "ok"}
+    assert (await http.get("/api/v1/healthz")).json() == {"status": "ok"}
+    await server.api.model()
+    assert (await http.get("/readyz")).status_code == 200
+    text = (await http.get("/metrics")).text
+    assert 'tinsmith_operations_total{kind="create_model",status="done"} 1' in text
+    server.service.begin_drain()
+    assert (await http.get("/readyz")).status_code == 503

@@ -1,0 +1,100 @@
+"""Sampling requests: each runs once, within a bound, until it is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.support.in_process_server import Api, StartServer
+
+
+async def _base_sampler(api: Api) -> str:
+    body = {"session_id": await api.session(), "sampling_session_seq_id": 0}
+    created = await api.ok("/create_sampling_session", {**body, "base_model": "tinsmith/fake"})
+    return str(created["sampling_session_id"])
+
+
+async def test_a_sample_sent_twice_runs_once(api: Api) -> None:
+    sampler = await _base_sampler(api)
+    body = api.sample_body(sampler, 2**60)
+    first, second = await api.ok("/asample", body), await api.ok("/asample", body)
+    assert first == second
+    assert len(first["sample_sequence_ids"]) == 1
+
+
+async def test_samples_beyond_the_bound_are_told_to_wait(start_server: StartServer) -> None:
+    """S57."""
+    server = await start_server(max_queued_samples=4, fake_token_seconds=0.05)
+    api = server.api
+    sampler = await _base_sampler(api)
+    for seq_id in range(2):
+        await api.ok("/asample", api.sample_body(sampler, seq_id))
+    full = await api.post("/asample", api.sample_body(sampler, 2))
+    assert full.status_code == 429 and full.headers["retry-after-ms"] == "1000"
+    await server.until(lambda: server.service.sampling.has_room("owner"))
+    assert (await api.post("/asample", api.sample_body(sampler, 2))).status_code == 200
+
+
+async def test_cancelling_a_sample_frees_its_place(start_server: StartServer) -> None:
+    """S43."""
+    server = await start_server(fake_token_seconds=0.05)
+    api = server.api
+    sampler = await _base_sampler(api)
+    long: dict[str, Any] = {"max_tokens": 4000, "stop": []}
+    promise = await api.ok("/asample", api.sample_body(sampler, sampling_params=long))
+    await asyncio.sleep(0.1)
+    assert (await server.engines[-1].health()).running_samples == 1
+    body = {"request_id": promise["request_id"]}
+    other = await server.other_user()
+    assert (await other.post("/cancel_future", body)).status_code == 204
+    assert server.service.sampling.num_running == 1, "only the owner may cancel"
+    assert (await api.post("/cancel_future", body)).status_code == 204
+    await server.until(lambda: not server.engines[-1]._jobs)
+    error, category = await api.failure(promise["request_id"])
+    assert "cancelled" in error and category == "user"
+
+
+async def test_a_samplers_completions_come_with_one_question(api: Api) -> None:
+    sampler = await _base_sampler(api)
+    bodies = [api.sample_body(sampler, seq_id) for seq_id in range(3)]
+    bodies[1]["sampling_params"] = {"max_tokens": 1, "temperature": -1.0}
+    ids = [(await api.ok("/asample", body))["request_id"] for body in bodies]
+    target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
+    found: dict[str, str] = {}
+    cursor = 0
+    async with asyncio.timeout(5):
+        while len(found) < 3:
+            answer = await api.ok("/retrieve_futures", {"target": target, "prev_cursor": cursor})
+            cursor = answer["cursor"]
+            found |= {c["request_id"]: c["state"] for c in answer["completions"]}
+    assert [found[i] for i in ids] == ["finished", "failed", "finished"]
+    body = {"target": target, "prev_cursor": cursor, "timeout": 0.0}
+    answer = await api.ok("/retrieve_futures", {**body, "retrieved_request_ids": ids})
+    assert answer == {"completions": [], "cursor": cursor}
+    assert (await api.retrieve(ids[0])).status_code == 410
+
+
+async def test_a_sample_from_before_a_restart_is_gone_and_says_so(
+    start_server: StartServer,
+) -> None:
+    server = await start_server()
+    sampler = await _base_sampler(server.api)
+    promise = await server.api.ok("/asample", server.api.sample_body(sampler))
+    await server.stop()
+    server = await start_server()
+    assert (await server.api.retrieve(promise["request_id"])).status_code == 410
+    assert len((await server.api.sample(sampler, 1)).sequences[0].tokens) == 4
+
+
+async def test_clients_of_a_sampler_get_different_numbers(api: Api) -> None:
+    sampler = await _base_sampler(api)
+    body = {"sampling_session_id": sampler}
+    answers = [await api.ok("/join_sampling_session", body) for _ in range(3)]
+    assert [a["client_counter"] for a in answers] == [1, 2, 3]
+
+
+async def test_stability_info_is_refused_by_name(api: Api) -> None:
+    sampler = await _base_sampler(api)
+    response = await api.post("/asample", api.sample_body(sampler, record_stability_info=True))
+    assert response.status_code == 400 and "record_stability_info" in response.json()["detail"]

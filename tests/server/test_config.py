@@ -1,0 +1,34 @@
+"""Settings: where they come from, and which are refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tinsmith.errors import ValidationError
+from tinsmith.server.config import build_config, load_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_an_unknown_setting_is_an_error_with_a_suggestion() -> None:
+    with pytest.raises(ValidationError, match="did you mean 'hold_seconds'"):
+        build_config({"hold_second": 1})
+
+
+def test_settings_come_from_file_environment_and_command_line_in_that_order(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text('port = 1\nhold_seconds = 2.5\nhost = "127.0.0.1"\n[models]\na = "b"\n')
+    environ = {"TINSMITH_PORT": "2", "TINSMITH_AUTH": "false", "OTHER": "x"}
+    config = load_config(file, {"port": 3, "device": None}, environ)
+    assert (config.port, config.hold_seconds, config.auth) == (3, 2.5, False)
+    assert config.models == {"a": "b"}
+
+
+def test_a_server_without_authentication_listens_on_loopback_only() -> None:
+    with pytest.raises(ValidationError, match="loopback"):
+        build_config({"auth": False, "host": "0.0.0.0"})

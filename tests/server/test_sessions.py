@@ -1,0 +1,62 @@
+"""How sessions live and end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+    from tests.support.in_process_server import Api, StartServer, TestServer
+
+
+async def test_a_finished_session_is_over(api: Api) -> None:
+    session = await api.session()
+    model = await api.create_model(session)
+    body = {"reason": {"type": "success"}, "detail": None}
+    assert (await api.post(f"/sessions/{session}/finish", body)).status_code == 204
+    assert (await api.post(f"/sessions/{session}/finish", body)).status_code == 204
+    assert (await api.post("/session_heartbeat", {"session_id": session})).status_code == 410
+    response = await api.post_pass(model, 1, [])
+    assert response.status_code == 400 and "finished" in response.json()["detail"]
+
+
+async def test_a_silent_session_goes_to_disk_and_wakes_up_where_it_was(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(session_timeout_seconds=0.2)
+    api = server.api
+    model = await api.model()
+    await api.result(await api.send_pass(model, 1))
+    await api.result(await api.send_step(model, 2))
+    before = await api.loss(model, 3)
+    await asyncio.sleep(0.3)
+    await server.service.sessions.sweep()
+    server.service.scheduler.wake_all()
+    live = await server.service.models.get(model)
+    assert live is not None
+    await server.until(lambda: not live.generation)
+    assert await api.loss(model, 4) == before
+
+
+async def test_a_clock_that_jumps_ahead_ends_no_session_and_takes_no_sampler(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forty days: longer than anything that a silent session leaves is kept."""
+    api, service = server.api, server.service
+    session = await api.session()
+    model = await api.create_model(session)
+    await api.result(await api.send_pass(model, 1))
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tinsmith/fake"}
+    sampler = (await api.ok("/create_sampling_session", body))["sampling_session_id"]
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 40 * 86400.0)
+    for _ in range(2):
+        await service._tidy()
+        await service._tidy_results()
+    assert not any(model.wants_unload for model in service.models), "nobody was silent"
+    sampled = await api.post("/asample", api.sample_body(sampler))
+    assert sampled.status_code == 200, sampled.text
+    await api.result(await api.send_pass(model, 2))

@@ -1,0 +1,138 @@
+"""`tinsmith serve` in a process of its own, for tests that need a real server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.support.child import Child
+
+SCRIPTS = Path(__file__).parents[1] / "compat" / "scripts"
+
+_START_SECONDS = 60
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *options: str) -> Iterator[ServerProcess]:
+    """A server on the fake engine unless options say otherwise, ready, its data under `folder`."""
+    (folder / "data").mkdir(exist_ok=True)
+    server = ServerProcess(folder / "data", *options).start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class ServerProcess:
+    """`tinsmith serve` on a free loopback port, in its own process."""
+
+    def __init__(self, data_dir: Path, *options: str) -> None:
+        self.data_dir = data_dir
+        self.options = options
+        self.url = ""
+        self.key = ""
+        self.port = 0
+        self.process: subprocess.Popen[str] | None = None
+        self.script_environment: dict[str, str] = {}
+        """Set for every script that is run against this server."""
+
+    def start(self) -> ServerProcess:
+        command = [sys.executable, "-m", "tinsmith.cli", "serve"]
+        if "--engine" not in self.options:
+            command += ["--engine", "fake"]
+        command += ["--port", str(self.port), "--data-dir", str(self.data_dir), *self.options]
+        log = (self.data_dir.parent / "server.log").open("a")
+        with log:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env=clean_environment()
+            )
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if found := re.match(r"export TINKER_BASE_URL=(.*)", line):
+                self.url = found[1]
+                # A restarted server must be found under the same address.
+                self.port = int(self.url.rpartition(":")[2])
+                break
+        else:
+            raise AssertionError((self.data_dir.parent / "server.log").read_text())
+        key_file = self.data_dir.parent / "key"
+        if not key_file.exists():
+            match = re.match(r"export TINKER_API_KEY=(.*)", self.process.stdout.readline())
+            assert match is not None
+            key_file.write_text(match[1])
+        self.key = key_file.read_text()
+        self._wait_until_ready()
+        return self
+
+    def kill(self) -> None:
+        """As `kill -9` does: no goodbye."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def stop(self) -> int:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(timeout=30)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For a process that is to use this server and nothing of the developer's."""
+        return clean_environment() | {
+            "TINKER_BASE_URL": self.url,
+            "TINKER_API_KEY": self.key,
+            "TINKER_TELEMETRY": "0",
+        }
+
+    def run(
+        self, script: str, *arguments: str, timeout: float = 120, python: str = sys.executable
+    ) -> str:
+        """Run an official-client script against this server; its output."""
+        child = self.start_script(script, *arguments, python=python)
+        out, err = child.finish(timeout)
+        assert child.process.returncode == 0, out + err + self.log()
+        return out
+
+    def start_script(self, script: str, *arguments: str, python: str = sys.executable) -> Child:
+        """`python` may belong to an environment with another release of the official client."""
+        # Telemetry is on, as it is in a user's program.
+        ours = {"PYTHONPATH": "", "TINKER_TELEMETRY": "1"}
+        environment = self.environment | ours | self.script_environment
+        return Child([python, str(SCRIPTS / script), *arguments], env=environment)
+
+    def log(self) -> str:
+        return (self.data_dir.parent / "server.log").read_text()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(f"{self.url}/readyz", timeout=5):
+                    return
+            except urllib.error.HTTPError as error:
+                error.close()
+                time.sleep(0.05)
+        raise AssertionError(f"not ready within {_START_SECONDS} seconds: {self.log()}")
+
+
+def clean_environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER_", "TINSMITH_"))}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+StartServer = Callable[..., ServerProcess]
