@@ -9,11 +9,13 @@ the browser, the same site as we. Programs that are not browsers send no `Origin
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from tinsmith.server.config import ServerConfig
 
+_NETLOC = re.compile(r"(\[[^\[\]@]*\]|[^\[\]@:]*)(?::[0-9]*)?")
 _HARMLESS_SITES = ("same-origin", "none")
 """Values of `Sec-Fetch-Site` for the server's own pages and for what the user typed."""
 
@@ -61,7 +63,6 @@ def is_loopback(name: str) -> bool:
 
 
 def _host(netloc: str) -> str:
-    """`::1` of `[::1]:8000`, `localhost` of `LOCALHOST:8000`."""
-    if netloc.startswith("["):
-        return netloc[1:].partition("]")[0].lower()
-    return netloc.partition(":")[0].lower().rstrip(".")
+    """`::1` of `[::1]:8000`, `localhost` of `LOCALHOST:8000`; nothing of what is no host."""
+    found = _NETLOC.fullmatch(netloc)
+    return found[1].strip("[]").lower().rstrip(".") if found else ""
