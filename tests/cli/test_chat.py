@@ -20,7 +20,7 @@ from tests.support import server_process
 from tests.support.scripted_server import Answer, Recorded
 from tests.support.server_process import ServerProcess
 from tests.support.tinker_stub import PROTOBUF, TinkerStub
-from tinsmith.cli.sampling.tokenizer import load_tokenizer
+from tinsmith.client import tokenizers
 from tinsmith.client.service import ServiceClient
 from tinsmith.types import (
     AdamParams,
@@ -71,7 +71,7 @@ def chat_command(model: str, tokenizer: Path, max_tokens: int) -> list[str]:
 def test_a_token_is_shown_before_the_next_is_decoded(
     slow_server: ServerProcess, byte_tokenizer: Path
 ) -> None:
-    path = learned_abab(slow_server, load_tokenizer(FAKE, str(byte_tokenizer)))
+    path = learned_abab(slow_server, tokenizers.load(str(byte_tokenizer)))
     process = subprocess.Popen(
         chat_command(path, byte_tokenizer, NUM_TOKENS),
         stdin=subprocess.PIPE,
@@ -98,10 +98,15 @@ def test_a_token_is_shown_before_the_next_is_decoded(
     assert len(words) > NUM_TOKENS / 2
 
 
+<<<<<<< HEAD
 def test_an_interrupted_reply_is_no_traceback(
     slow_server: ServerProcess, byte_tokenizer: Path
 ) -> None:
     path = learned_abab(slow_server, load_tokenizer(FAKE, str(byte_tokenizer)))
+=======
+def test_an_interrupted_reply_is_no_traceback(slow_server: Server, byte_tokenizer: Path) -> None:
+    path = learned_abab(slow_server, tokenizers.load(str(byte_tokenizer)))
+>>>>>>> d4f8202 (Tokenizers: the server hands them out by hash, and a hub is asked only where it has none)
     process = subprocess.Popen(
         chat_command(path, byte_tokenizer, 1000),
         stdin=subprocess.PIPE,
@@ -123,7 +128,7 @@ def test_an_interrupted_reply_is_no_traceback(
 def test_on_a_terminal_ctrl_c_ends_the_reply_and_not_the_conversation(
     slow_server: ServerProcess, byte_tokenizer: Path
 ) -> None:
-    path = learned_abab(slow_server, load_tokenizer(FAKE, str(byte_tokenizer)))
+    path = learned_abab(slow_server, tokenizers.load(str(byte_tokenizer)))
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         chat_command(path, byte_tokenizer, 1000),
@@ -176,7 +181,7 @@ def sampled(stub: TinkerStub, tokens: list[int], stop_reason: Any) -> Answer:
 def test_a_service_without_streams_is_asked_for_a_few_tokens_at_a_time(
     stub: TinkerStub, run: Run, byte_tokenizer: Path
 ) -> None:
-    tokenizer = load_tokenizer(FAKE, str(byte_tokenizer))
+    tokenizer = tokenizers.load(str(byte_tokenizer))
     pieces = [tokenizer.encode("The flag"), tokenizer.encode("s are"), [0]]
 
     def sample(request: Recorded) -> Answer:
@@ -202,7 +207,7 @@ def test_a_service_without_streams_is_asked_for_a_few_tokens_at_a_time(
 def test_a_reply_that_breaks_off_is_an_error_and_not_begun_again(
     stub: TinkerStub, run: Run, byte_tokenizer: Path
 ) -> None:
-    tokens = load_tokenizer(FAKE, str(byte_tokenizer)).encode("Oh")
+    tokens = tokenizers.load(str(byte_tokenizer)).encode("Oh")
     events = (
         f"event: tokens\ndata: {json.dumps({'index': 0, 'tokens': tokens})}\n\n"
         'event: error\ndata: {"error": "boom", "category": "server"}\n\n'
@@ -224,7 +229,7 @@ def test_a_reply_that_breaks_off_is_an_error_and_not_begun_again(
 def test_a_character_of_two_tokens_is_shown_whole(
     stub: TinkerStub, run: Run, byte_tokenizer: Path
 ) -> None:
-    tokens = load_tokenizer(FAKE, str(byte_tokenizer)).encode("Ahé!")
+    tokens = tokenizers.load(str(byte_tokenizer)).encode("Ahé!")
     events = "".join(
         f"event: tokens\ndata: {json.dumps({'index': 0, 'tokens': [token]})}\n\n"
         for token in tokens

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tinsmith
-from tinsmith.cli.sampling.tokenizer import load_tokenizer
 from tinsmith.cli.training import training_data
+from tinsmith.client import tokenizers
 from tinsmith.errors import ValidationError
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def test_help_in_a_chat_is_not_sent_to_the_model(run: Run, byte_tokenizer: Path)
 
 @pytest.fixture
 def tokenizer(byte_tokenizer: Path) -> Any:
-    return load_tokenizer("tinsmith/fake", str(byte_tokenizer))
+    return tokenizers.load(str(byte_tokenizer))
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "byte order mark"])

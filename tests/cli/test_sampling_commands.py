@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from click.testing import CliRunner
 
-from tinsmith.cli.sampling.tokenizer import load_tokenizer
+from tinsmith.cli.__main__ import cli
 from tinsmith.cli.training import conversation, training_data
 from tinsmith.cli.training.supervised import METRICS_FILE, RUN_FILE
+from tinsmith.client import tokenizers
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import Paths, Run
+    from tests.cli.conftest import Paths, Run, Trained
 
 FAKE = "tinsmith/fake"
 CHAT = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho!"}]
@@ -86,7 +88,7 @@ def test_a_chat_with_saved_weights_prints_the_reply(
 
 
 def test_only_the_words_of_the_assistant_are_learned(byte_tokenizer: Path) -> None:
-    tokenizer = load_tokenizer(FAKE, str(byte_tokenizer))
+    tokenizer = tokenizers.load(str(byte_tokenizer))
     tokens, weights = conversation.chat_example(tokenizer, [*CHAT, *CHAT])
     text = "user: Hi?\nassistant: Ho!<end>\n"
     assert tokenizer.decode(tokens) == text + text
@@ -167,7 +169,7 @@ def test_a_mistake_in_the_data_is_reported_with_its_line(
 
 
 def test_long_examples_are_counted_and_left_out(byte_tokenizer: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(FAKE, str(byte_tokenizer))
+    tokenizer = tokenizers.load(str(byte_tokenizer))
     file = tmp_path / "data.jsonl"
     lines = [{"prompt": "a", "completion": "b" * size} for size in (1, 50)]
     file.write_text("\n".join(json.dumps(line) for line in lines))
@@ -181,3 +183,20 @@ def test_every_example_is_seen_once_in_an_epoch() -> None:
     seen = [e.tokens[0] for step in range(7) for e in batches.of_step(step)]
     assert sorted(seen[:7]) == sorted(seen[7:]) == list(range(7))
     assert seen[:7] != seen[7:]
+
+
+def test_the_server_brings_the_tokenizer_wherever_the_command_runs(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another folder, offline, and a stranger's folder of the model's name in it."""
+    (tmp_path / "test" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    env = trained.server.environment | {
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = CliRunner().invoke(
+        cli, ["--format", "json", "sample", "test/tiny", "it", "--max-tokens", "3"], env=env
+    )
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["samples"][0]["tokens"]

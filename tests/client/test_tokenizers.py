@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +124,75 @@ def test_tokenizing_imports_no_torch(folder: Path) -> None:
 def test_a_tokenizer_in_a_package_of_its_own_is_named() -> None:
     with pytest.raises(TinkerError, match="tml-tokenizers"):
         tokenizers.load("TML/some-model")
+
+
+def handed_out(stub: Any, folder: Path, **changes: object) -> None:
+    """Have the stub hand out the tokenizer in `folder`."""
+    files = []
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        sha256 = hashlib.sha256(content).hexdigest()
+        files.append({"name": path.name, "sha256": sha256, "size": len(content), **changes})
+        stub.on(f"/api/v1/tokenizers/{sha256}", Answer(200, content))
+    stub.on("/api/v1/tokenizers", Answer(200, {"base_model": "served", "files": files}))
+    known = {"model_name": "served", "tokenizer_id": "/a/folder/of/the/server"}
+    stub.on("/api/v1/get_info", Answer(200, {"model_id": "x", "model_data": known}))
+
+
+def test_the_servers_tokenizer_is_fetched_once_and_kept(
+    stub: Any, make_service: Callable[..., ServiceClient], folder: Path, tmp_path: Path
+) -> None:
+    handed_out(stub, folder)
+    for _ in range(2):
+        service = make_service(cache_folder=tmp_path)
+        training = service.create_lora_training_client("served")
+        assert training.encode("hello world") == [0, 3, 4]
+    fetched = [each.path for each in stub.requests if "/tokenizers/" in each.path]
+    assert len(fetched) == len(list(folder.iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"name": "../tokenizer.json"}, "'../tokenizer.json'"),
+        ({"name": "tokenization.py"}, "'tokenization.py'"),
+        ({"size": 10**9}, "at most"),
+    ],
+)
+def test_a_server_cannot_have_just_anything_written_here(
+    stub: Any,
+    make_service: Callable[..., ServiceClient],
+    folder: Path,
+    tmp_path: Path,
+    changes: dict[str, object],
+    reason: str,
+) -> None:
+    handed_out(stub, folder, **changes)
+    training = make_service(cache_folder=tmp_path).create_lora_training_client("served")
+    with pytest.raises(TinkerError, match=reason):
+        training.get_tokenizer()
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_file_that_is_not_what_its_hash_says_is_refused(
+    stub: Any, make_service: Callable[..., ServiceClient], folder: Path, tmp_path: Path
+) -> None:
+    handed_out(stub, folder)
+    for path in folder.iterdir():
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        stub.on(f"/api/v1/tokenizers/{sha256}", Answer(200, b"something else"))
+    training = make_service(cache_folder=tmp_path).create_lora_training_client("served")
+    with pytest.raises(TinkerError, match="hash"):
+        training.get_tokenizer()
+
+
+def test_the_hub_is_asked_only_where_the_server_has_none_and_that_is_said(
+    stub: Any, service: ServiceClient, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub.on("/api/v1/tokenizers", Answer(200, {"base_model": str(folder), "files": []}))
+    stub.on(
+        "/api/v1/get_info",
+        Answer(200, {"model_id": "x", "model_data": {"model_name": str(folder)}}),
+    )
+    assert service.create_lora_training_client("served").encode("hello") == [0, 3]
+    assert f"the server has no tokenizer for {folder}" in caplog.text

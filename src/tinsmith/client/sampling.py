@@ -333,7 +333,7 @@ class SamplingClient(QueueStateObserver):
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. It encodes text as it is: no chat template is applied."""
         sampler = self._sampler().result()
-        return tokenizers.load(sampler.base_model, sampler.tokenizer_id)
+        return tokenizers.of_model(self.holder, sampler.base_model, sampler.tokenizer_id)
 
     def get_telemetry(self) -> Telemetry | None:
         """What reports errors to the service; None if that is switched off."""

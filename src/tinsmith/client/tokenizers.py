@@ -1,5 +1,7 @@
 """Which tokenizer belongs to a model, and loading it: once per process, without torch.
 
+The server's own comes first. A hub is asked only where the service hands none out.
+
 Tokenizers encode text as it is. No chat template is applied unless the caller does so with the
 tokenizer's own `apply_chat_template`.
 """
@@ -11,10 +13,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinsmith.client.downloads.tokenizer import fetch_tokenizer
 from tinsmith.errors import TinkerError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from tinsmith.client.connection.connection import Connection
 
 LLAMA_3_TOKENIZER = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 """The Llama 3 tokenizer, from a place that asks for no licence agreement."""
@@ -58,6 +63,14 @@ def choose(model_name: str, tokenizer_id: str | None = None) -> TokenizerSource:
         name = model_name
     name = _SAME_AS.get(name, name)
     return TokenizerSource(name, _PINNED.get(name))
+
+
+def of_model(
+    connection: Connection, base_model: str, tokenizer_id: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model that a service serves."""
+    folder = connection.submit(fetch_tokenizer, connection.api, base_model).result()
+    return load(base_model, tokenizer_id) if folder is None else load(str(folder))
 
 
 def load(model_name: str, tokenizer_id: str | None = None) -> PreTrainedTokenizerBase:

@@ -428,7 +428,8 @@ class TrainingClient:
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. It encodes text as it is: no chat template is applied."""
         data = self.get_info().model_data
-        return tokenizers.load(_needed(data.model_name, "model_data.model_name"), data.tokenizer_id)
+        name = _needed(data.model_name, "model_data.model_name")
+        return tokenizers.of_model(self.holder, name, data.tokenizer_id)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as it is, with the special tokens that the tokenizer adds."""

@@ -48,6 +48,9 @@ class ClientConfig:
     credentials_file: Path = Path("~/.tinker/credentials.json")
     """Where `auth login` stores keys."""
 
+    cache_folder: Path = Path("~/.cache/tinsmith")
+    """Where tokenizers that servers hand out are kept."""
+
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Sent with every request, over the client's own."""
 
@@ -114,6 +117,7 @@ class ClientConfig:
             credentials_file=Path(
                 env.get("TINSMITH_CREDENTIALS_FILE") or "~/.tinker/credentials.json"
             ).expanduser(),
+            cache_folder=Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tinsmith",
             headers={**own_headers, **overrides},
             header_overrides=overrides,
             project_id=project_id or env.get("TINKER_PROJECT_ID") or None,

@@ -16,6 +16,7 @@ from tinsmith import types as t
 from tinsmith.types.protocol import EVENT_STREAM, JSON, PROTOBUF
 from tinsmith.types.runs import TrainingRunDetails
 from tinsmith.types.sampling import SamplerInfo
+from tinsmith.types.tokenizers import TokenizerFilesResponse
 
 API = "/api/v1"
 OPENAI_API = "/oai/api/v1"
@@ -133,6 +134,10 @@ AUTH_TOKEN = Endpoint("POST", "/auth/token", NOTHING, t.AuthTokenResponse,
 GET_SERVER_CAPABILITIES = Endpoint("GET", "/get_server_capabilities",
     NOTHING, t.GetServerCapabilitiesResponse,
     "The models that can be trained and sampled.")
+LIST_TOKENIZER_FILES = Endpoint("GET", "/tokenizers", NOTHING, TokenizerFilesResponse,
+    "The files of a base model's tokenizer.", query=("base_model",))
+GET_TOKENIZER_FILE = Endpoint("GET", "/tokenizers/{sha256}", NOTHING, object,
+    "One file of a tokenizer, by its hash.", gives=("application/octet-stream",))
 TELEMETRY = Endpoint("POST", "/telemetry", t.TelemetrySendRequest, t.TelemetryResponse,
     "Events that clients report; they are counted and dropped.", C.TELEMETRY, Repeat.ANEW,
     has_data=True)

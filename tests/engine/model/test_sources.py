@@ -173,3 +173,11 @@ def test_the_embedded_model_is_what_the_source_named_embedded_means(
 ) -> None:
     config = LocalEngineConfig(device="cpu", cache_folder=real_model_folder.parent)
     assert model_folder(EMBEDDED_SOURCE, config) == real_model_folder
+
+
+def test_a_relative_folder_is_resolved_when_the_model_is_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert model_folder("./mine", LocalEngineConfig()) == tmp_path / "mine"

@@ -44,7 +44,7 @@ def command(
     is_live = sys.stdin.isatty() and not output.is_json
     with ServiceClient() as service:
         client = sampler(service, model)
-        tokenizer = load_tokenizer(client.get_base_model(), tokenizer_source)
+        tokenizer = load_tokenizer(service, client.get_base_model(), tokenizer_source)
         asked = params(stop=conversation.end_tokens(tokenizer), **options)
         if is_live:
             click.echo(f"Talking to {model}. {_HELP}", err=True)

@@ -55,7 +55,7 @@ def command(
         raise CommandError("--system needs --chat: plain text has no system prompt")
     with ServiceClient() as service:
         client = sampler(service, model)
-        tokenizer = load_tokenizer(client.get_base_model(), tokenizer_source)
+        tokenizer = load_tokenizer(service, client.get_base_model(), tokenizer_source)
         if is_chat:
             messages = [{"role": "system", "content": system}] if system is not None else []
             messages.append({"role": "user", "content": text})

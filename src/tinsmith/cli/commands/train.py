@@ -98,7 +98,7 @@ def sft(
         )
     with ServiceClient(user_metadata={"made_by": "tinsmith train sft"}) as service:
         model = _known_model(service, model)
-        tokenizer = load_tokenizer(model, tokenizer_source)
+        tokenizer = load_tokenizer(service, model, tokenizer_source)
         everything, num_too_long = training_data.read(data, tokenizer, max_length)
         if num_too_long:
             output.note(f"{num_too_long} examples of over {max_length} tokens are left out")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from starlette.requests import Request
+from starlette.responses import Response
 
+from tinsmith.errors import ValidationError
+from tinsmith.server import downloads
+from tinsmith.server.chat.tokenizer_files import find_file, tokenizer_files
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal
 from tinsmith.server.edge.routing import bare_route, route
@@ -18,6 +23,7 @@ from tinsmith.types import (
     GetServerCapabilitiesResponse,
     SupportedModel,
 )
+from tinsmith.types.tokenizers import TokenizerFilesResponse
 from tinsmith.wire import endpoints
 
 _RENEWAL_SECONDS = 300
@@ -75,9 +81,32 @@ async def get_server_capabilities(
     )
 
 
+async def list_tokenizer_files(
+    service: Service, caller: Caller, request: Request
+) -> TokenizerFilesResponse:
+    """Of a model that is not served there are none: its checkpoints may outlive it here."""
+    name = request.query_params.get("base_model")
+    if name is None:
+        raise ValidationError("name the model whose tokenizer is asked for", "base_model")
+    base = await service.base_model(name)
+    files = [] if base is None else await asyncio.to_thread(tokenizer_files, base)
+    return TokenizerFilesResponse(base_model=name, files=files)
+
+
+async def get_tokenizer_file(service: Service, caller: Caller, request: Request) -> Response:
+    sha256 = request.path_params["sha256"]
+    models = (await service.capabilities()).models
+    path = await asyncio.to_thread(find_file, models, sha256)
+    if path is None:
+        raise Refusal(404, "no tokenizer of a served model has a file of that hash")
+    return await downloads.respond(request, downloads.file_content(sha256, path.parent, path.name))
+
+
 ROUTES = [
     route(endpoints.CLIENT_CONFIG, client_config),
     route(endpoints.CLIENT_DYNAMIC_CONFIG, client_dynamic_config),
     bare_route(endpoints.AUTH_TOKEN, auth_token),
     bare_route(endpoints.GET_SERVER_CAPABILITIES, get_server_capabilities),
+    bare_route(endpoints.LIST_TOKENIZER_FILES, list_tokenizer_files),
+    bare_route(endpoints.GET_TOKENIZER_FILE, get_tokenizer_file),
 ]

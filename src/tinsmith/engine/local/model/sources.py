@@ -55,7 +55,7 @@ def model_folder(source: str, config: LocalEngineConfig, progress: Progress = no
     """The folder with `config.json` and safetensors that `source` stands for."""
     if source == EMBEDDED_SOURCE:
         return _embedded(config.cache_folder, progress)
-    path = Path(source).expanduser()
+    path = Path(source).expanduser().absolute()
     if path.is_dir():
         return path
     if path.suffix == ".gguf":
