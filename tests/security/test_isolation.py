@@ -107,6 +107,7 @@ PATH_IDS = {
     "sampler_id": "sampler_id",
     "weights_id": "weights_id",
     "kind": None,
+    "sha256": None,
     "name": None,
 }
 LABELS = {
@@ -160,7 +161,7 @@ def _path_ids(path: str) -> set[str]:
 
 def _url(path: str, ids: dict[str, str]) -> str:
     names = {name: ids[kind] for name, kind in PATH_IDS.items() if kind is not None}
-    names |= {"kind": "weights", "name": "mine"}
+    names |= {"kind": "weights", "name": "mine", "sha256": "0" * 64}
     return re.sub(r"{(\w+)(?::\w+)?}", lambda found: names[found[1]], path)
 
 
