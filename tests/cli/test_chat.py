@@ -98,15 +98,10 @@ def test_a_token_is_shown_before_the_next_is_decoded(
     assert len(words) > NUM_TOKENS / 2
 
 
-<<<<<<< HEAD
 def test_an_interrupted_reply_is_no_traceback(
     slow_server: ServerProcess, byte_tokenizer: Path
 ) -> None:
-    path = learned_abab(slow_server, load_tokenizer(FAKE, str(byte_tokenizer)))
-=======
-def test_an_interrupted_reply_is_no_traceback(slow_server: Server, byte_tokenizer: Path) -> None:
     path = learned_abab(slow_server, tokenizers.load(str(byte_tokenizer)))
->>>>>>> d4f8202 (Tokenizers: the server hands them out by hash, and a hub is asked only where it has none)
     process = subprocess.Popen(
         chat_command(path, byte_tokenizer, 1000),
         stdin=subprocess.PIPE,
