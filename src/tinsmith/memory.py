@@ -23,9 +23,9 @@ def process_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT
 
 
-def machine_bytes() -> int:
+def machine_bytes(container_limit: Path = _CONTAINER_LIMIT) -> int:
     """Memory of the machine, or of the container it is limited to."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):
-        total = min(total, int(_CONTAINER_LIMIT.read_text()))
+        total = min(total, int(container_limit.read_text()))
     return total

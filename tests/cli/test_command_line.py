@@ -210,7 +210,7 @@ TROUBLES = {
         {},
         {
             "shutil.which": _which_with_driver,
-            "tinsmith.cli.commands.doctor._version": lambda name: "2.13.0+cpu",
+            "importlib.metadata.version": lambda name: "2.13.0+cpu",
         },
     ),
     "no model": Trouble("embedded model", "not fetched", {"XDG_CACHE_HOME": "/nonexistent"}, {}),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.tinker_stub import TinkerStub
+from tinsmith.client.rest import RestClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.transport.config import ClientConfig
 from tinsmith.transport.retry import RetryPolicy
@@ -15,6 +16,12 @@ from tinsmith.transport.retry import RetryPolicy
 QUICK = RetryPolicy(
     initial_delay_seconds=0.001, max_delay_seconds=0.005, give_up_after_seconds=5.0, max_retries=4
 )
+
+
+def rest_client(service: ServiceClient) -> RestClient:
+    """On the connection of a service client, which closes it."""
+    with pytest.warns(FutureWarning):
+        return service.create_rest_client()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.client.conftest import rest_client
 from tests.support.scripted_server import Answer, Recorded
 from tinsmith.client.downloads.archive import confined
 from tinsmith.client.downloads.download import unfinished
@@ -31,7 +32,7 @@ def rest(stub: Any, service: ServiceClient) -> RestClient:
     stub.on(URLS, Answer(200, {"urls": files, "expires": "2030-01-01T00:00:00Z"}))
     stub.on("/files/c", Answer(200, {"rank": 8}))
     stub.on("/files/model", serve)
-    return RestClient(service._rest_connection())
+    return rest_client(service)
 
 
 def begun(folder: Path, part: bytes, version: str | None = '"1"') -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.client.conftest import rest_client
 from tests.support.scripted_server import Answer
-from tinsmith.client.rest import RestClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import TinkerError
 from tinsmith.transport.retry import RetryPolicy
@@ -52,7 +52,7 @@ def stream(stub: Any, service: ServiceClient, folder: Path) -> Any:
 def download(stub: Any, service: ServiceClient, folder: Path) -> Any:
     urls = {"urls": {"a": f"{stub.url}/file"}, "expires": "2030-01-01T00:00:00Z"}
     stub.on(URLS, Answer(200, urls))
-    rest = RestClient(service._rest_connection())
+    rest = rest_client(service)
     return rest.download_checkpoint("tinker://r/external_weights/x", folder / "x").result(20)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.client.conftest import rest_client
 from tests.support.scripted_server import Answer, Recorded
 from tinsmith.client import rest as rest_module
 from tinsmith.client.admin import AdminClient
@@ -21,7 +22,7 @@ from tinsmith.types import SessionSearchRequest
 
 @pytest.fixture
 def rest(service: ServiceClient) -> RestClient:
-    return RestClient(service._rest_connection())
+    return rest_client(service)
 
 
 def run(n: int) -> dict[str, Any]:
@@ -155,6 +156,6 @@ def test_unsettled_and_moved_methods_say_so(stub: Any, rest: RestClient) -> None
 
 def test_the_audit_log_of_a_day(stub: Any, make_service: Callable[..., ServiceClient]) -> None:
     stub.on("/api/v1/audit", Answer(200, {"entries": []}))
-    admin = AdminClient(make_service()._rest_connection())
+    admin = AdminClient(rest_client(make_service()).holder)
     admin.get_audit_log("teams", date(2026, 1, 15)).result(5)
     assert stub.seen("/audit")[0].query == {"event_type": ["teams"], "day": ["2026-01-15"]}

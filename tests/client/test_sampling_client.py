@@ -588,7 +588,7 @@ def test_fifty_samplers_coexist_and_dropping_some_harms_none(
 ) -> None:
     """S74, S78"""
     samplers = [service.create_sampling_client(base_model="m") for _ in range(50)]
-    assert len({each._sampling_session_id for each in samplers}) == 50
+    assert len(set(map(repr, samplers))) == 50
     del samplers[::2]
     gc.collect()
     for future in [sample(each) for each in samplers]:

@@ -30,7 +30,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     cache = home / ".cache" / "tinsmith"
     cache.mkdir(parents=True)
     # The place where the conversion of the embedded model is looked for.
-    folder = sources._conversion_folder(cache, sources.EMBEDDED_FILE, sources.EMBEDDED_VERSION)
+    folder = sources.embedded_folder(cache)
     _write_tiny_model(folder)
     kept = {
         name: value

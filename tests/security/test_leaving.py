@@ -11,7 +11,6 @@ import orjson
 import pytest
 
 from tests.support.listening import listening
-from tinsmith.server.edge import routing
 from tinsmith.server.edge.admission import FEW_REQUESTS
 
 if TYPE_CHECKING:
@@ -82,9 +81,9 @@ async def test_an_openai_client_that_leaves_frees_its_place(
     }
     visitor.give(orjson.dumps(body))
     engine = server.engines[0]
-    await server.until(lambda: len(engine._jobs) >= 1)
+    await server.until(lambda: engine.running_samples >= 1)
     visitor.leave()
-    await server.until(lambda: not engine._jobs, seconds=2)
+    await server.until(lambda: not engine.running_samples, seconds=2)
     await asyncio.wait_for(visitor.task, 2)
     assert server.service.sampling.num_streams == 0
     assert server.service.admission.requests.total == 0
@@ -204,10 +203,10 @@ async def test_beyond_the_limit_requests_are_told_to_wait(start_server: StartSer
 
 
 async def test_an_owner_who_sends_too_fast_waits_alone(
-    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+    start_server: StartServer,
 ) -> None:
-    monkeypatch.setattr(routing, "_TOO_FAST_SECONDS", 0.3)
     server = await start_server(key_max_requests_per_second=5)
+    server.service.admission.penalty_seconds = 0.3
     other = await server.other_user()
     began = time.monotonic()
     answers = await asyncio.gather(*(server.api.get("/sessions") for _ in range(30)))

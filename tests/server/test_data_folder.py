@@ -131,7 +131,7 @@ async def test_a_crash_while_counting_up_is_no_mismatch(left: ServerConfig) -> N
 async def test_the_epoch_counts_up_while_a_server_runs(start_server: StartServer) -> None:
     server = await start_server()
     before = DataFolder(server.service.config.data_dir).identity()
-    await server.service._tidy_results()
+    await server.service.tidy_results()
     after = DataFolder(server.service.config.data_dir).identity()
     assert before is not None and after is not None and after.epoch > before.epoch
 
@@ -198,8 +198,8 @@ async def test_a_server_that_adopted_a_folder_deletes_nothing_that_it_does_not_k
     await DataFolder(empty.data_dir).adopt(store)
     await store.close()
     server = await start_server(database_url=empty.database_url)
-    await server.service._tidy()
-    await server.service._tidy_results()
+    await server.service.tidy()
+    await server.service.tidy_results()
     await server.stop()
     after = [data for name, data in _files(left.data_dir).items() if "entry.json" not in name]
     assert sorted(after) == before

@@ -6,22 +6,16 @@ import asyncio
 import gc
 from typing import TYPE_CHECKING
 
-import pytest
-
 from tinsmith.server import garbage
 
 if TYPE_CHECKING:
     pass
 
 
-async def test_garbage_is_looked_for_when_memory_has_grown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_garbage_is_looked_for_when_memory_has_grown() -> None:
     memory = 10**9
     full: list[int] = []
-    monkeypatch.setattr(garbage, "process_bytes", lambda: memory)
-    monkeypatch.setattr(garbage, "_LOOK_SECONDS", 0.01)
-    async with garbage.collected_rarely():
+    async with garbage.collected_rarely(0.01, lambda: memory):
         assert not gc.isenabled()
 
         def on_collection(phase: str, facts: dict[str, int]) -> None:
@@ -32,7 +26,7 @@ async def test_garbage_is_looked_for_when_memory_has_grown(
         try:
             await asyncio.sleep(0.1)
             assert full == []
-            memory += garbage._COLLECT_BYTES
+            memory += garbage.COLLECT_BYTES
             await asyncio.sleep(0.5)
             assert full == [memory], "once for the growth, and not again"
         finally:

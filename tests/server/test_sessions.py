@@ -54,8 +54,8 @@ async def test_a_clock_that_jumps_ahead_ends_no_session_and_takes_no_sampler(
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 40 * 86400.0)
     for _ in range(2):
-        await service._tidy()
-        await service._tidy_results()
+        await service.tidy()
+        await service.tidy_results()
     assert not any(model.wants_unload for model in service.models), "nobody was silent"
     sampled = await api.post("/asample", api.sample_body(sampler))
     assert sampled.status_code == 200, sampled.text

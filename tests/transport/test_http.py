@@ -131,11 +131,11 @@ async def test_more_requests_than_a_connection_carries_open_another(
 ) -> None:
     """S62: long polls over HTTP/2 do not wait for each other."""
     http = Http(ClientConfig(base_url="https://127.0.0.1:1", ca_file=authority[1]))
-    used = [http._take_lane(ConnectionClass.RETRIEVE) for _ in range(120)]
+    used = [http.take_lane(ConnectionClass.RETRIEVE) for _ in range(120)]
     assert len(set(map(id, used))) == 3
     for lane in used:
-        http._leave_lane(lane, ConnectionClass.RETRIEVE)
-    assert http._take_lane(ConnectionClass.RETRIEVE) is used[0]
+        http.leave_lane(lane, ConnectionClass.RETRIEVE)
+    assert http.take_lane(ConnectionClass.RETRIEVE) is used[0]
     await http.close()
 
 

@@ -57,11 +57,11 @@ async def test_the_gate_opens_when_the_pause_is_over_and_large_requests_pause_lo
     gate = SampleGate(1 << 20, now=lambda: now)
     assert not gate.is_throttled
     gate.back_off(1000)
-    assert gate._closed_until == 101.0
+    assert gate.closed_until == 101.0
     gate.back_off(128 * 1024 + 1)
-    assert gate._closed_until == 105.0
+    assert gate.closed_until == 105.0
     gate.back_off(1000, server_delay_seconds=0.5)
-    assert gate._closed_until == 105.0, "a shorter pause does not end a longer one"
+    assert gate.closed_until == 105.0, "a shorter pause does not end a longer one"
     assert gate.is_throttled
     now = 114.9
     assert gate.is_throttled

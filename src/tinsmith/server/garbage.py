@@ -13,23 +13,25 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from tinsmith.memory import process_bytes
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 1.0
 _COLLECT_SECONDS = 3600.0
-_COLLECT_BYTES = 256 * 1024 * 1024
+COLLECT_BYTES = 256 * 1024 * 1024
 
 
 @contextlib.asynccontextmanager
-async def collected_rarely() -> AsyncIterator[None]:
+async def collected_rarely(
+    look_seconds: float = 1.0, measure: Callable[[], int] = process_bytes
+) -> AsyncIterator[None]:
+    """`measure` says how much memory the process has."""
     gc.collect()
     gc.freeze()  # what is there now stays until the end
     gc.disable()
-    task = asyncio.create_task(_collect_when_due(), name="garbage")
+    task = asyncio.create_task(_collect_when_due(look_seconds, measure), name="garbage")
     try:
         yield
     finally:
@@ -38,15 +40,15 @@ async def collected_rarely() -> AsyncIterator[None]:
         gc.unfreeze()
 
 
-async def _collect_when_due() -> None:
-    memory, since = process_bytes(), time.monotonic()
+async def _collect_when_due(look_seconds: float, measure: Callable[[], int]) -> None:
+    memory, since = measure(), time.monotonic()
     while True:
-        await asyncio.sleep(_LOOK_SECONDS)
-        has_grown = process_bytes() - memory >= _COLLECT_BYTES
+        await asyncio.sleep(look_seconds)
+        has_grown = measure() - memory >= COLLECT_BYTES
         if has_grown or time.monotonic() - since >= _COLLECT_SECONDS:
             started = time.perf_counter()
             found = gc.collect()
             logger.info("looked for garbage in %.3f s: %d", time.perf_counter() - started, found)
-            memory, since = process_bytes(), time.monotonic()
+            memory, since = measure(), time.monotonic()
         else:
             gc.collect(generation=0)

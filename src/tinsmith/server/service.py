@@ -173,7 +173,7 @@ class Service:
                 for model in self.models:
                     await model.recorded()
         try:
-            await self._tidy()
+            await self.tidy()
             await self.folder.advance(self.store)
         except Exception:
             logger.exception("the last housekeeping failed")
@@ -216,31 +216,8 @@ class Service:
             return "there is no model that can be served"
         return None
 
-    async def _sweep_unknown_blobs(self) -> None:
-        """Move files whose record never came to the trash. Only before anything is recorded."""
-        known = await self.store.log.blob_names()
-
-        def sweep() -> None:
-            for file in self.folder.blobs.glob("??/*"):
-                if disk.is_draft(file):
-                    disk.discard_file(file)
-                elif file.name not in known:
-                    self.trash.put(file, "the store has no record of it")
-
-        await asyncio.to_thread(sweep)
-
-    async def _keep_house(self) -> None:
-        for round_number in itertools.count(1):
-            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
-            try:
-                await self._tidy()
-                # It looks at every result that is kept, so not as often.
-                if round_number % _ROUNDS_PER_RESULT_SWEEP == 0:
-                    await self._tidy_results()
-            except Exception:
-                logger.exception("housekeeping failed; it will be tried again")
-
-    async def _tidy(self) -> None:
+    async def tidy(self) -> None:
+        """What is done every few seconds: expiry, counting, sweeping."""
         now = time.time()
         retrieved, self.retrieved = self.retrieved, {}
         await self.store.log.mark_retrieved(retrieved)
@@ -254,7 +231,8 @@ class Service:
         self.promises.expire(retrieved_before=now - 60, finished_before=now - 600)
         self.models.forget_idle(self.engines.generation, now - _FORGET_SECONDS)
 
-    async def _tidy_results(self) -> None:
+    async def tidy_results(self) -> None:
+        """What is done every minute or so, because it looks at everything that is kept."""
         now = time.time()
         if all(model.committing is None for model in self.models):
             # Otherwise a folder may be waiting for its record, however long the store was away.
@@ -273,6 +251,29 @@ class Service:
             keep=self.config.log_keep_operations,
             ended_before=now - self.config.training_retention_seconds,
         )
+
+    async def _sweep_unknown_blobs(self) -> None:
+        """Move files whose record never came to the trash. Only before anything is recorded."""
+        known = await self.store.log.blob_names()
+
+        def sweep() -> None:
+            for file in self.folder.blobs.glob("??/*"):
+                if disk.is_draft(file):
+                    disk.discard_file(file)
+                elif file.name not in known:
+                    self.trash.put(file, "the store has no record of it")
+
+        await asyncio.to_thread(sweep)
+
+    async def _keep_house(self) -> None:
+        for round_number in itertools.count(1):
+            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+            try:
+                await self.tidy()
+                if round_number % _ROUNDS_PER_RESULT_SWEEP == 0:
+                    await self.tidy_results()
+            except Exception:
+                logger.exception("housekeeping failed; it will be tried again")
 
     def _add_gauges(self) -> None:
         gauges: dict[str, Callable[[], float]] = {

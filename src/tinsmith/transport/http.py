@@ -107,8 +107,8 @@ class Http:
     @contextlib.asynccontextmanager
     async def _opened(self, request: Request) -> AsyncIterator[tuple[Response, Pieces]]:
         async with contextlib.AsyncExitStack() as stack:
-            lane = self._take_lane(request.connection)
-            stack.callback(self._leave_lane, lane, request.connection)
+            lane = self.take_lane(request.connection)
+            stack.callback(self.leave_lane, lane, request.connection)
             with _translated(request):
                 async with asyncio.timeout(request.timeout_seconds):
                     answer = await stack.enter_async_context(
@@ -133,7 +133,7 @@ class Http:
             await lane.transport.aclose()
 
     async def _exchange(self, request: Request) -> Response:
-        lane = self._take_lane(request.connection)
+        lane = self.take_lane(request.connection)
         try:
             async with asyncio.timeout(request.timeout_seconds):
                 answer = await lane.client.execute(
@@ -142,7 +142,7 @@ class Http:
         except _LIBRARY_ERRORS as error:
             raise _translate(error, request) from error
         finally:
-            self._leave_lane(lane, request.connection)
+            self.leave_lane(lane, request.connection)
         response = Response(
             status_code=answer.status,
             headers=dict(answer.headers.items()),
@@ -155,7 +155,7 @@ class Http:
             self._drop_if_spoilt(lane, request.connection)
         return response
 
-    def _take_lane(self, kind: ConnectionClass) -> _Lane:
+    def take_lane(self, kind: ConnectionClass) -> _Lane:
         if self._is_closed:
             raise TinkerError("the client is closed; create a new one")
         rules = CLASS_RULES[kind]
@@ -170,7 +170,7 @@ class Http:
         lane.active += 1
         return lane
 
-    def _leave_lane(self, lane: _Lane, kind: ConnectionClass) -> None:
+    def leave_lane(self, lane: _Lane, kind: ConnectionClass) -> None:
         lane.active -= 1
         self._drop_if_spoilt(lane, kind)
 

@@ -79,7 +79,7 @@ class SampleGate:
         self._bytes = ByteBudget(max_bytes)
         self._count = asyncio.Semaphore(max_requests)
         self._few = asyncio.Semaphore(max_requests_after_backoff)
-        self._closed_until: float | None = None
+        self.closed_until: float | None = None
         self._now = now
 
     @contextlib.asynccontextmanager
@@ -94,7 +94,7 @@ class SampleGate:
 
     async def wait_until_open(self) -> None:
         # The pause may grow while we wait for its end.
-        while (left := (self._closed_until or 0.0) - self._now()) > 0:  # noqa: ASYNC110
+        while (left := (self.closed_until or 0.0) - self._now()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left)
 
     def back_off(self, num_bytes: int, server_delay_seconds: float | None = None) -> None:
@@ -102,7 +102,7 @@ class SampleGate:
         pause = server_delay_seconds
         if pause is None:
             pause = BACKOFF_SECONDS if num_bytes <= LARGE_REQUEST_BYTES else LARGE_BACKOFF_SECONDS
-        self._closed_until = max(self._closed_until or 0.0, self._now() + pause)
+        self.closed_until = max(self.closed_until or 0.0, self._now() + pause)
 
     def for_size(self, num_bytes: int) -> SizedGate:
         """This gate, as requests of that size see it."""
@@ -110,7 +110,7 @@ class SampleGate:
 
     @property
     def is_throttled(self) -> bool:
-        return self._closed_until is not None and self._now() - self._closed_until < RECENT_SECONDS
+        return self.closed_until is not None and self._now() - self.closed_until < RECENT_SECONDS
 
 
 class SizedGate:

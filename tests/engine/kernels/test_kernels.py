@@ -161,7 +161,7 @@ def test_linear_layers_under_adapters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Forward, backward and the adapters' gradients, on a projection of three modules."""
-    monkeypatch.setattr(kernels.module("low_rank"), "_CHUNK_ROWS", 2 if is_split else 1 << 20)
+    monkeypatch.setattr(kernels.module("low_rank"), "CHUNK_ROWS", 2 if is_split else 1 << 20)
     torch.manual_seed(0)
     weight = torch.randn(128, 32, device=device, dtype=dtype)
     x = torch.randn(12, 32, device=device, dtype=dtype)

@@ -81,7 +81,7 @@ def test_a_model_in_use_is_never_dropped(three: dict[str, Path]) -> None:
 @pytest.fixture
 def packed_bytes(three: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> int:
     """What packing adds to one of the three, which are otherwise too small to be packed."""
-    monkeypatch.setattr(linear, "_MIN_NUMBERS", 1)
+    monkeypatch.setattr(linear, "MIN_NUMBERS", 1)
     found = models_of(three, pack_weights=False).get("one").packed_bytes
     if not found:
         pytest.skip("this machine's torch cannot pack")
@@ -227,13 +227,10 @@ def test_an_architecture_that_does_not_fit_is_refused_with_the_reason(
     assert "llama" in str(caught.value)
 
 
-def test_a_container_has_the_memory_it_is_limited_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_container_has_the_memory_it_is_limited_to(tmp_path: Path) -> None:
     whole = memory.machine_bytes()
     assert whole > memory.process_bytes()
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(memory, "_CONTAINER_LIMIT", limit)
     for text, expected in (("1000000\n", 10**6), ("max\n", whole), (f"{10**18}\n", whole)):
         limit.write_text(text)
-        assert memory.machine_bytes() == expected
+        assert memory.machine_bytes(limit) == expected

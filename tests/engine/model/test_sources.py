@@ -129,7 +129,7 @@ def test_a_failed_conversion_leaves_nothing_behind(
 
 
 def _hold(target: Path, log: Path, name: str) -> None:
-    with sources._locked(target):
+    with sources.locked(target):
         with log.open("a") as file:
             file.write(f"{name} in\n")
         time.sleep(0.2)

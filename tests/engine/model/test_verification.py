@@ -202,7 +202,12 @@ def test_a_model_whose_logits_differ_is_refused_and_the_others_are_served(
         "nowhere": tmp_path / "folders" / "nowhere",
     }
     # As if our reading of Llama 3's rope were off by a little.
-    monkeypatch.setattr(Rope, "_llama3", lambda self, frequencies: frequencies * 0.97)
+    plain = Rope.inverse_frequencies
+
+    def off(rope: Rope) -> Tensor:
+        return plain(rope) * (0.97 if rope.kind == "llama3" else 1.0)
+
+    monkeypatch.setattr(Rope, "inverse_frequencies", off)
     found = core(models, tmp_path / "cache").capabilities()
     assert [model.name for model in found.models] == ["right"]
     reasons = {model.name: model.reason for model in found.refused}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from tests.support.in_process_server import Api, StartServer, TestServer
-    from tinsmith.engine.base import Pass
+    from tinsmith.engine.base import Pass, Step
 
 
 async def _train(api: Api, model: str, first: int, count: int) -> None:
@@ -127,14 +127,14 @@ async def test_a_step_that_fails_in_the_engine_leaves_a_model_that_goes_on(
     expected = await _expected(api, 1)
     model = await api.model()
     await api.result(await api.send_pass(model, 1))
-    take = FakeEngine._take_step
+    step = FakeEngine.step
 
-    def broken(engine: FakeEngine, step: Any) -> Any:
-        engine._adapter(step.adapter_id).weights += 1.0
-        monkeypatch.setattr(FakeEngine, "_take_step", take)
-        return Failure("the device has a cramp", "server")
+    async def broken(engine: FakeEngine, steps: Sequence[Step]) -> list[Any]:
+        monkeypatch.setattr(FakeEngine, "step", step)
+        await engine.step(steps)  # the weights have changed, whatever is said
+        return [Failure("the device has a cramp", "server") for _ in steps]
 
-    monkeypatch.setattr(FakeEngine, "_take_step", broken)
+    monkeypatch.setattr(FakeEngine, "step", broken)
     error, category = await api.failure(await api.send_step(model, 2))
     assert ("cramp" in error, category) == (True, "server")
     await api.result(await api.send_step(model, 3))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tinsmith.server.operations import scheduler
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.queue import SequenceQueue
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 async def test_models_with_nothing_to_do_are_not_looked_at(
     server: TestServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "HOUSEKEEPING_SECONDS", 600.0)  # that looks at everything
+    server.service.scheduler.housekeeping_seconds = 600.0  # that looks at everything
     idle = [await server.api.model() for _ in range(5)]
     busy = await server.api.model()
     looked_at: list[int] = []

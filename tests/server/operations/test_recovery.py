@@ -246,7 +246,7 @@ async def test_results_are_forgotten_after_their_time(start_server: StartServer)
     model = await api.model()
     request_id = await api.send_pass(model, 1)
     await api.result(request_id)
-    await server.service._tidy_results()
+    await server.service.tidy_results()
     server.service.promises.forget([request_id])
     response = await api.retrieve(request_id)
     assert response.status_code == 410
@@ -308,8 +308,8 @@ async def test_the_state_of_a_model_long_forgotten_is_dropped_and_that_is_said(
     await server.api.post(f"/sessions/{model.partition(':')[0]}/finish", {"reason": {}})
     await server.stop()
     server = await start_server(session_timeout_seconds=0.0, model_retention_seconds=0.0)
-    await server.service._tidy_results()
-    await server.service._tidy()
+    await server.service.tidy_results()
+    await server.service.tidy()
     assert list_folder(tmp_path / "data" / "weights") == []
     error, category = await server.api.failure(await server.api.send_pass(model, 3))
     assert "not used for very long" in error and category == "user"
@@ -329,8 +329,8 @@ async def test_a_trimmed_log_changes_nothing_but_what_may_come_again(
     for number in range(8):
         for request_id in await _steps(server.api, model, 1 + 2 * number, 1):
             await server.api.result(request_id)
-    await server.service._tidy()
-    await server.service._tidy_results()
+    await server.service.tidy()
+    await server.service.tidy_results()
     record = await server.service.store.models.get(model)
     assert record is not None and record.trimmed_seq_id > 2
     repeated = {"model_id": model, "seq_id": 2, "adam_params": {}}

@@ -50,7 +50,7 @@ async def test_cancelling_a_sample_frees_its_place(start_server: StartServer) ->
     assert (await other.post("/cancel_future", body)).status_code == 204
     assert server.service.sampling.num_running == 1, "only the owner may cancel"
     assert (await api.post("/cancel_future", body)).status_code == 204
-    await server.until(lambda: not server.engines[-1]._jobs)
+    await server.until(lambda: not server.engines[-1].running_samples)
     error, category = await api.failure(promise["request_id"])
     assert "cancelled" in error and category == "user"
 

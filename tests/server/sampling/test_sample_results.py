@@ -135,7 +135,7 @@ async def test_a_sample_whose_client_is_gone_is_given_up(start_server: StartServ
     await asyncio.sleep(0.4)
     await api.ok("/session_heartbeat", {"session_id": alive.split(":sample")[0]})
     await sampling.give_up_abandoned(server.service.sessions.silence)
-    await server.until(lambda: len(server.engines[-1]._jobs) == 2)
+    await server.until(lambda: server.engines[-1].running_samples == 2)
     assert (await api.retrieve(lost["request_id"])).status_code == 410, "it is to be sent again"
     for request_id in (waited["request_id"], kept["request_id"]):
         assert sampling.promises.get(request_id) is not None

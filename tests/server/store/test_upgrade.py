@@ -19,7 +19,7 @@ from alembic.script import ScriptDirectory
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.errors import StoreTooNewError
-from tinsmith.server.store.migrate import _config
+from tinsmith.server.store.migrate import alembic_config
 from tinsmith.server.store.store import Store
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _open(folder: Path, version: str) -> Path:
 
 
 def test_there_is_a_store_of_every_earlier_version() -> None:
-    steps = ScriptDirectory.from_config(_config())
+    steps = ScriptDirectory.from_config(alembic_config())
     earlier = {step.revision for step in steps.walk_revisions()} - {steps.get_current_head()}
     assert {file.stem for file in OLD.iterdir()} == earlier
 

@@ -95,9 +95,13 @@ class FakeEngine(Engine):
             detail=self._death or "",
             num_adapters=len(self._adapters),
             num_samplers=len(self._samplers),
-            running_samples=len(self._jobs),
+            running_samples=self.running_samples,
             memory_bytes=sum(a.weights.nbytes for a in self._adapters.values()),
         )
+
+    @property
+    def running_samples(self) -> int:
+        return len(self._jobs)
 
     def die(self, reason: str) -> None:
         """Be gone as a process that was killed is: nothing is kept, and every call raises."""

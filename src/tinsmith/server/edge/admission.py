@@ -41,6 +41,9 @@ class Admission:
         self._owner_rate = owner_rate
         self._allowances: dict[str, _Allowance] = {}
         self.lag_seconds = 0.0
+        self.penalty_seconds = 1.0
+        """The least that a request too many waits; up to three times as long, so that they do not
+        come back all at once."""
 
     def is_too_fast(self, owner: str) -> bool:
         """Count a request of an owner's; whether it is one too many."""

@@ -39,10 +39,6 @@ from tinsmith.wire.endpoints import Endpoint
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")
 
-_TOO_FAST_SECONDS = 1.0
-"""The least that a request too many waits; up to three times as long, so that they do not come
-back all at once."""
-
 IN_THREAD_BYTES = 64 * 1024
 """Bodies from here on are decoded in a thread."""
 
@@ -117,7 +113,7 @@ def _authorised(
         is_too_fast = service.admission.is_too_fast(caller.owner)
         if is_too_fast:
             # Whoever ignores refusals would send the next one at once: that much is prevented.
-            await asyncio.sleep(_TOO_FAST_SECONDS * (1 + 2 * random.random()))
+            await asyncio.sleep(service.admission.penalty_seconds * (1 + 2 * random.random()))
         if not row.is_counted:
             return await handle(service, caller, request)
         if is_too_fast or not service.admission.enter(caller.owner):

@@ -44,8 +44,6 @@ from tinsmith.server.store.store import Store
 
 logger = logging.getLogger(__name__)
 
-HOUSEKEEPING_SECONDS = 1.0
-
 
 class Scheduler:
     def __init__(
@@ -79,6 +77,7 @@ class Scheduler:
             free=self._free,
         )
         self._gaps = GapWatch(config.gap_timeout_seconds)
+        self.housekeeping_seconds = 1.0
         self._wake = asyncio.Event()
         self._awake: dict[LiveModel, None] = {}
         """Models that may have something to do; all others are left out of the search for it."""
@@ -100,9 +99,9 @@ class Scheduler:
         watched_at = 0.0
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HOUSEKEEPING_SECONDS):
+                async with asyncio.timeout(self.housekeeping_seconds):
                     await self._wake.wait()
-            if time.monotonic() - watched_at >= HOUSEKEEPING_SECONDS:
+            if time.monotonic() - watched_at >= self.housekeeping_seconds:
                 watched_at = time.monotonic()
                 for model in self._gaps.over(self._models):
                     self._start(None, self._end_gap(model), [model])

@@ -19,7 +19,7 @@ from tinsmith.server.store.errors import StoreTooNewError
 
 def migrate(engine: sa.Engine) -> None:
     """Take the steps that are missing, all or none."""
-    config = _config()
+    config = alembic_config()
     steps = ScriptDirectory.from_config(config)
     with engine.begin() as connection:
         present = MigrationContext.configure(connection).get_current_revision()
@@ -35,7 +35,7 @@ def migrate(engine: sa.Engine) -> None:
         command.upgrade(config, "head")
 
 
-def _config() -> Config:
+def alembic_config() -> Config:
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     # Alembic's default splits on spaces, which a path may contain.

