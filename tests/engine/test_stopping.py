@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+from tokenizers import Tokenizer
 
+from tests.support.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 from tinsmith.engine.stopping import StopRule, StopWatch
 from tinsmith.types import SamplingParams
 
@@ -54,6 +56,31 @@ def test_a_stop_string_is_found_at_every_split(text: bytes) -> None:
         lengths = list(itertools.accumulate(map(len, pieces)))
         wanted = next(i for i, length in enumerate(lengths, 1) if length >= end)
         assert run(SamplingParams(stop=[stop]), pieces) == (wanted, "stop"), pieces
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level_tokenizer(), byte_fallback_tokenizer()])
+@pytest.mark.parametrize("stop", ["語。", "本語", "😀"])
+def test_a_stop_string_of_many_byte_tokens_ends_the_sequence_at_its_last(
+    tokenizer: Tokenizer, stop: str
+) -> None:
+    before, after = "日本" * 40, "語。😀日"
+    text = before + after
+    tokens: list[int] = tokenizer.encode(text).ids
+    end = len(text[: text.index(stop) + len(stop)].encode())
+    watch = StopWatch(StopRule.of(SamplingParams(stop=stop), (), 1000), tokenizer.decode, [1])
+    seen = next(n for n, token in enumerate(tokens, 1) if watch.see(token))
+    assert len(tokenizer.decode(tokens[:seen]).encode()) == end
+
+
+def test_a_special_token_by_its_text_is_a_stop_string() -> None:
+    tokenizer = byte_level_tokenizer()
+    end: int = tokenizer.token_to_id("<|end|>")
+
+    def detokenize(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=False))
+
+    watch = StopWatch(StopRule.of(SamplingParams(stop="<|end|>"), (), 10), detokenize, [1])
+    assert [watch.see(5), watch.see(end)] == [None, "stop"]
 
 
 def test_a_stop_string_is_found_although_a_character_after_it_is_incomplete() -> None:

@@ -11,21 +11,14 @@ a model writes after them is noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tinsmith.detokenizer import Detokenize, Detokenizer
 from tinsmith.types import SamplingParams, StopReason
-
-Detokenize = Callable[[list[int]], str]
-"""Text of tokens, special tokens included and nothing tidied up."""
 
 _CONTEXT_TOKENS = 4
 """How many prompt tokens are shown to the tokenizer, so that the first piece keeps its space."""
-
-_LONGEST_CHARACTER = 4
-"""Tokens that one character may be spread over: UTF-8 needs no more than four bytes."""
-
-_INCOMPLETE = "�"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +44,7 @@ class StopRule:
 
 
 class StopWatch:
-    """Watches one sequence grow."""
+    """Watches one sequence grow. `detokenize` keeps special tokens: a stop string may name one."""
 
     def __init__(
         self, rule: StopRule, detokenize: Detokenize | None, prompt: Sequence[int]
@@ -60,9 +53,9 @@ class StopWatch:
             raise ValueError("stop strings cannot be watched without a tokenizer")
         self._rule = rule
         self._num_tokens = 0
-        self._text: _GrowingText | None = None
+        self._text: Detokenizer | None = None
         if rule.strings and detokenize is not None:
-            self._text = _GrowingText(detokenize, list(prompt[-_CONTEXT_TOKENS:]))
+            self._text = Detokenizer(detokenize, prompt[-_CONTEXT_TOKENS:])
             self._tail = ""
             self._keep = max(map(len, rule.strings)) - 1
 
@@ -76,45 +69,8 @@ class StopWatch:
     def _completes_string(self, token: int) -> bool:
         if self._text is None:
             return False
-        certain, possible = self._text.push(token)
-        window = self._tail + possible
-        if any(string in window for string in self._rule.strings):
+        text = self._tail + self._text.push([token])
+        if any(string in text for string in self._rule.strings):
             return True
-        self._tail = (self._tail + certain)[-self._keep :] if self._keep else ""
+        self._tail = text[-self._keep :] if self._keep else ""
         return False
-
-
-class _GrowingText:
-    """The text of a growing sequence, piece by piece.
-
-    A piece is the difference that the new tokens make to the text of a short window, because
-    tokenizers treat the start of a text specially and spread characters over tokens.
-    """
-
-    def __init__(self, detokenize: Detokenize, context: list[int]) -> None:
-        self._detokenize = detokenize
-        self._window = context
-        self._num_read = len(context)
-        self._visible = ""
-        self._num_stuck = 0
-
-    def push(self, token: int) -> tuple[str, str]:
-        """What the token adds: the text that is certain, and that with a character still open.
-
-        The first is empty while a character is incomplete; the second then holds what stands
-        before that character.
-        """
-        self._window.append(token)
-        known = self._detokenize(self._window[: self._num_read]) if self._num_read else ""
-        text = self._detokenize(self._window)
-        added = text[len(known.rstrip(_INCOMPLETE)) :]
-        visible = added.rstrip(_INCOMPLETE)
-        self._num_stuck = self._num_stuck + 1 if visible == self._visible else 1
-        # Bytes that no later ones complete are no character: they are shown as they are.
-        if visible != added and self._num_stuck < _LONGEST_CHARACTER:
-            self._visible = visible
-            return "", visible
-        self._window = self._window[self._num_read :]
-        self._num_read = len(self._window)
-        self._visible, self._num_stuck = "", 0
-        return added, added

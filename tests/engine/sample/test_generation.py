@@ -25,18 +25,18 @@ from tests.engine.sample.sampling_reference import (
     trainer_logits,
     trainer_logprobs,
 )
+from tinsmith.detokenizer import read_detokenize
 from tinsmith.engine.base import Failure, SampleEvent, SampleJob, TokensSampled
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter
-from tinsmith.engine.local.sample.detokenizer import detokenizer
 from tinsmith.engine.local.sample.generation import Generator
 from tinsmith.types import EncodedTextChunk, ModelInput, SampleResponse, TensorData
 
 
 @pytest.fixture
 def generator(tiny_decoder: Decoder, tiny_llama_folder: Path) -> Generator:
-    return Generator(tiny_decoder, CPU, detokenizer(tiny_llama_folder), prefill_tokens=16)
+    return Generator(tiny_decoder, CPU, read_detokenize(tiny_llama_folder), prefill_tokens=16)
 
 
 # Against transformers
@@ -517,7 +517,7 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(
 ) -> None:
     prompt = tokens_of(9)
     whole = answer(generator, job_of("a", prompt, seed=1, max_tokens=30)).sequences[0]
-    text_of = detokenizer(tiny_llama_folder)
+    text_of = read_detokenize(tiny_llama_folder)
     assert text_of is not None
     stop = text_of(whole.tokens[10:13])
     for given in (stop, [stop], ["no such text", stop]):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from tests.support.tiny_tokenizers import byte_fallback_tokenizer
 from tinsmith.errors import ValidationError
 from tinsmith.server.chat.openai import read_chat, read_completion
 from tinsmith.server.chat.text import TextModel, TextStream
@@ -76,6 +77,19 @@ def test_a_stop_string_is_found_wherever_a_long_text_is_cut() -> None:
         stream = _stream("STOP")
         parts = [list(data[start : start + size]) for start in range(0, len(data), size)]
         assert "".join(stream.add(part) for part in parts) + stream.finish() == "word " * 60
+
+
+def test_a_long_text_of_byte_tokens_streams_whole() -> None:
+    """Byte-fallback tokenizers (Llama 2, Mistral) garble bytes that are cut within a character."""
+    tokenizer, text = byte_fallback_tokenizer(), "日本語" * 40
+    stream = TextStream(tokenizer)
+    pieces = [stream.add([token]) for token in tokenizer.encode(text).ids]
+    assert "".join(pieces) + stream.finish() == text
+
+
+def test_of_two_stop_strings_the_one_that_begins_first_ends_the_text() -> None:
+    stream = _stream("END", "n E")
+    assert stream.add(list(b"an END")) == "a"
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from tinsmith.detokenizer import Detokenize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,5 @@ class FakeEngineConfig:
 
     max_lora_rank: int = 128
 
-    detokenize: Callable[[list[int]], str] = lambda tokens: bytes(t % 256 for t in tokens).decode(
-        "latin-1"
-    )
+    detokenize: Detokenize = lambda tokens: bytes(t % 256 for t in tokens).decode("latin-1")
     """Text of tokens, for stop strings; by default token t is the character of code t."""

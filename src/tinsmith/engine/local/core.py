@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from tinsmith.detokenizer import read_detokenize
 from tinsmith.engine import checks
 from tinsmith.engine.base import (
     Capabilities,
@@ -38,7 +39,6 @@ from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels, device_of, dtype_of
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool
-from tinsmith.engine.local.sample.detokenizer import detokenizer
 from tinsmith.engine.local.sample.generation import Generator
 from tinsmith.engine.local.snapshots import checkpoints
 from tinsmith.engine.local.train.adamw import adamw_step
@@ -342,8 +342,8 @@ class EngineCore:
     def _generator(self, base_model: str) -> Generator:
         decoder = self._decoder(base_model)
         if base_model not in self._generators:
-            text_of = detokenizer(self._models.folder(base_model))
-            self._generators[base_model] = Generator(decoder, self._config, text_of)
+            detokenize = read_detokenize(self._models.folder(base_model))
+            self._generators[base_model] = Generator(decoder, self._config, detokenize)
         return self._generators[base_model]
 
 

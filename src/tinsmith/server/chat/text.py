@@ -7,20 +7,14 @@ come with a model, so they run in a sandbox.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from tinsmith.detokenizer import Detokenizer
 from tinsmith.engine.base import BaseModelInfo
 from tinsmith.errors import ValidationError
-
-_UNFINISHED = "\ufffd"
-"""What a decoder writes for bytes that are not yet a character."""
-
-_SETTLED_TOKENS = 64
-_CONTEXT_TOKENS = 16
 
 
 class TextModel:
@@ -91,61 +85,40 @@ class TextModels:
         return self._models[base.name]
 
 
-@dataclass(slots=True)
 class TextStream:
     """The text of a sequence as its tokens arrive, up to a stop string.
 
-    Text is held back while it might still be the beginning of a stop string, or while its last
-    character is not complete. Only the newest tokens are decoded each time, behind a few earlier
-    ones: what a token stands for may depend on those, and on none before them.
+    Text is held back while it might still be the beginning of a stop string.
     """
 
-    model: TextModel
-    stops: tuple[str, ...] = ()
-    is_stopped: bool = False
-    _before: list[int] = field(default_factory=list)
-    _fresh: list[int] = field(default_factory=list)
-    _num_before: int = 0
-    """Characters that the earlier tokens decode to."""
-    _num_given: int = 0
-    """Characters of the newest tokens that were given out."""
+    def __init__(self, model: TextModel, stops: Sequence[str] = ()) -> None:
+        self.is_stopped = False
+        self._detokenizer = Detokenizer(model.decode)
+        self._stops = stops
+        self._held = ""
 
     def add(self, tokens: Sequence[int]) -> str:
         """New text that these tokens bring."""
-        self._fresh.extend(tokens)
-        return self._take(is_last=False)
+        if self.is_stopped:
+            return ""
+        text = self._up_to_stop(self._held + self._detokenizer.push(tokens))
+        num_held = 0 if self.is_stopped else _num_held(text, self._stops)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
 
     def finish(self) -> str:
         """What was held back."""
-        return self._take(is_last=True)
-
-    def _take(self, *, is_last: bool) -> str:
         if self.is_stopped:
             return ""
-        decoded = self.model.decode(self._before + self._fresh)
-        text = decoded[self._num_before + self._num_given :]
-        for stop in self.stops:
-            found = text.find(stop)
-            if found >= 0:
-                text, self.is_stopped = text[:found], True
-        end = len(text)
-        if not (is_last or self.is_stopped):
-            end = len(text.rstrip(_UNFINISHED))
-            end = min(end, len(text) - _held(text, self.stops))
-        self._num_given += end
-        if end == len(text) and len(self._fresh) >= _SETTLED_TOKENS:
-            self._settle()
-        return text[:end]
+        return self._up_to_stop(self._held + self._detokenizer.finish())
 
-    def _settle(self) -> None:
-        """All that there is was given out: keep only what the next tokens may depend on."""
-        self._before = (self._before + self._fresh)[-_CONTEXT_TOKENS:]
-        self._fresh = []
-        self._num_before = len(self.model.decode(self._before))
-        self._num_given = 0
+    def _up_to_stop(self, text: str) -> str:
+        found = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        self.is_stopped = bool(found)
+        return text[: min(found)] if found else text
 
 
-def _held(text: str, stops: Sequence[str]) -> int:
+def _num_held(text: str, stops: Sequence[str]) -> int:
     """How many characters at the end might be the beginning of a stop string."""
     longest = 0
     for stop in stops:

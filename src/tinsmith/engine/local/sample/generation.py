@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tinsmith.detokenizer import Detokenize
 from tinsmith.engine.base import Failure, SampleEvent, SampleJob, TokensSampled
 from tinsmith.engine.local import kernels
 from tinsmith.engine.local.config import LocalEngineConfig
@@ -33,7 +34,6 @@ from tinsmith.engine.local.sample.mixed_step import Chunk, MixedStep
 from tinsmith.engine.local.sample.next_tokens import NextToken
 from tinsmith.engine.local.sample.scheduler import Scheduler
 from tinsmith.engine.local.sample.sequences import Request, Sequence
-from tinsmith.engine.stopping import Detokenize
 from tinsmith.errors import ValidationError
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
+from tinsmith.detokenizer import Detokenize
 from tinsmith.engine.base import SampleJob
 from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.lora import Adapter
@@ -16,7 +17,7 @@ from tinsmith.engine.local.sample.choosing import SMALL_TEMPERATURE, fresh_seed
 from tinsmith.engine.local.sample.kvcache import Slot, Span
 from tinsmith.engine.local.sample.prefixes import Realm
 from tinsmith.engine.local.sample.prompt_scores import PromptScores
-from tinsmith.engine.stopping import Detokenize, StopRule, StopWatch
+from tinsmith.engine.stopping import StopRule, StopWatch
 from tinsmith.errors import ValidationError
 from tinsmith.types import SampledSequence, SampleResponse, StopReason, TopkLogprobs
 from tinsmith.types.sampling import MASK_LOGPROB
