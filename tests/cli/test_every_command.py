@@ -253,3 +253,35 @@ def test_serve_in_both_forms(form: str, tmp_path: Path) -> None:
         assert re.search(
             r"^export TINKER_BASE_URL=http://\S+\nexport TINKER_API_KEY=tml-", said, re.M
         )
+
+
+def said_by_serve(folder: Path, num_lines: int, *options: str) -> tuple[str, str]:
+    child = Child(
+        [
+            *(sys.executable, "-m", "tinsmith.cli", "serve", "--engine", "fake", "--port", "0"),
+            *("--data-dir", str(folder), *options),
+        ],
+        env=server_process.clean_environment(),
+    )
+    try:
+        said = "\n".join(child.out.take(num_lines))
+        shown = "\n".join(child.err.take(1))
+    finally:
+        child.process.terminate()
+        _, errors = child.finish(30)
+    return said, shown + errors
+
+
+def test_serve_names_its_models_and_a_later_start_says_where_keys_come_from(tmp_path: Path) -> None:
+    first, shown = said_by_serve(tmp_path, 4)
+    assert "export TINKER_API_KEY=tml-" in first
+    assert "Serves tinsmith/fake (4,096 tokens) on no device: the fake engine" in shown
+    second, _ = said_by_serve(tmp_path, 3)
+    assert "TINKER_API_KEY" not in second
+    assert f"tinsmith key create --data-dir {tmp_path}" in second
+
+
+def test_serve_without_authentication_prints_exports_that_work(tmp_path: Path) -> None:
+    said, _ = said_by_serve(tmp_path, 4, "--no-auth")
+    assert "export TINKER_API_KEY=tml-none" in said
+    assert "any key will do" in said

@@ -9,8 +9,11 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from tinsmith.client.service import ServiceClient
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +68,10 @@ def test_what_a_web_page_sends_is_refused(url: str, headers: dict[str, str]) -> 
         urllib.request.urlopen(request)
     assert refused.value.code == 403
     refused.value.close()
+
+
+def test_our_client_needs_no_key(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINSMITH_CREDENTIALS_FILE", str(tmp_path / "none.json"))
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    with ServiceClient(base_url=url) as service:
+        assert service.get_server_capabilities().supported_models

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tinsmith.errors import TinkerError
 from tinsmith.transport.config import ClientConfig, ProxyRule
 from tinsmith.transport.credentials import CredentialsFile, ManualKey
 from tinsmith.transport.tokens import (
+    NO_KEY,
     CredentialCommand,
     ExchangedToken,
     StaticKey,
@@ -182,3 +184,15 @@ async def test_short_lived_tokens_are_not_renewed_without_pause() -> None:
     await tokens.token()
     await asyncio.sleep(0.01)
     assert issuer.issued == 2
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_a_server_on_this_machine_is_asked_without_a_key(tmp_path: Path, host: str) -> None:
+    """It may have been started with --no-auth; if not, it says what is missing."""
+    config = ClientConfig(
+        base_url=f"http://{host}:8000", credentials_file=tmp_path / "credentials.json"
+    )
+    source = raw_tokens(config)
+    assert isinstance(source, StaticKey) and source.key == NO_KEY
+    with pytest.raises(TinkerError, match="auth login"):
+        raw_tokens(replace(config, base_url="https://localhost.example.com"))

@@ -74,6 +74,8 @@ class Capabilities:
     max_lora_rank: int
     refused: tuple[RefusedModel, ...] = ()
     """Models that were asked for and are not served, each with the reason."""
+    device: str = ""
+    """Where the mathematics runs, and the type of the base weights: "cpu, float32"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,8 @@ class Health:
     running_samples: int = 0
     waiting_samples: int = 0
     memory_bytes: int = 0
+    decoded_tokens: int = 0
+    """Tokens sampled since the engine started, those of samples under way among them."""
     busy_seconds: float = 0.0
     """Time spent computing since the engine started; the rest it has waited for work."""
 

@@ -22,7 +22,7 @@ EngineFactory = Callable[[], Awaitable[Engine]]
 async def _nothing() -> None: ...
 
 
-HEALTH_SECONDS = 2.0
+HEALTH_SECONDS = 1.0
 """How often an engine that nobody talks to is asked whether it lives."""
 
 _LONGEST_PAUSE_SECONDS = 30.0

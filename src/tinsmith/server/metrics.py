@@ -27,7 +27,7 @@ COUNTERS: dict[str, str] = {
     "operations": "Training operations that ended, by kind and by status (done or failed).",
     "prefilled_tokens": "Prompt tokens computed for samples; those found in a cache do not count.",
     "refusals": "Requests answered with an error, by HTTP status.",
-    "sampled_tokens": "Tokens sampled.",
+    "sampled_tokens": "Tokens of samples that ended.",
     "samples": "Sampling requests that ended, by status (done or failed).",
     "telemetry_events": "Events that clients reported about themselves.",
     "telemetry_unreadable": "Reports of clients that could not be read.",
@@ -48,6 +48,8 @@ GAUGES: dict[str, str] = {
     "active_requests": "Requests under way, those that wait for results not counted.",
     "connections": "Open connections.",
     "engine_busy_seconds": "How long the present engine has worked since it started.",
+    "engine_decoded_tokens": "Tokens that the present engine has sampled since it started, those "
+    "of samples under way among them.",
     "engine_memory_bytes": "The engine's memory: the process's, or the device's.",
     "engine_restarts": "How often an engine was started again after it died.",
     "engine_up": "1 while an engine serves, 0 while none does.",

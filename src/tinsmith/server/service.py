@@ -291,6 +291,7 @@ class Service:
             "engine_up": lambda: float(self.engines.is_up),
             "engine_restarts": lambda: self.engines.num_restarts,
             "engine_busy_seconds": lambda: self.engines.health.busy_seconds,
+            "engine_decoded_tokens": lambda: self.engines.health.decoded_tokens,
             "engine_memory_bytes": lambda: self.engines.health.memory_bytes,
         }
         for name, read in gauges.items():

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import orjson
 
 from tinsmith.errors import TinkerError
+from tinsmith.transport import urls
 from tinsmith.transport.base import Request, Response, Transport
 from tinsmith.transport.config import ClientConfig
 from tinsmith.transport.credentials import CredentialsFile
@@ -27,6 +28,11 @@ MISSING_KEY = (
     "no API key: pass api_key to the client, set TINKER_API_KEY or TINKER_CREDENTIAL_CMD, "
     "or store a key with `tinsmith auth login`"
 )
+
+
+NO_KEY = "tml-none"
+"""Sent to this machine's own servers where there is no key: they may want none, and say so if
+they do."""
 
 
 class TokenSource(Protocol):
@@ -173,6 +179,16 @@ def static_key(config: ClientConfig) -> str | None:
     return None if record is None else record.key
 
 
+def key_to_send(config: ClientConfig) -> str:
+    """The key at hand, or what a server on this machine gets where there is none."""
+    key = static_key(config)
+    if key is None and config.credential_command is None and urls.is_loopback(config.base_url):
+        return NO_KEY
+    if key is None:
+        raise TinkerError(MISSING_KEY)
+    return key
+
+
 def raw_tokens(config: ClientConfig, *, command_only: bool = False) -> TokenSource:
     """The credential as the user has it, before any exchange."""
     key = config.api_key
@@ -188,7 +204,4 @@ def raw_tokens(config: ClientConfig, *, command_only: bool = False) -> TokenSour
                 raise
     if config.credential_command is not None:
         return CredentialCommand(config.credential_command)
-    stored = static_key(config)
-    if stored is None:
-        raise TinkerError(MISSING_KEY)
-    return StaticKey(stored)
+    return StaticKey(key_to_send(config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from urllib.parse import quote, urlsplit, urlunsplit
 
@@ -36,6 +37,15 @@ def origin(url: str) -> tuple[str, str, int]:
     parts = urlsplit(url)
     scheme = parts.scheme.lower()
     return scheme, parts.hostname or "", parts.port or _DEFAULT_PORTS.get(scheme, 0)
+
+
+def is_loopback(url: str) -> bool:
+    """Whether the address is this machine's own."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def join(base_url: str, path: str, query: Mapping[str, object] | None = None) -> str:

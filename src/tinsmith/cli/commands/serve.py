@@ -11,9 +11,11 @@ import click
 
 from tinsmith.cli.output import Output, with_output
 from tinsmith.errors import TinkerError
+from tinsmith.transport.tokens import NO_KEY
 
 if TYPE_CHECKING:
     from tinsmith.engine.base import Capabilities
+    from tinsmith.server.config import ServerConfig
 
 
 @click.command("serve")
@@ -68,9 +70,6 @@ def command(
     from tinsmith.server.config import load_config, parse_models
     from tinsmith.server.serving import serve
 
-    def announce(url: str, key: str | None) -> None:
-        _announce(output, url, key)
-
     _log_to_stderr(log_level, log_format)
     try:
         for entry in settings:
@@ -81,12 +80,19 @@ def command(
         if models:
             options["models"] = parse_models(models)
         config = load_config(config_file, options)
+
+        def announce(url: str, key: str | None) -> None:
+            _announce(output, config, url, key)
+
         uvloop.run(serve(config, engine_factory(config), announce, _report_models))
     except TinkerError as error:
         raise click.ClickException(str(error)) from None
 
 
-def _announce(output: Output, url: str, key: str | None) -> None:
+def _announce(output: Output, config: ServerConfig, url: str, key: str | None) -> None:
+    """The address and how to get in: a new key, where to make one, or that none is needed."""
+    if not config.auth:
+        key = NO_KEY
     if output.is_json:
         output.show_json({"base_url": url, "api_key": key})
     else:
@@ -94,12 +100,31 @@ def _announce(output: Output, url: str, key: str | None) -> None:
         click.echo(f"export TINKER_BASE_URL={url}")
         if key is not None:
             click.echo(f"export TINKER_API_KEY={key}")
-            click.echo("The key is shown this once; it is stored as a hash.")
+        click.echo(_about_key(config, key))
     sys.stdout.flush()
 
 
+def _about_key(config: ServerConfig, key: str | None) -> str:
+    if not config.auth:
+        return "Without authentication any key will do; the official SDK wants one that looks so."
+    if key is not None:
+        return "The key is shown this once; it is stored as a hash."
+    from tinsmith.server.config import default_data_dir
+
+    where = "" if config.data_dir == default_data_dir() else f" --data-dir {config.data_dir}"
+    return (
+        "Use the key of the first start, or make another (keys are stored as hashes): "
+        f"tinsmith key create{where}"
+    )
+
+
 def _report_models(capabilities: Capabilities) -> None:
-    """Name the models that are not served, while the user is still looking."""
+    """Name the models that are served, and those that are not, while the user is looking."""
+    for served in capabilities.models:
+        click.echo(
+            f"Serves {served.name} ({served.max_context_length:,} tokens) on {capabilities.device}",
+            err=True,
+        )
     for model in capabilities.refused:
         click.echo(f"Not served: {model.name}: {model.reason}", err=True)
     if not capabilities.models:

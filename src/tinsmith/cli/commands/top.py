@@ -81,7 +81,7 @@ def describe(now: Reading, before: Reading) -> dict[str, tuple[Any, str]]:
         "Queued operations": number("queued_operations"),
         "Running samples": number("running_samples"),
         "Trained tokens per second": rate("trained_tokens_total"),
-        "Sampled tokens per second": rate("sampled_tokens_total"),
+        "Sampled tokens per second": rate("engine_decoded_tokens"),
         "Prefilled tokens per second": rate("prefilled_tokens_total"),
         "Operations per second": rate("operations_total"),
         "Refusals": number("refusals_total"),

@@ -31,12 +31,11 @@ from tinsmith.errors import ClosedError, NotFoundError, TinkerError
 from tinsmith.transport.config import PROTOCOL_VERSION, ClientConfig
 from tinsmith.transport.limits import ByteBudget, SampleGate
 from tinsmith.transport.tokens import (
-    MISSING_KEY,
     ExchangedToken,
     StaticKey,
     jwt_claims,
+    key_to_send,
     raw_tokens,
-    static_key,
 )
 from tinsmith.types import (
     ClientConfigRequest,
@@ -198,10 +197,7 @@ class Connection:
             api = self.api
             self.api.use_tokens(ExchangedToken(lambda: api.exchange(credential)))
             return
-        key = static_key(self.config)
-        if key is None:
-            raise TinkerError(MISSING_KEY)
-        self.api.use_tokens(StaticKey(key))
+        self.api.use_tokens(StaticKey(key_to_send(self.config)))
 
     async def _create_session(self, plan: NewSession) -> str:
         created = await self.api.call(

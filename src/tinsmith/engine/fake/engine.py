@@ -71,6 +71,7 @@ class FakeEngine(Engine):
         self._samplers: dict[str, _Sampler] = {}
         self._jobs: dict[str, asyncio.Event] = {}
         self._busy_until = 0.0
+        self._num_decoded = 0
         self._death: str | None = None
 
     async def capabilities(self) -> Capabilities:
@@ -87,6 +88,7 @@ class FakeEngine(Engine):
                 for model in self.config.models
             ),
             max_lora_rank=self.config.max_lora_rank,
+            device="no device: the fake engine",
         )
 
     async def health(self) -> Health:
@@ -96,6 +98,7 @@ class FakeEngine(Engine):
             num_adapters=len(self._adapters),
             num_samplers=len(self._samplers),
             running_samples=self.running_samples,
+            decoded_tokens=self._num_decoded,
             memory_bytes=sum(a.weights.nbytes for a in self._adapters.values()),
         )
 
@@ -320,6 +323,7 @@ class FakeEngine(Engine):
             while running := [c for c in enumerate(continuations) if c[1].stop_reason is None]:
                 for index, continuation in running:
                     token, logprob = continuation.grow()
+                    self._num_decoded += 1
                     if job.stream:
                         yield TokensSampled(
                             index, np.array([token], np.int32), np.array([logprob], np.float32)

@@ -64,11 +64,12 @@ class EngineCore:
         self._config = config
         self._device = device_of(config)
         _set_up_torch(config, self._device)
-        self._models = BaseModels(config)
+        self._models = BaseModels(config, _log_progress)
         self._pools: dict[str, AdapterPool] = {}
         self._generators: dict[str, Generator] = {}
         self._adapters: dict[str, Adapter] = {}
         self._damaged: dict[str, str] = {}
+        self._num_decoded = 0
         self._samplers: dict[str, _Sampler] = {}
         self._jobs: dict[str, tuple[str, _Sampler | None]] = {}
         """The base model and sampler of each job under way."""
@@ -87,6 +88,7 @@ class EngineCore:
             models=tuple(infos),
             max_lora_rank=self._config.max_lora_rank,
             refused=tuple(refused),
+            device=f"{self._device}, {str(dtype_of(self._config)).removeprefix('torch.')}",
         )
 
     def health(self) -> Health:
@@ -97,6 +99,7 @@ class EngineCore:
             num_samplers=len(self._samplers),
             running_samples=sum(generator.num_running for generator in generators),
             waiting_samples=sum(generator.num_waiting for generator in generators),
+            decoded_tokens=self._num_decoded,
             memory_bytes=_memory_bytes(self._device),
         )
 
@@ -263,7 +266,9 @@ class EngineCore:
         events = []
         for generator in self._generators.values():
             if generator.busy:
+                before = generator.num_decoded
                 events += generator.step()
+                self._num_decoded += generator.num_decoded - before
         for job_id, event in events:
             if not isinstance(event, TokensSampled):
                 self._finish_job(job_id)
@@ -354,6 +359,10 @@ def _without_paths(text: str) -> str:
 
 def _failure(error: ValidationError | EngineError) -> Failure:
     return Failure(str(error), "user" if isinstance(error, ValidationError) else "server")
+
+
+def _log_progress(what: str, fraction: float) -> None:
+    logger.info("%s (%.0f%%)", what, 100 * fraction)
 
 
 def _set_up_torch(config: LocalEngineConfig, device: torch.device) -> None:

@@ -200,7 +200,10 @@ async def gone(request: Request) -> None:
 async def known_caller(service: Service, request: Request) -> Caller:
     caller = await service.auth.caller(request.headers)
     if caller is None:
-        raise Refusal(401, "the API key is missing or not known to this server")
+        raise Refusal(
+            401,
+            "the API key is missing or not known to this server; `tinsmith key create` makes one",
+        )
     return caller
 
 

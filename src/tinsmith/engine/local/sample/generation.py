@@ -60,6 +60,8 @@ class Generator:
         about as long as a step should, and 8192 on CUDA. Without `use_graphs` the kernels of a
         step on CUDA are launched one by one.
         """
+        self.num_decoded = 0
+        """Tokens that sequences were given so far."""
         self._decoder = decoder
         self._detokenize = detokenize
         self._is_deterministic = config.deterministic
@@ -178,6 +180,7 @@ class Generator:
             self._fail(request, NOT_FINITE)
         elif request.job.job_id in self._requests:
             choice.sequence.add(choice.token, choice.logprob, choice.top)
+            self.num_decoded += 1
             self._report(choice.sequence)
 
     def _report(self, sequence: Sequence) -> None:
