@@ -100,6 +100,7 @@ class Service:
             store,
             self.models,
             self.promises,
+            self.workers,
             lambda model: self.scheduler.wake(model),
             config.max_queued_memory_bytes,
         )

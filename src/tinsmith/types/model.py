@@ -209,6 +209,10 @@ class Open(Model):
     __unknown__ = "keep"
 
 
+_PLAIN = frozenset({str, int, bool, type(None)})
+"""What every mode writes as it is."""
+
+
 def dump(
     value: Any,
     *,
@@ -243,6 +247,8 @@ def dump(
     if hasattr(value, "model_dump"):
         return value.model_dump(**options)
     if isinstance(value, (list, tuple)):
+        if _PLAIN.issuperset(map(type, value)):
+            return list(value)  # thousands of ids or tokens, in one look
         return [dump(v, path=f"{path}[{i}]", **options) for i, v in enumerate(value)]
     if isinstance(value, dict):
         # Free-form content (metadata, graph arguments): None inside it is the user's own.

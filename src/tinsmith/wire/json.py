@@ -39,6 +39,10 @@ def decode(kind: type[M], body: bytes, limits: Limits = DEFAULT_LIMITS) -> M:
     return kind.model_validate(_without_nulls(kind, parse_message(body, limits)))
 
 
+SMALLER = "; JSON allows no more: send less at a time, or passes as application/x-protobuf"
+"""The end of a sentence about a limit."""
+
+
 def parse_message(body: bytes, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
     """`parse`, and a check of the texts: of a message that is wanted whole."""
     value = parse(body, limits)
@@ -67,13 +71,13 @@ def parse(body: bytes, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
     """The JSON object in a body, as plain data."""
     most = min(limits.max_body_bytes, limits.max_json_bytes)
     if len(body) > most:
-        raise TooLargeError(f"the body has {len(body)} bytes; the limit is {most}")
+        raise TooLargeError(f"the body has {len(body)} bytes; the limit is {most}{SMALLER}")
     # A tiny object takes fifty times its bytes, so they are counted before any is made. Braces
     # in strings count too, which the limit leaves room for.
     if body.count(b"{") + body.count(b"[") > limits.max_json_parts:
         raise TooLargeError(f"the body has more than {limits.max_json_parts} objects and lists")
     if body.count(b",") > limits.max_json_values:
-        raise TooLargeError(f"the body has more than {limits.max_json_values} values")
+        raise TooLargeError(f"the body has more than {limits.max_json_values} values{SMALLER}")
     if body.count(b'"') > 2 * limits.max_json_texts:
         raise TooLargeError(f"the body has more than {limits.max_json_texts} texts")
     try:

@@ -5,6 +5,7 @@ Delay is counted in steps, which a loaded machine does not change.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from tinsmith.engine.base import SampleJob
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.sample.generation import Generator
+from tinsmith.engine.local.sample.sequences import Sequence
 from tinsmith.types import ModelInput, SampleResponse, SamplingParams
 
 PROMPT = [10, 40, 20, 60, 30]
@@ -132,6 +134,20 @@ def test_a_neighbours_long_prompt_is_read_beside_endless_short_ones(
     generator.submit(job("b", "bob", prompt_of(110)), None)
     _, steps = run_until(generator, "b")
     assert steps <= 4 * quiet_steps, "half of the prefill, every second step"
+
+
+def test_thousands_of_samples_take_nothing_while_they_wait(
+    new_generator: Callable[..., Generator],
+) -> None:
+    generator = new_generator()
+    for number in range(20):
+        generator.submit(job(f"a{number}", "ann", num_samples=4096, max_tokens=64), None)
+    generator.step()
+    assert generator.num_waiting + generator.num_running == 20 * 4096
+    generator.cancel("a19")
+    gc.collect()
+    made = sum(type(each) is Sequence for each in gc.get_objects())
+    assert made < 2 * 4096, "of the one whose turn it is"
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

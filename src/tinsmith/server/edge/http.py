@@ -82,15 +82,15 @@ def name_connection(request: Request, caller: Caller) -> None:
 
 async def read_body(service: Service, request: Request) -> bytes:
     """The body, decompressed; refused before it is read when it announces too many bytes."""
-    limit = service.config.max_body_bytes
+    limit, cure = service.config.max_body_bytes, ""
     if not request.scope[HAS_DATA]:
         limit = min(limit, service.limits.max_control_bytes)
     elif media_type(request.headers.get("content-type", "")) != PROTOBUF:
-        limit = min(limit, service.limits.max_json_bytes)
+        limit, cure = min(limit, service.limits.max_json_bytes), json.SMALLER
     announced = request.headers.get("content-length", "")
     size = int(announced) if announced.isascii() and announced.isdigit() else 0
     if size > limit:
-        raise TooLargeError(f"the body has {announced} bytes; the limit is {limit}")
+        raise TooLargeError(f"the body has {announced} bytes; the limit is {limit}{cure}")
     _take_memory(service, request, size)
     parts: list[bytes] = []
     size = 0
@@ -101,7 +101,7 @@ async def read_body(service: Service, request: Request) -> bytes:
         request.scope.setdefault(_BODY_START, part)
         size += len(part)
         if size > limit:
-            raise TooLargeError(f"the body is larger than the limit of {limit} bytes")
+            raise TooLargeError(f"the body is larger than the limit of {limit} bytes{cure}")
         _take_memory(service, request, size)
         parts.append(part)
         if not message.get("more_body", False):

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+LARGE_PASS_BYTES = 16 * 1024
+"""A pass from this size on takes a millisecond or more to decode, and is decoded here."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

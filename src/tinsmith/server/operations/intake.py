@@ -15,6 +15,7 @@ from starlette.responses import Response
 from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, answer, not_found
+from tinsmith.server.edge.workers import LARGE_PASS_BYTES
 from tinsmith.server.operations.codecs import pass_data
 from tinsmith.server.operations.kinds import KINDS
 from tinsmith.server.operations.live_model import LiveModel
@@ -29,7 +30,7 @@ MAX_AHEAD = 1000
 """How many numbers may be missing before one that arrives: requests overtake each other, but not
 by more than are on their way at a time."""
 
-_DECODE_IN_THREAD_BYTES = 256 * 1024
+_SEARCH_IN_THREAD_BYTES = 256 * 1024
 _RETRY_AFTER_MS = "1000"
 
 
@@ -65,8 +66,7 @@ async def submit(
     `check` may refuse it (it hears the request and its number) and may be asynchronous; `encode`
     gives the body to record where that differs from the one that came.
     """
-    is_large = len(body) > _DECODE_IN_THREAD_BYTES
-    if is_large:
+    if len(body) > _SEARCH_IN_THREAD_BYTES:
         model_id, seq_id = await service.workers.run(
             caller.owner, ids_in, body, content_type, service.limits
         )
@@ -84,7 +84,7 @@ async def submit(
         _check_room(service, caller, len(body))
     try:
         _check_size(service, len(body))
-        if is_large:
+        if len(body) > LARGE_PASS_BYTES:
             request = await service.workers.run(caller.owner, decode)
         else:
             request = decode()

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable
 
 from tinsmith.errors import ValidationError
+from tinsmith.server.edge.workers import LARGE_PASS_BYTES, Workers
 from tinsmith.server.futures import Promises
 from tinsmith.server.operations.kinds import KINDS, REFUSED, operation_of
 from tinsmith.server.operations.live_model import LiveModel
@@ -24,8 +25,6 @@ from tinsmith.server.store.store import Store
 
 logger = logging.getLogger(__name__)
 
-_DIGEST_IN_THREAD_BYTES = 256 * 1024
-
 
 class Recorder:
     def __init__(
@@ -33,12 +32,14 @@ class Recorder:
         store: Store,
         models: LiveModels,
         promises: Promises,
+        workers: Workers,
         wake: Callable[[LiveModel], None],
         max_held_bytes: int,
     ) -> None:
         self._store = store
         self._models = models
         self._promises = promises
+        self._workers = workers
         self._wake = wake
         self._max_held_bytes = max_held_bytes
         self._under_way: dict[tuple[str, int], asyncio.Task[OperationRecord]] = {}
@@ -61,8 +62,8 @@ class Recorder:
         The same request again gets the id of the first; another with the same number is refused.
         """
         codec = KINDS[kind].codec
-        if len(body) > _DIGEST_IN_THREAD_BYTES:
-            digest = await asyncio.to_thread(codec.digest, request)
+        if len(body) > LARGE_PASS_BYTES:
+            digest = await self._workers.run(owner, codec.digest, request)
         else:
             digest = codec.digest(request)
         operation = OperationRecord(

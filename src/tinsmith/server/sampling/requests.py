@@ -46,6 +46,9 @@ REQUEST_PREFIX = "sample-"
 JOURNAL = "samples.journal"
 """The file in the data folder with the samples that clients were promised."""
 
+_MANY_SEQUENCES = 256
+"""A response with so many takes milliseconds to encode."""
+
 
 @dataclass(slots=True, eq=False)
 class _Running:
@@ -268,7 +271,7 @@ class Sampling:
                 if isinstance(event, Failure):
                     return Outcome(error=event.message, category=event.category)
                 if isinstance(event, SampleResponse):
-                    return Outcome(result_type="sample", body=proto.encode_sample(event))
+                    return Outcome(result_type="sample", body=await _encoded(event))
         raise EngineError("the engine gave no result")
 
     def _end(self, running: _Running, outcome: Outcome) -> None:
@@ -298,6 +301,12 @@ class Sampling:
             self._usage.count(sampler.owner, sampler.base_model, sampler.session_id, kind, amount)
         self._metrics.count("sampled_tokens", sampled)
         self._metrics.count("prefilled_tokens", job.prompt.length - cached)
+
+
+async def _encoded(response: SampleResponse) -> bytes:
+    if len(response.sequences) < _MANY_SEQUENCES:
+        return proto.encode_sample(response)
+    return await asyncio.to_thread(proto.encode_sample, response)
 
 
 async def _cancel(engine: Engine, job_id: str) -> None:

@@ -65,14 +65,14 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences that have no row yet, or whose prompt is being read."""
         prefills = [*self._waiting, *self.prefilling]
-        return len(self._parked) + sum(len(prefill.sequences) for prefill in prefills)
+        return len(self._parked) + sum(prefill.num_sequences for prefill in prefills)
 
     @property
     def cache_bytes(self) -> int:
         return self._cache.nbytes
 
     def submit(self, request: Request) -> None:
-        self._waiting.append(Prefill(request, request.sequences))
+        self._waiting.append(Prefill(request))
 
     def schedule(self) -> None:
         """Settle who takes part in the next step."""
@@ -102,7 +102,7 @@ class Scheduler:
             if self._is_worth_waiting(prefill):
                 held_back.append(prefill)
             elif self._try_start(prefill):
-                admitted[scope] += len(prefill.sequences)
+                admitted[scope] += prefill.num_sequences
             else:
                 scopes.discard(scope)
             scopes &= set(self._waiting.scopes)
@@ -114,7 +114,7 @@ class Scheduler:
         admitted = Counter(sequence.request.scope for sequence in self.running)
         admitted.update(sequence.request.scope for sequence in self._parked)
         for prefill in self.prefilling:
-            admitted[prefill.request.scope] += len(prefill.sequences)
+            admitted[prefill.request.scope] += prefill.num_sequences
         return admitted
 
     def _is_worth_waiting(self, prefill: Prefill) -> bool:
@@ -134,7 +134,7 @@ class Scheduler:
 
     def _try_start(self, prefill: Prefill) -> bool:
         """Start a prefill; one for which there is no room goes back to the head of its lane."""
-        num_slots = min(len(prefill.sequences), _SLOTS_AHEAD)
+        num_slots = min(prefill.num_sequences, _SLOTS_AHEAD)
         needed = self._cache.bytes_for_span(len(prefill.tokens), num_slots)
         has_failed, has_started = True, False
         with self._failing(prefill.request):
@@ -280,7 +280,7 @@ class Scheduler:
         """Whether a sequence shares its prompt with its siblings, and what its slot must hold."""
         span = sequence.prompt_span
         assert span is not None
-        shares = len(sequence.request.sequences) > 1 and not self._is_deterministic
+        shares = sequence.request.job.num_samples > 1 and not self._is_deterministic
         shares = shares and span.num_tokens == len(sequence.request.prompt)
         num_tokens = 0 if shares else span.num_tokens
         if self._is_deterministic:
@@ -353,7 +353,7 @@ class Scheduler:
 
     def _requeue(self, sequence: Sequence) -> None:
         self._vacate(sequence)
-        self._waiting.append_left(Prefill(sequence.request, [sequence]))
+        self._waiting.append_left(Prefill(sequence.request, sequence))
 
     # Leaving
 
@@ -368,7 +368,7 @@ class Scheduler:
         for prefill in [p for p in self.prefilling if p.request is request]:
             self.prefilling.remove(prefill)
             self._abandon(prefill)
-        for sequence in request.sequences:
+        for sequence in request.sequences if request.has_sequences else ():
             self._vacate(sequence, wipe=wipe)
         self._parked.keep(lambda sequence: sequence.request is not request)
         self.running = [s for s in self.running if s.request is not request]

@@ -60,15 +60,29 @@ class Request:
         is_plain = params.temperature == 0 or not (is_cut or is_small)
         self.draws_whole = job.topk_sample_logprobs <= 0 and is_plain
         """Whether each token is drawn from the whole distribution and nothing more is asked."""
-        prompt = self.prompt.tolist()
-        self.sequences = [
-            Sequence(self, index, StopWatch(self.rule, detokenize, prompt))
-            for index in range(job.num_samples)
-        ]
+        self._detokenize = detokenize
+        self._sequences: list[Sequence] = []
 
     @property
     def scope(self) -> str:
         return self.job.scope
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether its sequences were needed so far."""
+        return bool(self._sequences)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Made when they are first needed: a request may ask for thousands, and wait for long
+        among thousands of others."""
+        if not self._sequences:
+            prompt = self.prompt.tolist()
+            self._sequences = [
+                Sequence(self, index, StopWatch(self.rule, self._detokenize, prompt))
+                for index in range(self.job.num_samples)
+            ]
+        return self._sequences
 
     @property
     def is_finished(self) -> bool:
@@ -146,18 +160,26 @@ class Prefill:
     its prompt and what it had sampled.
     """
 
-    def __init__(self, request: Request, sequences: list[Sequence]) -> None:
+    def __init__(self, request: Request, resumed: Sequence | None = None) -> None:
+        """`resumed` is the sequence that had to give way."""
         self.request = request
-        self.sequences = sequences
-        self.is_fresh = not any(sequence.tokens for sequence in sequences)
+        self._resumed = resumed
         self.tokens = request.prompt
-        if not self.is_fresh:
-            (sequence,) = sequences
-            sampled = np.array(sequence.tokens, dtype=request.prompt.dtype)
+        self.is_fresh = resumed is None or not resumed.tokens
+        if resumed is not None:
+            sampled = np.array(resumed.tokens, dtype=request.prompt.dtype)
             self.tokens = np.concatenate([request.prompt, sampled])
         self.first_token = int(self.tokens[0])
         self.span: Span | None = None
         self.num_done = 0
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self.request.sequences if self._resumed is None else [self._resumed]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.request.job.num_samples if self._resumed is None else 1
 
     @property
     def num_left(self) -> int:
