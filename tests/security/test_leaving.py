@@ -84,7 +84,7 @@ async def test_an_openai_client_that_leaves_frees_its_place(
     await server.until(lambda: engine.running_samples >= 1)
     visitor.leave()
     await server.until(lambda: not engine.running_samples, seconds=2)
-    await asyncio.wait_for(visitor.task, 2)
+    await asyncio.wait_for(visitor.task, 10)
     assert server.service.sampling.num_streams == 0
     assert server.service.admission.requests.total == 0
 
@@ -111,10 +111,10 @@ async def test_samples_for_openai_clients_count_among_those_under_way(
     await server.until(lambda: server.service.sampling.num_streams == 2)
     late = Visitor(server, "/oai/api/v1/completions")
     late.give(orjson.dumps(body))
-    await asyncio.wait_for(late.task, 2)
+    await asyncio.wait_for(late.task, 10)
     assert late.status == 429
     visitor.leave()
-    await asyncio.wait_for(visitor.task, 2)
+    await asyncio.wait_for(visitor.task, 10)
 
 
 async def _slow_promise(api: Api) -> str:
@@ -136,7 +136,7 @@ async def test_a_poll_whose_client_left_is_not_held(start_server: StartServer) -
     assert promise is not None
     await server.until(lambda: len(promise.waiters) == 1)
     visitor.leave()
-    await asyncio.wait_for(visitor.task, 2)
+    await asyncio.wait_for(visitor.task, 10)
     assert not promise.waiters
 
 
@@ -151,7 +151,7 @@ async def test_a_large_body_gives_its_memory_back_however_it_ends(
     first.give(bytes(2**20), is_last=False)
     await server.until(lambda: admission.body_bytes.total == size)
     second = Visitor(server, path, **announced)
-    await asyncio.wait_for(second.task, 2)
+    await asyncio.wait_for(second.task, 10)
     assert second.status == 429, "one owner has at most half"
     other = Visitor(server, path, **announced, x_api_key=(await server.other_user()).key)
     other.give(bytes(size))
@@ -159,7 +159,7 @@ async def test_a_large_body_gives_its_memory_back_however_it_ends(
     assert other.status == 400, "another owner has room; the body is nonsense"
     assert admission.body_bytes.total == size
     first.leave()
-    await asyncio.wait_for(first.task, 2)
+    await asyncio.wait_for(first.task, 10)
     assert admission.body_bytes.total == 0
 
 
@@ -169,7 +169,7 @@ async def test_a_body_without_a_length_is_counted_as_it_comes(start_server: Star
     visitor.give(bytes(3 * 2**20), is_last=False)
     await server.until(lambda: server.service.admission.body_bytes.total == 3 * 2**20)
     visitor.give(bytes(3 * 2**20), is_last=False)
-    await asyncio.wait_for(visitor.task, 2)
+    await asyncio.wait_for(visitor.task, 10)
     assert visitor.status == 429
     assert server.service.admission.body_bytes.total == 0
 
@@ -180,7 +180,7 @@ async def test_who_falls_silent_in_the_middle_of_a_body_is_not_waited_for(
     server = await start_server(body_patience_seconds=0.2)
     visitor = Visitor(server, "/api/v1/optim_step")
     visitor.give(b"{", is_last=False)
-    await asyncio.wait_for(visitor.task, 2)
+    await asyncio.wait_for(visitor.task, 10)
     assert visitor.status == 400
 
 
@@ -197,7 +197,7 @@ async def test_beyond_the_limit_requests_are_told_to_wait(start_server: StartSer
     assert response.status_code == 404
     for visitor in held:
         visitor.leave()
-        await asyncio.wait_for(visitor.task, 2)
+        await asyncio.wait_for(visitor.task, 10)
     assert server.service.admission.requests.total == 0
     assert (await server.api.get("/sessions")).status_code == 200
 
@@ -237,7 +237,7 @@ async def test_who_has_much_under_way_is_refused_while_the_loop_is_behind(
     assert (await server.api.get("/sessions")).status_code == 200
     for visitor in held:
         visitor.leave()
-        await asyncio.wait_for(visitor.task, 2)
+        await asyncio.wait_for(visitor.task, 10)
 
 
 @pytest.fixture

@@ -119,5 +119,5 @@ def test_a_browser_elsewhere_gets_no_permission_to_ask(served: Any) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request)
     with caught.value as answer:
-        assert answer.code == 405
+        assert answer.code == 403
         assert not [name for name in answer.headers if name.lower().startswith("access-control-")]
