@@ -9,7 +9,7 @@ there is how often keys and values are read, so the samples of one prompt attend
 two partial results are then weighed by the probability each part holds.
 
 Shapes: N rows of the step, B sequences in a slab, H query heads, K key/value heads, G = H / K,
-D head size, T tokens of a chunk or span.
+D head size, T tokens of a chunk or span, R slots of a slab, C its capacity in tokens.
 """
 
 from __future__ import annotations
@@ -93,10 +93,13 @@ class CachedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         spec = self._layers[layer]
+        # Only prefill, on CUDA.
         if self._packed is not None:
             return self._packed.attend(layer, spec, q, k, v)
+        # Only decode, in the order of one slab: no rows to pick.
         if self._is_whole:
             return self._running[0].attend(layer, spec, q, k, v)
+        # Mixed: each part takes its rows of (N, H, D).
         out = torch.empty_like(q)
         for prompt in self._prompts:
             rows = prompt.rows
@@ -132,6 +135,7 @@ class _PackedPrompts:
     def attend(self, layer: int, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from tinsmith.engine.local.kernels.decode_attention import write
 
+        # KV cache first: k and v (N, K, D) go to their spans.
         write(k, v, self._places, layer)
         if self._later is None:
             return self._attention(layer, q, k, v)
@@ -166,6 +170,7 @@ class _LaterRows:
                 out[part.rows] = part.attend(layer, spec, q[part.rows])
             return
         ends = list(zip(self._spans, self._stops, strict=True))
+        # Pack what the spans hold: (K, T, D) each to (sum of T, K, D).
         keys = torch.cat([span.keys[layer, :, :stop].transpose(0, 1) for span, stop in ends])
         values = torch.cat([span.values[layer, :, :stop].transpose(0, 1) for span, stop in ends])
         out[self._rows] = packed_attention(
@@ -209,6 +214,7 @@ class _PromptRows:
             # No fused kernel takes both a mask and grouped heads.
             keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
             group = 1
+        # (T, H, D) to (1, H, T, D), over keys and values (1, K, keys, D).
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             keys[None],
@@ -225,12 +231,15 @@ class _PromptRows:
     ) -> Tensor:
         num_tokens, num_heads, head_dim = q.shape
         kv_heads = len(keys)
+        # (T, H, D) to (K, G, T, D) to (K, G · T, D).
         grouped = q.view(num_tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         grouped = grouped.reshape(kv_heads, -1, head_dim)
+        # (K, G, T, keys).
         scores = _scores(grouped, keys, spec, None).view(kv_heads, -1, num_tokens, keys.shape[1])
         scores += self._mask(first, spec.window)
         weights = torch.softmax(scores, dim=-1).to(values.dtype)
         out = torch.bmm(weights.view(kv_heads, -1, keys.shape[1]), values)
+        # (K, G · T, D) back to (T, H, D).
         out = out.view(kv_heads, -1, num_tokens, head_dim).permute(2, 0, 1, 3)
         return out.reshape(num_tokens, num_heads, head_dim)
 
@@ -274,13 +283,16 @@ class _RunningRows:
         """q (B, H, D), k and v (B, K, D) to (B, H, D)."""
         count, num_heads, head_dim = q.shape
         kv_heads = self._num_kv_heads
+        # 1. KV cache: k and v (B, K, D) go behind the slots' tokens, (R, K, C, D).
         all_keys, all_values = self._slab.keys[layer], self._slab.values[layer]
         all_keys.view(-1, head_dim).index_copy_(0, self._places, k.reshape(-1, head_dim))
         all_values.view(-1, head_dim).index_copy_(0, self._places, v.reshape(-1, head_dim))
+        # 2. Each slot's own tokens: q to (B · K, G, D), over keys (B · K, longest, D).
         keys = all_keys[self._slots, :, : self._longest].flatten(0, 1)
         values = all_values[self._slots, :, : self._longest].flatten(0, 1)
         grouped = q.reshape(count * kv_heads, -1, head_dim)
         out, mass = _attend(grouped, keys, values, spec, self._bias(spec.window))
+        # 3. Shared prompts, blended by mass: (B, K, G).
         if self._prompts:
             mass = mass.view(count, kv_heads, -1)
             out = out.view(count, kv_heads, -1, head_dim)
@@ -336,6 +348,7 @@ class _SharedRows:
         keys, values = self._span.keys[layer], self._span.values[layer]
         kv_heads, num_tokens, head_dim = keys.shape
         count = len(self._members)
+        # (members, K, G, D) to (K, members · G, D): one product for all samples of the prompt.
         grouped = q[self._members].transpose(0, 1).reshape(kv_heads, -1, head_dim)
         bias = None
         if spec.window is not None and self._last >= spec.window:
@@ -344,8 +357,10 @@ class _SharedRows:
             bias = torch.where(is_hidden, _MASKED, 0.0)
             bias = bias.repeat_interleave(grouped.shape[1] // count, 0)[None]
         out, mass = _attend(grouped, keys, values, spec, bias)
+        # Back to (members, K, G) and (members, K, G, D).
         mass = mass.view(kv_heads, count, -1).transpose(0, 1)
         out = out.view(kv_heads, count, -1, head_dim).transpose(0, 1)
+        # The prompt's share of the probability: exp(mass) / (exp(mass) + exp(own_mass)).
         share = torch.sigmoid(mass - own_mass[self._members])[..., None]
         own[self._members] = torch.lerp(own[self._members].float(), out.float(), share).to(
             own.dtype

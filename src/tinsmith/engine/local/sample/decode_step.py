@@ -100,20 +100,24 @@ class DecodeStep:
         self._adapters.forget(adapter)
 
     def _run(self, rows: list[Sequence]) -> list[NextToken]:
+        # 1. Describe the step: rows, KV cache addresses and adapters go to the GPU in one copy.
         tiles = self._adapters.tiles(rows)
         self._table.fill(rows, tiles.tiles)
         shape = self._shape(len(rows), len(tiles.tiles), tiles.max_rank, tiles.is_aligned)
+        # 2. Forward pass and drawing. Rows beyond len(rows) are padding.
         output = self._replay(shape) if self._use_graphs else self._forward(shape)
         drawn = output.drawn.cpu().numpy()
         for sequence in rows:
             assert sequence.slot is not None
             sequence.slot.num_tokens += 1
+        # 3. One token per row, drawn on the GPU from the whole distribution.
         tokens, logprobs = drawn[0].astype(int).tolist(), drawn[1].tolist()
         is_finite = (drawn[2] != 0).tolist()
         found = [
             NextToken(sequence, tokens[row], logprobs[row], None, is_finite[row])
             for row, sequence in enumerate(rows)
         ]
+        # 4. Rows with top-k, top-p or top log-probabilities choose again from their logits.
         others = [row for row, sequence in enumerate(rows) if not sequence.request.draws_whole]
         if others:
             logits = output.logits[torch.tensor(others, device=output.logits.device)]
@@ -158,6 +162,7 @@ class DecodeStep:
         places = self._table.places[:, :count]
         positions = self._table.positions[:count]
         rotations = {rope: self._rotation(rope, positions) for rope in self._frequencies}
+        # Embedding: tokens (B,) to the residual stream x (B, hidden).
         x = F.embedding(self._table.tokens[:count], decoder.embedding)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
@@ -165,23 +170,29 @@ class DecodeStep:
         for index, layer in enumerate(decoder.layers):
             spec = config.layers[index]
             assert spec.rope is not None, "our own decoder rotates"
+            # Attention: add the last block's y to x, normalize, project to (B, (H + 2K) · D).
             z = add_rms_norm(x, y, layer.input_norm, config.norm_eps)
             z = self._product(z, layer.qkv, index, "qkv", shape)
+            # Rotate queries and keys, append keys and values to the KV cache, attend: (B, H · D).
             rotation = rotations[spec.rope]
             prepare(z, places, rotation, layer.head_norms, config.norm_eps, index, self._heads)
             z = attend(z, places, spec, index, self._heads)
+            # Output projection: back to (B, hidden).
             y = self._product(z, layer.o, index, "o", shape)
             if layer.post_attention_norm is not None:
                 y = rms_norm(y, layer.post_attention_norm, config.norm_eps)
+            # MLP: (B, hidden) to gate and up (B, 2 · inner), to (B, inner), to (B, hidden).
             z = add_rms_norm(x, y, layer.mlp_norm, config.norm_eps)
             z = swiglu(self._product(z, layer.gate_up, index, "gate_up", shape), config.activation)
             y = self._product(z, layer.down, index, "down", shape)
             if layer.post_mlp_norm is not None:
                 y = rms_norm(y, layer.post_mlp_norm, config.norm_eps)
+        # Unembedding: (B, hidden) to logits (B, V).
         z = add_rms_norm(x, y, decoder.final_norm, config.norm_eps)
         logits = self._product(z, decoder.head, None, "lm_head", shape).float()
         if config.final_softcap is not None:
             logits = torch.tanh(logits / config.final_softcap) * config.final_softcap
+        # Draw a token per row: (3, B).
         temperatures, numbers = self._table.temperatures[:count], self._table.uniforms[:count]
         return StepOutput(logits, torch.stack(draw_rows(logits, temperatures, numbers)))
 
@@ -198,6 +209,7 @@ class DecodeStep:
             shape.max_rank,
             shape.is_aligned,
         )
+        # LoRA: shrink x to the rank beside the base product, then expand onto its result.
         inner = adapters.new_inner(x, projection)
         with self._beside():
             adapters.shrink(inner, x, index, projection)

@@ -3,6 +3,8 @@
 Everything that differs between steps is written into one pinned buffer and copied over at once:
 tokens, positions, where keys and values lie, which rows an adapter has, how tokens are drawn.
 Kernels and captured graphs read it where it always lies.
+
+Shapes: L layers, R slots of a slab, K key/value heads, C capacity in tokens, D head size.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class StepTable:
         self._host = torch.zeros(num_fields, max_rows, dtype=torch.int64, pin_memory=pin)
         self._device = torch.zeros(num_fields, max_rows, dtype=torch.int64, device=device)
         self._numbers = self._host.numpy()
+        # A field per row of the buffer, a sequence per column; floats are stored by their bits.
         self.tokens, self.positions = self._device[:2]
         self.temperatures, self.uniforms = self._device[2:4].view(torch.float64)
         self.places = self._device[4 : 4 + NUM_PLACE_FIELDS]
@@ -48,8 +51,10 @@ class StepTable:
         own = np.array([places.of(sequence) for sequence in rows], dtype=np.int64).T
         shared = np.array([places.of_prompt(sequence) for sequence in rows], dtype=np.int64).T
         numbers[:] = 0
+        # The token to read, and its position: behind the shared prompt and the slot's tokens.
         numbers[0, :count] = [sequence.tokens[-1] for sequence in rows]
         numbers[1, :count] = own[4] + shared[4]
+        # How the next token is drawn.
         drawn = numbers[2:4].view(np.float64)
         drawn[0, :count] = [sequence.request.job.params.temperature for sequence in rows]
         drawn[1, :count] = uniforms(
@@ -57,6 +62,7 @@ class StepTable:
             np.array([sequence.index for sequence in rows]),
             np.array([len(sequence.tokens) for sequence in rows]),
         )
+        # Where the KV cache lies: the sequence's slot, then the prompt it shares.
         numbers[4:9, :count] = own
         numbers[9:14, :count] = shared
         if tiles:
@@ -78,6 +84,7 @@ class _Places:
         slab = slot.slab
         if slab not in self._slabs:
             keys, values = slab.keys, slab.values
+            # Keys of a slab: (L, R, K, C, D).
             layer, row, head = keys.stride()[:3]
             first = (keys.data_ptr(), values.data_ptr(), row * keys.element_size())
             self._slabs[slab] = (*first, layer, head)
@@ -90,6 +97,7 @@ class _Places:
         if span is None:
             return 0, 0, 0, 0, 0
         if span not in self._spans:
+            # Keys of a span: (L, K, C, D).
             layer, head = span.keys.stride()[:2]
             addresses = (span.keys.data_ptr(), span.values.data_ptr())
             self._spans[span] = (*addresses, layer, head, span.num_tokens)
@@ -148,6 +156,7 @@ class AdapterTable:
         used = {adapter for adapter in adapters if adapter is not None}
         residents = {adapter: self._resident_of(adapter, used) for adapter in used}
         tiles: list[tuple[int, int, int]] = []
+        # Cut each adapter's run of rows into tiles: (first row, rows, adapter's slot).
         start = 0
         for row in range(1, len(rows) + 1):
             if row < len(rows) and adapters[row] is adapters[start]:

@@ -52,6 +52,7 @@ class MixedStep:
         row = 0
         for adapter, own_chunks, own_running in _by_adapter(chunks, running):
             start = row
+            # Prefill: a row for each token of the chunk.
             for chunk in own_chunks:
                 prefill = chunk.prefill
                 stop = prefill.num_done + chunk.num_tokens
@@ -59,12 +60,14 @@ class MixedStep:
                 tokens.append(prefill.tokens[prefill.num_done : stop])
                 positions.append(np.arange(prefill.num_done, stop))
                 row += chunk.num_tokens
+            # Decode: one row per sequence, for the token that was drawn last.
             for sequence in own_running:
                 self._row_of[sequence] = row
                 row += 1
             tokens.append(np.array([s.tokens[-1] for s in own_running], dtype=np.int64))
             positions.append(np.array([s.num_past for s in own_running], dtype=np.int64))
             runs.append((start, row, adapter))
+        # (N,) each: tokens and positions of all rows.
         self._tokens = np.concatenate(tokens).astype(np.int64)
         self._positions = np.concatenate(positions)
         self._segments = AdapterSegments(runs)
@@ -81,6 +84,7 @@ class MixedStep:
         attention = CachedAttention(
             self._decoder.config, device, self._prompt_chunks(), self._slab_rows()
         )
+        # (N,) to (N, hidden); attention writes the KV cache and reads it.
         self._hidden = self._decoder.hidden(
             torch.from_numpy(self._tokens).to(device),
             torch.from_numpy(self._positions).to(device),
@@ -106,6 +110,7 @@ class MixedStep:
 
     def next_tokens(self) -> Iterator[NextToken]:
         """The choices for all sequences whose next token this step decides."""
+        # Decode rows, and the last row of each prompt whose prefill is complete.
         deciding = [(row, [sequence]) for sequence, row in self._row_of.items()]
         deciding += [
             (rows.stop - 1, prefill.sequences)
@@ -125,6 +130,7 @@ class MixedStep:
     def _logits(self, rows: np.ndarray) -> Tensor:
         assert self._hidden is not None
         index = torch.from_numpy(rows).to(self._hidden.device)
+        # (R, hidden) to (R, V).
         return self._decoder.unembed(self._hidden[index], self._segments.gather(rows))
 
     def _prompt_chunks(self) -> list[PromptChunk]:
