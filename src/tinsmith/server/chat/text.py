@@ -80,7 +80,7 @@ class TextModels:
         if base.name not in self._models:
             folder = base.tokenizer_folder
             if folder is None or not (folder / "tokenizer.json").exists():
-                raise ValidationError(f"{base.name} has no tokenizer here", "model")
+                raise ValidationError(f"this server has no tokenizer of {base.name}", "model")
             self._models[base.name] = TextModel(base.name, folder)
         return self._models[base.name]
 

@@ -149,7 +149,7 @@ def _take_memory(service: Service, request: Request, wanted: int) -> None:
     if wanted <= held:
         return
     if not service.admission.body_bytes.take(request.scope[OWNER], wanted - held):
-        raise Refusal(429, "too many bytes of yours are under way; send this again", WAIT)
+        raise Refusal(429, "your requests under way hold too many bytes; send this again", WAIT)
     request.scope[_BODY_BYTES] = wanted
 
 

@@ -117,7 +117,7 @@ def _authorised(
         if not row.is_counted:
             return await handle(service, caller, request)
         if is_too_fast or not service.admission.enter(caller.owner):
-            raise Refusal(429, "too many requests of yours are under way; send it again", WAIT)
+            raise Refusal(429, "too many of your requests are under way; send this one again", WAIT)
         try:
             return await handle(service, caller, request)
         finally:

@@ -169,7 +169,7 @@ class Recorder:
         recorded = await self._store.log.find(operation.model_id, operation.seq_id)
         if recorded is None:
             raise ValidationError(
-                f"operation {operation.seq_id} came after the others had given up waiting for it",
+                f"operation {operation.seq_id} came too late: later ones no longer wait for it",
                 "seq_id",
             )
         return recorded

@@ -104,7 +104,7 @@ async def _sampled(
 ) -> Outcome | None:
     promise = service.sampling.promises.get(request_id)
     if promise is None or promise.owner != caller.owner:
-        raise Refusal(410, f"the result of {request_id[:80]} is no longer here; send it again")
+        raise Refusal(410, f"the result of {request_id[:80]} has expired; send the request again")
     outcome = await _held(service, service.sampling.promises, promise, request)
     if outcome is not None:
         service.sampling.promises.mark_retrieved(promise, time.time())

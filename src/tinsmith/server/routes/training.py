@@ -50,7 +50,7 @@ async def create_model(service: Service, caller: Caller, request: Request) -> Un
     session = await active_session(service, caller, message.session_id)
     await check_base_model(service, message.base_model)
     if message.lora_config is None:
-        raise ValidationError("only LoRA training is served; this is needed", "lora_config")
+        raise ValidationError("only LoRA training is served; give this field", "lora_config")
     check_optimizer(message.optimizer_config)
     max_rank = (await service.capabilities()).max_lora_rank
     if not 1 <= message.lora_config.rank <= max_rank:

@@ -64,7 +64,7 @@ async def _save(
         check_ttl(wanted.ttl_seconds)
         if isinstance(wanted, SaveWeightsExternalRequest) and wanted.age_encryption_recipients:
             raise ValidationError(
-                "this server does not encrypt exports; leave this away",
+                "this server does not encrypt exports; omit this field",
                 "age_encryption_recipients",
             )
         try:

@@ -52,7 +52,7 @@ class BaseModels:
     def __init__(self, config: LocalEngineConfig, progress: Progress = no_progress) -> None:
         if config.pack_weights and config.deterministic:
             raise EngineError(
-                "pack_weights cannot be had in deterministic mode: leave one of them out"
+                "pack_weights does not work in deterministic mode; turn one of them off"
             )
         self._config = config
         self._progress = progress
