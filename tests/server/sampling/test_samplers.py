@@ -58,15 +58,17 @@ async def test_another_owner_gets_a_place_while_one_keeps_all_places_busy(
 ) -> None:
     server = await start_server(max_loaded_samplers=2, fake_token_seconds=0.005)
     api, model = server.api, await server.api.model()
-    samplers = [await freeze(api, model, seq_id) for seq_id in range(1, 5)]
+    samplers = [await freeze(api, model, seq_id) for seq_id in range(1, 3)]
     other = await server.other_user()
     others_sampler = await sampler_of_checkpoint(other)
 
-    async def keep_busy(sampler: str) -> None:
+    async def keep_busy(sampler: str, index: int) -> None:
+        """Beside others who began a little earlier or later, so that no sampler is ever idle."""
+        await asyncio.sleep(0.007 * index)
         for number in range(1000):
-            await api.sample(sampler, number)
+            await api.sample(sampler, 1000 * index + number)
 
-    busy = [asyncio.create_task(keep_busy(sampler)) for sampler in samplers for _ in range(2)]
+    busy = [asyncio.create_task(keep_busy(s, index)) for s in samplers for index in range(5)]
     await asyncio.sleep(0.1)
     async with asyncio.timeout(10):
         await other.sample(others_sampler)
