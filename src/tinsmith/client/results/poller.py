@@ -1,4 +1,4 @@
-"""One long poll for all of a sampler's requests, instead of one for each.
+"""One long poll for all requests of a sampling session, instead of one for each.
 
 Where the service offers it, waiting for thousands of samples costs one open request. The poller
 learns which have finished; whoever waits then fetches its own result.
@@ -39,7 +39,7 @@ Completion = FutureFinished | FutureFailed
 
 
 class CompletionPoller:
-    """Long-polls one sampler's completions. Runs on the I/O loop."""
+    """Long-polls the completions of one sampling session. Runs on the I/O loop."""
 
     def __init__(
         self,

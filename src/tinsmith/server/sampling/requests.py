@@ -60,7 +60,7 @@ class _Running:
 
     @property
     def client(self) -> tuple[str, int]:
-        """The sampler, and which of its clients has sent this."""
+        """The sampling session, and which of its clients has sent this."""
         sampler_id, seq_id = self.key
         return sampler_id, max(0, seq_id) // CLONE_BLOCK
 
