@@ -151,7 +151,7 @@ class Attacker(Client):
 
     async def big_json(self) -> None:
         """As many numbers as one request may have."""
-        chunks = [{"type": "encoded_text", "tokens": list(range(1, 1001))}] * 2000
+        chunks = [{"type": "encoded_text", "tokens": list(range(1, 1001))}] * 1300
         body = sample_body(self._sampler_id, 1) | {"prompt": {"chunks": chunks}}
         await self._repeat("/asample", orjson.dumps(body), at_once=4)
 

@@ -9,11 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "explanation" / "sharing.md"
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in PAGE.read_text().splitlines()
-    if line.startswith("| ") and not line.startswith("| resource ")
-]
+TABLE = PAGE.read_text().partition("| resource ")[2].partition("\n\n")[0]
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE.splitlines()[2:]]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,7 +18,9 @@ from tinsmith.server.futures import Outcome
 from tinsmith.server.store.records import OperationRecord
 from tinsmith.server.traces import session_trace
 from tinsmith.types import (
+    Datum,
     ForwardBackwardOutput,
+    ModelInput,
     SampledSequence,
     SampleResponse,
     TensorData,
@@ -78,6 +81,24 @@ async def test_a_large_result_as_json_leaves_the_loop_free(
         response = await server.api.retrieve("large", headers={"accept": "application/json"})
     assert response.status_code == 200 and len(response.content) > 5_000_000
     assert max(late) < MAX_STRETCH_SECONDS
+
+
+async def test_a_pass_of_some_datums_is_decoded_in_its_owners_turn(server: TestServer) -> None:
+    model_id = await server.api.model()
+    datum = Datum(
+        model_input=ModelInput.from_ints(range(1, 65)),
+        loss_fn_inputs={"target_tokens": list(range(2, 66)), "weights": [1.0] * 64},
+    )
+    release = threading.Event()
+    others = asyncio.create_task(server.service.workers.run("other", release.wait, 10))
+    sent = asyncio.create_task(server.api.send_pass(model_id, 1, *[datum] * 32))
+    try:
+        await asyncio.wait([sent], timeout=0.3)
+        assert not sent.done(), "decoded on the event loop"
+    finally:
+        release.set()
+    await others
+    await server.api.output(await sent)
 
 
 def test_the_ids_of_thousands_of_samples_are_written_in_one_look() -> None:
