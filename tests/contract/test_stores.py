@@ -516,6 +516,7 @@ def _disconnect_everybody(url: str) -> None:
         )
 
 
+@pytest.mark.slow
 async def test_a_lost_connection_is_replaced_and_the_lock_is_taken_again(
     postgres_url: str, tmp_path: Path
 ) -> None:
