@@ -4,6 +4,7 @@ refused is waited for."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -219,6 +220,18 @@ def test_a_gap_is_over_when_it_has_been_watched_for_long_enough() -> None:
         clock[0] += 1.0
         ends.append(bool(watch.over([model])))
     assert ends == [False] * 9 + [True] * 3
+
+
+def test_a_gap_that_begins_as_another_ends_is_waited_for_anew() -> None:
+    clock = [0.0]
+    watch, model = GapWatch(10.0, lambda: clock[0]), _waiting_model()
+    for _ in range(9):
+        clock[0] += 1.0
+        assert watch.over([model]) == []
+    model.queue.use_up(1)  # it came; and before the next look 2 has run, and 4 has come before 3
+    model.queue.put(operation_of(dataclasses.replace(model.queue.take().record, seq_id=4)))
+    clock[0] += 1.0
+    assert watch.over([model]) == []
 
 
 def test_time_in_which_the_server_did_not_run_keeps_nobody_waiting() -> None:

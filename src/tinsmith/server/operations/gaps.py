@@ -6,7 +6,6 @@ a server that was stopped, has not kept anybody waiting for a client that slept 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
 from tinsmith.server.operations.live_model import LiveModel
@@ -16,7 +15,7 @@ _MOST_AT_ONCE_SECONDS = 2.0
 
 
 class GapWatch:
-    def __init__(self, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, timeout_seconds: float, clock: Callable[[], float]) -> None:
         self._timeout_seconds = timeout_seconds
         self._clock = clock
         self._looked_at = clock()
@@ -31,5 +30,9 @@ class GapWatch:
     def _has_waited(self, model: LiveModel, elapsed: float) -> bool:
         is_idle = not model.is_busy and not model.num_recording
         is_waiting = is_idle and len(model.queue) > 0 and model.queue.head() is None
-        model.gap_seconds = model.gap_seconds + elapsed if is_waiting else 0.0
+        awaited = model.queue.next_seq_id if is_waiting else None
+        if awaited != model.awaited_seq_id:
+            # Another number: one gap may end and the next begin between two looks.
+            model.awaited_seq_id, model.gap_seconds = awaited, 0.0
+        model.gap_seconds += elapsed
         return is_waiting and model.gap_seconds >= self._timeout_seconds

@@ -34,8 +34,10 @@ class LiveModel:
     wants_snapshot: bool = False
     """Whether a snapshot is due whatever the policy says, because the newest one was damaged."""
     wants_unload: bool = False
+    awaited_seq_id: int | None = None
+    """The number that its operations wait for; None while they need not."""
     gap_seconds: float = 0.0
-    """How long its operations have waited for a number that has not arrived."""
+    """How long they have waited for it."""
     finishes: list[Finish] = field(default_factory=list)
     """Ends of operations that are not recorded yet, in order."""
     committing: asyncio.Task[None] | None = None

@@ -76,7 +76,7 @@ class Scheduler:
             config=config,
             free=self._free,
         )
-        self._gaps = GapWatch(config.gap_timeout_seconds)
+        self._gaps = GapWatch(config.gap_timeout_seconds, time.monotonic)
         self.housekeeping_seconds = 1.0
         self._wake = asyncio.Event()
         self._awake: dict[LiveModel, None] = {}
