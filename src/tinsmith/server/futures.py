@@ -39,7 +39,8 @@ class Promise:
     outcome: Outcome | None = None
     finished_at: float = 0.0
     retrieved_at: float | None = None
-    waiters: set[asyncio.Future[None]] = field(default_factory=set)
+    waiters: dict[asyncio.Future[None], None] = field(default_factory=dict)
+    """In the order in which they came."""
     waited_at: float = field(default_factory=time.monotonic)
     """When somebody last waited for it, or opened it, by the monotonic clock."""
 
@@ -115,7 +116,7 @@ class Promises:
         """The outcome, or None when it does not come in time, or once `leaving` is done."""
         if promise.outcome is None and not self._is_closing:
             waiter = asyncio.get_running_loop().create_future()
-            promise.waiters.add(waiter)
+            promise.waiters[waiter] = None
             if leaving is not None:
                 leaving.add_done_callback(lambda _: _wake([waiter]))
             try:
@@ -124,7 +125,7 @@ class Promises:
             except TimeoutError:
                 pass
             finally:
-                promise.waiters.discard(waiter)
+                promise.waiters.pop(waiter, None)
                 promise.waited_at = time.monotonic()
         return promise.outcome
 

@@ -25,7 +25,7 @@ from tinsmith.server.store.errors import (
 )
 from tinsmith.server.store.migrate import migrate
 from tinsmith.server.store.records import Page
-from tinsmith.server.store.writer import Writer
+from tinsmith.server.store.writer import OnCommit, Writer, Writes
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -55,13 +55,18 @@ def sqlite_url(file: Path) -> str:
 
 
 class Database:
-    def __init__(self, url: str, on_commit: Callable[[float, int], None]) -> None:
+    def __init__(
+        self,
+        url: str,
+        on_commit: OnCommit,
+        open_writer: Callable[[sa.Engine, OnCommit], Writes] = Writer,
+    ) -> None:
         self._engine = _create_engine(url)
         self.insert = sqlite.insert if self._engine.dialect.name == "sqlite" else postgresql.insert
         migrate(self._engine)
         self._put_new: dict[str, sa.Executable] = {}
         self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="store-reader")
-        self._writer = Writer(self._engine, on_commit)
+        self._writer = open_writer(self._engine, on_commit)
 
     async def keep_others_out(self) -> None:
         """A file's lock keeps other servers off a data folder; this keeps them off a Postgres

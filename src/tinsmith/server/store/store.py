@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import sqlalchemy as sa
+
 from tinsmith.server.store.account import Account
 from tinsmith.server.store.blobs import Blobs
 from tinsmith.server.store.checkpoints import Checkpoints
@@ -20,6 +22,7 @@ from tinsmith.server.store.models import Models
 from tinsmith.server.store.samplers import Samplers
 from tinsmith.server.store.sessions import Sessions
 from tinsmith.server.store.weights import Weights
+from tinsmith.server.store.writer import OnCommit, Writer, Writes
 
 
 class Store:
@@ -27,13 +30,14 @@ class Store:
         self,
         url: str,
         blob_folder: Path,
-        on_commit: Callable[[float, int], None] = lambda seconds, writes: None,
+        on_commit: OnCommit = lambda seconds, writes: None,
+        open_writer: Callable[[sa.Engine, OnCommit], Writes] = Writer,
     ) -> None:
         """Opens the database, creating or migrating its tables as needed. Blocks; call it once.
 
-        `on_commit` hears the seconds and the number of writes of every commit.
+        `open_writer` says how writes are carried out, where that is not by a thread of their own.
         """
-        self.database = Database(url, on_commit)
+        self.database = Database(url, on_commit, open_writer)
         blobs = Blobs(blob_folder, self.database.in_thread)
         self.identity = Identity(self.database)
         self.keys = Keys(self.database)

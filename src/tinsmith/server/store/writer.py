@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import sqlalchemy as sa
 
@@ -27,13 +27,24 @@ _MAX_WRITES_PER_COMMIT = 512
 Write = Callable[[sa.Connection], Any]
 Batch = list[tuple[Write, Future[Any]]]
 Done = list[tuple[Future[Any], Any]]
+OnCommit = Callable[[float, int], None]
+"""Hears the seconds and the number of writes of every commit."""
 
 _TROUBLE = (sa.exc.OperationalError, sa.exc.InterfaceError, sa.exc.PendingRollbackError)
 
 
+class Writes(Protocol):
+    """Where a database's writes go. `Writer` carries them out; a simulation, in its own time."""
+
+    def claim(self, claim: Write) -> None: ...
+
+    async def run(self, write: Callable[[sa.Connection], T]) -> T: ...
+
+    def close(self) -> None: ...
+
+
 class Writer:
-    def __init__(self, engine: sa.Engine, on_commit: Callable[[float, int], None]) -> None:
-        """`on_commit` hears the seconds and the number of writes of every commit."""
+    def __init__(self, engine: sa.Engine, on_commit: OnCommit) -> None:
         self._engine = engine
         self._on_commit = on_commit
         self._claim: Write | None = None
@@ -103,7 +114,7 @@ def commit(
     connection: sa.Connection,
     batch: Batch,
     prepare: Write,
-    on_commit: Callable[[float, int], None],
+    on_commit: OnCommit,
 ) -> None:
     """Carry out the writes of a batch in one transaction and answer each; raises when the
     transaction as a whole failed."""
