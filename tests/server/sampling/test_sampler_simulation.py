@@ -226,6 +226,7 @@ async def live(random: random.Random) -> None:
         await asyncio.gather(*people)
     await asyncio.sleep(60.0)
     await freeze(world, "last")  # the list is of the present engine only once it is used
+    await asyncio.sleep(60.0)  # whoever gave way for it has left the engine, then the list
     assert not world.faults, world.faults
     assert not world.engine.jobs, "jobs that nobody waits for are still in the engine"
     assert len(world.loaded) == len(world.engine.samplers) <= MAX_LOADED
