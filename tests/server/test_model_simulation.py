@@ -281,7 +281,7 @@ class Trainer:
         await self.carry_out(operations, lost=lost)
         if self.world.random.random() < 0.5:
             late = await self._submit(operations[lost])
-            assert late.status == 400 and b"given up" in late.body, late
+            assert late.status == 400 and b"too late" in late.body, late
 
     async def _refused(self) -> None:
         """A request that is not accepted uses up its number, and changes nothing."""
