@@ -177,7 +177,7 @@ async def test_a_gap_is_waited_for_and_then_fails_the_later_operations(
     assert "1, 2" in error and category == "user"
     # The numbers are used up now, also for a request that arrives late.
     late = await api.post_pass(model, 2, [_datum(DATA[0])])
-    assert late.status_code == 400 and "given up" in late.json()["detail"]
+    assert late.status_code == 400 and "too late" in late.json()["detail"]
     assert await api.loss(model, 4) > 0
 
 
