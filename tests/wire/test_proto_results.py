@@ -14,6 +14,7 @@ from tinker.proto.response_conv import (
     deserialize_sample_response,
 )
 
+from tests.wire.test_proto import names
 from tinsmith import types as ours
 from tinsmith.errors import ValidationError
 from tinsmith.types import TensorData, TopkLogprobs
@@ -52,7 +53,7 @@ output_specs = st.fixed_dictionaries(
         "lengths": st.lists(st.integers(0, 5), max_size=5),
         "widths": st.lists(st.integers(1, 3), min_size=5, max_size=5),
         "fields": st.sets(st.sampled_from(["logprobs", "elementwise_loss", "ids"]), max_size=3),
-        "metrics": st.dictionaries(st.text(max_size=6), st.floats(allow_nan=False), max_size=3),
+        "metrics": st.dictionaries(names, st.floats(allow_nan=False), max_size=3),
         "kind": st.sampled_from(["ArrayRecord", "TorchLossReturn"]),
     }
 )

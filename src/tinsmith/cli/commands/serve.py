@@ -11,7 +11,6 @@ import click
 
 from tinsmith.cli.output import Output, with_output
 from tinsmith.errors import TinkerError
-from tinsmith.transport.tokens import NO_KEY
 
 if TYPE_CHECKING:
     from tinsmith.engine.base import Capabilities
@@ -91,6 +90,8 @@ def command(
 
 def _announce(output: Output, config: ServerConfig, url: str, key: str | None) -> None:
     """The address and how to get in: a new key, where to make one, or that none is needed."""
+    from tinsmith.transport.tokens import NO_KEY
+
     if not config.auth:
         key = NO_KEY
     if output.is_json:
