@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -136,7 +137,10 @@ def record(sdk: str, tmp_path: Path) -> list[Any]:
     )
     requests = list(stub.requests)
     stub.close()
-    assert done.returncode == 0, (sdk, done.returncode, done.stderr[-3000:])
+    # The official package's threads now and then abort the interpreter as it ends, without a word:
+    # by then everything has been sent, and a failure of the program itself has a traceback.
+    has_ended = done.returncode == 0 or (done.returncode == -signal.SIGABRT and not done.stderr)
+    assert has_ended, (sdk, done.returncode, done.stderr[-3000:])
     return [comparable(request) for request in requests]
 
 
