@@ -20,18 +20,13 @@ from tinsmith.engine.base import CustomLoss, Pass, SampleJob
 from tinsmith.engine.loss_table import LossSpec, loss_named
 from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.types import Datum, LoraConfig, ModelInput, SamplingParams, TensorData
-from tinsmith.types.protocol import MAX_SAMPLES
-
-"""Continuations of one prompt in one request."""
+from tinsmith.types.protocol import MAX_SAMPLES, MAX_STOP_CHARACTERS
 
 MAX_TOPK = 1024
 """Likeliest tokens, or alternatives drawn, that may be asked for at each position."""
 
 MAX_STOP_STRINGS = 256
 """Texts that may stop a sequence; each is looked for at every token of every sample."""
-
-MAX_STOP_CHARACTERS = 1000
-"""Of each of these texts."""
 
 MAX_TARGETS = 2**24
 """Cells of a (positions, K) matrix of targets; the answer holds a number for each."""

@@ -11,12 +11,12 @@ from tinsmith.errors import ValidationError
 from tinsmith.server.chat.text import TextModel
 from tinsmith.types import SampledSequence, SamplingParams
 from tinsmith.types.convert import converter
+from tinsmith.types.protocol import MAX_STOP_CHARACTERS
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_CHOICES = 128
 _MAX_PROMPTS = 1024
 _MAX_STOPS = 64
-_MAX_STOP_CHARACTERS = 1000
 _MAX_TOP_LOGPROBS = 20
 
 _SHARED = {
@@ -113,9 +113,9 @@ def _ask(
 ) -> Ask:
     stop = _field("stop", str | list[str] | None, fields.get("stop"))
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > _MAX_STOPS or any(len(text) > _MAX_STOP_CHARACTERS for text in stops):
+    if len(stops) > _MAX_STOPS or any(len(text) > MAX_STOP_CHARACTERS for text in stops):
         raise ValidationError(
-            f"at most {_MAX_STOPS} texts of at most {_MAX_STOP_CHARACTERS} characters", "stop"
+            f"at most {_MAX_STOPS} texts of at most {MAX_STOP_CHARACTERS} characters", "stop"
         )
     n = _given(fields, "n", int, 1)
     if not 1 <= n <= _MAX_CHOICES:
