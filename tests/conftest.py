@@ -12,6 +12,7 @@ def _no_credentials_from_the_environment() -> None:
     for name in list(os.environ):
         if name.startswith(("TINKER_", "TINSMITH_")) and name != "TINSMITH_TEST_CACHE":
             del os.environ[name]
+    os.environ["TINSMITH_CREDENTIALS_FILE"] = os.devnull + "/none"  # theirs is not read either
 
 
 def pytest_configure() -> None:

@@ -14,9 +14,8 @@ def get_tinker_token() -> str | None:
 
     Runs nothing and contacts nobody.
     """
-    config = ClientConfig.from_env()
     try:
-        key = static_key(config)
+        key = static_key(ClientConfig.from_env())
         return None if key is None else StaticKey(key).key
     except (OSError, TinkerError):
         return None

@@ -42,10 +42,44 @@ def test_status_says_when_the_service_refuses(run: Run, official: Official) -> N
     assert run("auth", "status").stdout == official("auth", "status").out
 
 
-def test_whoami_needs_tokens_and_says_so(run: Run, official: Official) -> None:
-    ours, theirs = run("auth", "whoami"), official("auth", "whoami")
-    assert ours.exit_code == theirs.code
-    assert "Traceback" not in ours.output
+def test_whoami_works_with_a_plain_key(run_json: Any) -> None:
+    """The official command refuses: there it is read from tokens alone."""
+    assert run_json("auth", "whoami")["org_urn"].startswith("tml:organization:")
+
+
+def test_the_address_of_a_login_is_remembered(
+    run: Run, server: ServerProcess, tmp_path: Path
+) -> None:
+    nowhere = {
+        "TINSMITH_CREDENTIALS_FILE": str(tmp_path / "keys.json"),
+        "TINKER_API_KEY": "",
+        "TINKER_BASE_URL": "",
+    }
+    done = run("auth", "login", env=nowhere, stdin=f"{server.url}\n{server.key}\n")
+    assert done.exit_code == 0, done.output
+    assert f"Logged in to {server.url}" in done.stdout
+    listed = run("run", "list", env=nowhere)
+    assert listed.exit_code == 0, listed.output
+    assert f"Server: {server.url}" in run("auth", "status", env=nowhere).stderr
+    other = run("auth", "login", "http://127.0.0.1:1", env=nowhere, stdin="tml-x\n")
+    assert other.exit_code == 1 and "http://127.0.0.1:1" in other.stderr
+    assert "No key is stored" in run("auth", "logout", "http://127.0.0.1:1", env=nowhere).stderr
+    assert run("auth", "logout", env=nowhere).exit_code == 0
+    assert json.loads((tmp_path / "keys.json").read_text())["keys"] == {}
+
+
+def test_a_second_login_to_a_known_server_makes_it_the_one_in_use(
+    run: Run, server: ServerProcess, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.json"
+    env = {"TINSMITH_CREDENTIALS_FILE": str(file), "TINKER_API_KEY": "", "TINKER_BASE_URL": ""}
+    assert run("auth", "login", server.url, env=env, stdin=f"{server.key}\n").exit_code == 0
+    known = json.loads(file.read_text())
+    known["default"] = "http://10.0.0.7:8000"
+    file.write_text(json.dumps(known))
+    again = run("auth", "login", server.url, env=env)
+    assert again.exit_code == 0, again.output
+    assert json.loads(file.read_text())["default"] == server.url
 
 
 def test_keys_are_created_listed_and_revoked_beside_a_running_server(

@@ -10,7 +10,7 @@ import pytest
 from tests.support.scripted_server import Answer
 from tinsmith import auth
 from tinsmith.errors import APIConnectionError, AuthenticationError, BillingError, TinkerError
-from tinsmith.transport.credentials import CredentialsFile, ManualKey
+from tinsmith.transport.credentials import CredentialsFile, StoredKey
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +33,31 @@ def test_no_credentials() -> None:
 def test_keys_from_the_environment_and_the_file(
     clean: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    CredentialsFile(clean).add("1", ManualKey(key="tml-stored", name="n"))
-    CredentialsFile(clean).set_default("1")
+    key = StoredKey(key="tml-stored", key_id="1", name="n")
+    CredentialsFile(clean).add("http://10.0.0.7:8000", key)
     assert auth.get_tinker_token() == "tml-stored" and auth.tinker_has_credentials()
     monkeypatch.setenv("TINKER_API_KEY", "tml-env")
     assert auth.get_tinker_token() == "tml-env"
     monkeypatch.setenv("TINKER_API_KEY", "malformed")
     assert auth.get_tinker_token() is None and not auth.tinker_has_credentials()
+
+
+def test_a_client_warns_before_its_first_request_that_a_key_goes_elsewhere(
+    stub: Any, clean: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = StoredKey(key="tml-private", key_id="1", name="n")
+    CredentialsFile(clean).add("http://10.0.0.7:8000", key)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-private")
+    monkeypatch.setenv("TINKER_BASE_URL", stub.url)
+    monkeypatch.setattr(
+        caplog.handler,
+        "emit",
+        lambda record: told.append((len(stub.requests), record.getMessage())),
+    )
+    told: list[tuple[int, str]] = []
+    stub.on("/api/v1/get_server_capabilities", Answer(200, {"supported_models": []}))
+    auth.raise_if_tinker_not_accessible()
+    assert [num for num, text in told if "stored for http://10.0.0.7:8000" in text] == [0]
 
 
 def test_a_command_counts_and_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -123,8 +123,11 @@ def test_a_trace_is_waited_for(
         rest.export_session_trace("s").result(5)
 
 
-def test_who_one_is_cannot_be_read_from_a_plain_key(stub: Any, rest: RestClient) -> None:
-    with pytest.raises(TinkerError, match="plain keys"):
+def test_who_one_is_cannot_be_read_from_a_key_where_there_are_no_tokens(
+    stub: Any, rest: RestClient
+) -> None:
+    stub.on("/api/v1/auth/token", Answer(404, {"detail": "no such path"}))
+    with pytest.raises(TinkerError, match="none for a key"):
         rest.whoami().result(5)
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tinsmith.errors import ValidationError
-from tinsmith.server.config import build_config, load_config
+from tinsmith.server.config import ServerConfig, build_config, load_config
+from tinsmith.transport.config import CLIENT_VARIABLES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +28,14 @@ def test_settings_come_from_file_environment_and_command_line_in_that_order(
     config = load_config(file, {"port": 3, "device": None}, environ)
     assert (config.port, config.hold_seconds, config.auth) == (3, 2.5, False)
     assert config.models == {"a": "b"}
+
+
+def test_variables_of_the_client_are_no_settings_of_the_server() -> None:
+    """A stored key's place, once set, kept `tinsmith serve` from starting."""
+    environ = dict.fromkeys(CLIENT_VARIABLES, "1")
+    assert load_config(None, {}, environ) == ServerConfig()
+    with pytest.raises(ValidationError, match="did you mean 'port'"):
+        load_config(None, {}, environ | {"TINSMITH_PROT": "1"})
 
 
 def test_a_server_without_authentication_listens_on_loopback_only() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 
 from tinsmith.errors import TinkerError
-from tinsmith.transport.config import ClientConfig, ProxyRule
-from tinsmith.transport.credentials import CredentialsFile, ManualKey
+from tinsmith.transport.config import DEFAULT_BASE_URL, ClientConfig, ProxyRule
+from tinsmith.transport.credentials import CredentialsFile, StoredKey
+from tinsmith.transport.destination import warn_of_strange_destination
 from tinsmith.transport.tokens import (
     NO_KEY,
     CredentialCommand,
@@ -62,11 +64,11 @@ def test_the_callers_word_goes_before_the_environments() -> None:
 
 def test_the_order_of_credentials(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "credentials.json"
-    none = ClientConfig(credentials_file=file)
+    address = "http://10.0.0.7:8000"
+    none = ClientConfig(base_url=address, credentials_file=file)
     with pytest.raises(TinkerError, match="auth login"):
         raw_tokens(none)
-    CredentialsFile(file).add("1", ManualKey(key="tml-stored", name="n"))
-    CredentialsFile(file).set_default("1")
+    CredentialsFile(file).add(address, stored("tml-stored"))
     assert static_key(none) == "tml-stored"
     assert isinstance(raw_tokens(none), StaticKey)
     command = ClientConfig(credentials_file=file, credential_command="echo x")
@@ -85,26 +87,106 @@ def test_the_order_of_credentials(tmp_path: Path) -> None:
         raw_tokens(ClientConfig(api_key="tml-x"), command_only=True)
 
 
-def test_the_stored_file_is_the_owners_alone_and_the_official_one(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "credentials.json"
-    store = CredentialsFile(file)
-    store.add("1", ManualKey(key="tml-a", name="a"))
-    store.add("2", ManualKey(key="tml-b", name="b"))
-    store.set_default("2")
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-    official = pytest.importorskip("tinker.lib.credentials").JsonCredentialStore(file)
-    assert official.get_default_key().key == "tml-b"
-    official.delete_key("2")
-    assert store.default_key() is None
-    with pytest.raises(KeyError):
-        store.set_default("2")
-    store.delete("1")
-    assert store.load().keys == {}
-    assert [each.name for each in file.parent.iterdir()] == ["credentials.json"]
-    file.write_text("{not json")
+def stored(key: str) -> StoredKey:
+    return StoredKey(key=key, key_id="1", name="laptop")
+
+
+def test_the_stored_file_is_the_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "credentials.json"
+    file = CredentialsFile(path)
+    file.add("http://a:8000", stored("tml-a"))
+    file.add("http://b:8000", stored("tml-b"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert [each.name for each in path.parent.iterdir()] == ["credentials.json"]
+    assert file.load().default == "http://b:8000"
+    file.set_default("http://a:8000")
+    file.delete("http://a:8000")
+    assert (file.load().default, list(file.load().keys)) == (None, ["http://b:8000"])
+    path.write_text("{not json")
     with pytest.raises(TinkerError, match="not a credentials file"):
-        store.load()
+        file.load()
+
+
+def test_the_address_of_the_login_is_used_where_none_is_named(tmp_path: Path) -> None:
+    env = {"TINSMITH_CREDENTIALS_FILE": str(tmp_path / "keys.json")}
+    assert ClientConfig.from_env(env).base_url == DEFAULT_BASE_URL
+    CredentialsFile(tmp_path / "keys.json").add("http://10.0.0.7:8000", stored("tml-a"))
+    config = ClientConfig.from_env(env)
+    assert (config.base_url, config.address_source) == ("http://10.0.0.7:8000", "login")
+    assert static_key(config) == "tml-a"
+    named = ClientConfig.from_env({**env, "TINKER_BASE_URL": "http://other"})
+    assert (named.base_url, named.address_source) == ("http://other", "given")
+
+
+def test_a_stored_key_goes_to_its_own_server_only(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    CredentialsFile(file).add("http://127.0.0.1:8000", stored("tml-a"))
+    for address, key in {
+        "http://127.0.0.1:8000": "tml-a",
+        "http://localhost:8000/": "tml-a",
+        "http://127.0.0.1:8001": None,
+        "https://127.0.0.1:8000": None,
+        "http://10.0.0.7:8000": None,
+        DEFAULT_BASE_URL: None,
+    }.items():
+        config = ClientConfig(
+            base_url=address, credentials_file=file, official_credentials_file=tmp_path / "none"
+        )
+        assert static_key(config) == key, address
+
+
+def test_the_official_commands_key_is_used_for_the_hosted_service_only(tmp_path: Path) -> None:
+    official = pytest.importorskip("tinker.lib.credentials")
+    path = tmp_path / "official.json"
+    theirs = official.JsonCredentialStore(path)
+    theirs.add_key("7", official.ManualKey(key="tml-hosted", name="n"))
+    theirs.set_default("7")
+    before = path.read_bytes()
+    files = {"credentials_file": tmp_path / "ours.json", "official_credentials_file": path}
+    assert static_key(ClientConfig(**files)) == "tml-hosted"
+    assert static_key(ClientConfig(base_url="http://10.0.0.7:8000", **files)) is None
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("env", "warning"),
+    [
+        ({"TINKER_API_KEY": "tml-a", "TINKER_BASE_URL": "http://10.0.0.7:8000"}, None),
+        ({"TINKER_API_KEY": "tml-a"}, None),
+        ({}, None),
+        (
+            {"TINKER_API_KEY": "tml-a", "TINKER_BASE_URL": "https://elsewhere"},
+            r"stored for http://10.0.0.7:8000, and now goes to https://elsewhere",
+        ),
+        ({"TINKER_API_KEY": "tml-b"}, "goes to http://10.0.0.7:8000.*another key"),
+        ({"TINKER_API_KEY": "tml-b", "TINKER_BASE_URL": "https://elsewhere"}, None),
+    ],
+    ids=str,
+)
+def test_a_key_that_goes_elsewhere_than_it_was_made_for_is_warned_of(
+    env: dict[str, str], warning: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    CredentialsFile(tmp_path / "keys.json").add("http://10.0.0.7:8000", stored("tml-a"))
+    env = {"TINSMITH_CREDENTIALS_FILE": str(tmp_path / "keys.json"), **env}
+    warn_of_strange_destination(ClientConfig.from_env(env))
+    if warning is None:
+        assert caplog.text == ""
+    else:
+        assert re.search(warning, caplog.text)
+    assert "tml-" not in caplog.text
+
+
+def test_the_hosted_service_is_named_before_a_key_goes_there_unasked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = {"TINSMITH_CREDENTIALS_FILE": str(tmp_path / "none"), "TINKER_API_KEY": "tml-a"}
+    warn_of_strange_destination(ClientConfig.from_env(env))
+    assert DEFAULT_BASE_URL in caplog.text and "TINKER_BASE_URL" in caplog.text
+    caplog.clear()
+    env["TINKER_BASE_URL"] = DEFAULT_BASE_URL
+    warn_of_strange_destination(ClientConfig.from_env(env))
+    assert caplog.text == ""
 
 
 async def test_a_command_is_run_for_every_token_and_its_failure_is_shown() -> None:

@@ -58,7 +58,7 @@ def cli(ctx: click.Context, form: str, is_json: bool) -> None:
     """Train and sample language models: a service, and a client for it.
 
     Begin with `tinsmith demo`. Commands that talk to a server find it in TINKER_BASE_URL and
-    TINKER_API_KEY, which `tinsmith serve` prints.
+    TINKER_API_KEY, which `tinsmith serve` prints, or where `tinsmith auth login` has been.
 
     \b
     Completion in this shell:

@@ -435,7 +435,7 @@ class RestClient:
             token = await self.holder.identity_token()
             if token is None:
                 raise TinkerError(
-                    "whoami needs a token that says who you are, but the service takes plain keys"
+                    "whoami needs a token that says who you are; the service gives none for a key"
                 )
             claims = jwt_claims(token)
             return WhoamiResponse(

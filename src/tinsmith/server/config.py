@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from tinsmith.errors import ValidationError
+from tinsmith.transport.config import CLIENT_VARIABLES
 from tinsmith.types.convert import converter
 
 ENVIRONMENT_PREFIX = "TINSMITH_"
@@ -257,7 +258,7 @@ def load_config(
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise ValidationError(f"cannot read the settings in {file}: {error}") from None
     for name, text in environ.items():
-        if name.startswith(ENVIRONMENT_PREFIX):
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in CLIENT_VARIABLES:
             # A variable's name cannot have a dot.
             values[name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")] = text
     values |= {name: value for name, value in (options or {}).items() if value is not None}

@@ -10,14 +10,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from tinsmith.transport import urls
+from tinsmith.transport.credentials import CredentialsFile
 from tinsmith.transport.retry import RetryPolicy
 
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 
 PROTOCOL_VERSION = "0.36.0"
 """The release of the official client whose protocol this one speaks; servers are told this."""
+
+CLIENT_VARIABLES = frozenset({"TINSMITH_CREDENTIALS_FILE", "TINSMITH_TRACING"})
+"""What a client alone reads of the variables that begin as a server's settings do."""
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 
@@ -37,7 +42,10 @@ class ProxyRule:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
     base_url: str = DEFAULT_BASE_URL
-    """Where the service is, normalised."""
+    """Where the service is, normalised; where it is not named, the address of `auth login`."""
+
+    address_source: Literal["given", "login", "default"] = "given"
+    """Who named `base_url`: the program or its environment, the last `auth login`, or nobody."""
 
     api_key: str | None = field(default=None, repr=False)
     """The credential itself; None: the command or the stored key."""
@@ -45,8 +53,11 @@ class ClientConfig:
     credential_command: str | None = field(default=None, repr=False)
     """A shell command that prints a fresh credential."""
 
-    credentials_file: Path = Path("~/.tinker/credentials.json")
-    """Where `auth login` stores keys."""
+    credentials_file: Path = Path("~/.config/tinsmith/credentials.json")
+    """Where `auth login` stores keys and their addresses."""
+
+    official_credentials_file: Path = Path("~/.tinker/credentials.json")
+    """Where the official command stores its key, which is used for the hosted service alone."""
 
     cache_folder: Path = Path("~/.cache/tinsmith")
     """Where tokenizers that servers hand out are kept."""
@@ -110,13 +121,19 @@ class ClientConfig:
         ca_file = env.get("SSL_CERT_FILE") or env.get("REQUESTS_CA_BUNDLE")
         tags = env.get("TINKER_TAGS")
         overrides = dict(headers or {})
+        credentials_file = Path(
+            env.get("TINSMITH_CREDENTIALS_FILE")
+            or Path(env.get("XDG_CONFIG_HOME") or "~/.config", "tinsmith", "credentials.json")
+        ).expanduser()
+        given = base_url or env.get("TINKER_BASE_URL")
+        login = None if given else CredentialsFile(credentials_file).load().default
         return cls(
-            base_url=urls.normalise(base_url or env.get("TINKER_BASE_URL") or DEFAULT_BASE_URL),
+            base_url=urls.normalise(given or login or DEFAULT_BASE_URL),
+            address_source="given" if given else "login" if login else "default",
             api_key=api_key or env.get("TINKER_API_KEY") or None,
             credential_command=env.get("TINKER_CREDENTIAL_CMD") or None,
-            credentials_file=Path(
-                env.get("TINSMITH_CREDENTIALS_FILE") or "~/.tinker/credentials.json"
-            ).expanduser(),
+            credentials_file=credentials_file,
+            official_credentials_file=Path("~/.tinker/credentials.json").expanduser(),
             cache_folder=Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tinsmith",
             headers={**own_headers, **overrides},
             header_overrides=overrides,

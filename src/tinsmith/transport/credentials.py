@@ -1,6 +1,10 @@
-"""The stored API keys: a JSON file that only its owner may read.
+"""The keys that `tinsmith auth login` stored, each with the address it was made for.
 
-{"version": 1, "default": "<key id>", "keys": {"<key id>": {"type": "manual", "key": …}}}
+{"version": 1, "default": "http://127.0.0.1:8000",
+ "keys": {"http://127.0.0.1:8000": {"key": "tml-…", "key_id": "1", "name": "laptop"}}}
+
+Only its owner may read the file. The official command's file knows no addresses: it is read for
+the hosted service alone, and never written.
 """
 
 from __future__ import annotations
@@ -9,42 +13,27 @@ import contextlib
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any, Literal, TypeVar
 
 import orjson
 
 from tinsmith.errors import TinkerError, ValidationError
-from tinsmith.types import ApiKeyDetails
-from tinsmith.types.convert import Tagged
+from tinsmith.transport import urls
 from tinsmith.types.model import Response
 
+R = TypeVar("R", bound=Response)
 
-class ManualKey(Response):
-    """A key that the user pasted in."""
 
-    type: Literal["manual"] = "manual"
+class StoredKey(Response):
     key: str
+    key_id: str
     name: str
-    note: str | None = None
-    details: ApiKeyDetails | None = None
 
 
-class GeneratedKey(Response):
-    """A key that an old release of the official command made for itself."""
-
-    type: Literal["generated"] = "generated"
-    key: str
-    name: str
-    details: ApiKeyDetails
-
-
-KeyRecord = Annotated[ManualKey | GeneratedKey, Tagged("type")]
-
-
-class StoredCredentials(Response):
+class StoredKeys(Response):
     version: Literal[1] = 1
     default: str | None = None
-    keys: dict[str, KeyRecord] = {}  # noqa: RUF012  # messages copy their defaults
+    keys: dict[str, StoredKey] = {}  # noqa: RUF012  # messages copy their defaults
 
 
 class CredentialsFile:
@@ -53,38 +42,30 @@ class CredentialsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def load(self) -> StoredCredentials:
-        try:
-            text = self.path.read_bytes()
-        except FileNotFoundError:
-            return StoredCredentials()
-        try:
-            return StoredCredentials.model_validate_json(text)
-        except ValidationError as error:
-            raise TinkerError(f"{str(self.path)!r} is not a credentials file: {error}") from error
+    def load(self) -> StoredKeys:
+        return _read(self.path, StoredKeys) or StoredKeys()
 
-    def default_key(self) -> ManualKey | GeneratedKey | None:
+    def find(self, address: str) -> tuple[str, StoredKey] | None:
+        """The key for the server at `address`, and the address as it was given at the login."""
+        for stored, record in self.load().keys.items():
+            if urls.is_same_server(stored, address):
+                return stored, record
+        return None
+
+    def add(self, address: str, record: StoredKey) -> None:
+        """Store the key, and make its address the one that is used where none is named."""
+        self._save(StoredKeys(default=address, keys={**self.load().keys, address: record}))
+
+    def set_default(self, address: str) -> None:
+        self._save(self.load().model_copy(update={"default": address}))
+
+    def delete(self, address: str) -> None:
         stored = self.load()
-        return None if stored.default is None else stored.keys.get(stored.default)
+        keys = {each: record for each, record in stored.keys.items() if each != address}
+        default = None if stored.default == address else stored.default
+        self._save(StoredKeys(default=default, keys=keys))
 
-    def add(self, key_id: str, record: ManualKey | GeneratedKey) -> None:
-        stored = self.load()
-        self._save(stored.model_copy(update={"keys": {**stored.keys, key_id: record}}))
-
-    def delete(self, key_id: str) -> None:
-        stored = self.load()
-        keys = dict(stored.keys)
-        del keys[key_id]
-        default = None if stored.default == key_id else stored.default
-        self._save(stored.model_copy(update={"keys": keys, "default": default}))
-
-    def set_default(self, key_id: str | None) -> None:
-        stored = self.load()
-        if key_id is not None and key_id not in stored.keys:
-            raise KeyError(key_id)
-        self._save(stored.model_copy(update={"default": key_id}))
-
-    def _save(self, stored: StoredCredentials) -> None:
+    def _save(self, stored: StoredKeys) -> None:
         folder = self.path.parent
         if not folder.is_dir():
             folder.mkdir(parents=True)
@@ -101,3 +82,25 @@ class CredentialsFile:
             with contextlib.suppress(OSError):
                 Path(name).unlink()
             raise
+
+
+class _OfficialKeys(Response):
+    default: str | None = None
+    keys: dict[str, dict[str, Any]] = {}  # noqa: RUF012  # as above; only "key" is of interest
+
+
+def official_key(path: Path) -> str | None:
+    """The key that the official command stored, which is for the hosted service."""
+    stored = _read(path, _OfficialKeys)
+    if stored is None or stored.default is None:
+        return None
+    return stored.keys.get(stored.default, {}).get("key")
+
+
+def _read(path: Path, kind: type[R]) -> R | None:
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        raise TinkerError(f"{str(path)!r} is not a credentials file: {error}") from error

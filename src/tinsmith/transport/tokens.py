@@ -19,14 +19,14 @@ import orjson
 from tinsmith.errors import TinkerError
 from tinsmith.transport import urls
 from tinsmith.transport.base import Request, Response, Transport
-from tinsmith.transport.config import ClientConfig
-from tinsmith.transport.credentials import CredentialsFile
+from tinsmith.transport.config import DEFAULT_BASE_URL, ClientConfig
+from tinsmith.transport.credentials import CredentialsFile, official_key
 
 logger = logging.getLogger(__name__)
 
 MISSING_KEY = (
-    "no API key: pass api_key to the client, set TINKER_API_KEY or TINKER_CREDENTIAL_CMD, "
-    "or store a key with `tinsmith auth login`"
+    "no API key for {address}: pass api_key to the client, set TINKER_API_KEY or "
+    "TINKER_CREDENTIAL_CMD, or store a key with `tinsmith auth login`"
 )
 
 
@@ -170,13 +170,18 @@ def _expiry(jwt: str, now: float) -> float:
 
 
 def static_key(config: ClientConfig) -> str | None:
-    """The key at hand, without running anything: given, from the environment, or stored."""
+    """The key at hand, without running anything: given, from the environment, or stored for the
+    server."""
     if config.api_key is not None:
         return config.api_key
     if config.credential_command is not None:
         return None  # the command goes before the stored key
-    record = CredentialsFile(config.credentials_file).default_key()
-    return None if record is None else record.key
+    found = CredentialsFile(config.credentials_file).find(config.base_url)
+    if found is not None:
+        return found[1].key
+    if urls.is_same_server(config.base_url, DEFAULT_BASE_URL):
+        return official_key(config.official_credentials_file)
+    return None
 
 
 def key_to_send(config: ClientConfig) -> str:
@@ -185,7 +190,7 @@ def key_to_send(config: ClientConfig) -> str:
     if key is None and config.credential_command is None and urls.is_loopback(config.base_url):
         return NO_KEY
     if key is None:
-        raise TinkerError(MISSING_KEY)
+        raise TinkerError(MISSING_KEY.format(address=config.base_url))
     return key
 
 

@@ -39,6 +39,17 @@ def origin(url: str) -> tuple[str, str, int]:
     return scheme, parts.hostname or "", parts.port or _DEFAULT_PORTS.get(scheme, 0)
 
 
+def is_same_server(one: str, other: str) -> bool:
+    """Whether a key for one address is for the other too; this machine has several names.
+
+    >>> is_same_server("http://localhost:8000", "http://127.0.0.1:8000/")
+    True
+    """
+    if is_loopback(one) and is_loopback(other):
+        return origin(one)[::2] == origin(other)[::2]
+    return origin(one) == origin(other)
+
+
 def is_loopback(url: str) -> bool:
     """Whether the address is this machine's own."""
     host = urlsplit(url).hostname or ""

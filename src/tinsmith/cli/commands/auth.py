@@ -1,7 +1,4 @@
-"""`tinsmith auth`: the key that clients on this machine use.
-
-Stored keys are shared with the official command: both read the same file.
-"""
+"""`tinsmith auth`: the keys that clients on this machine use, each for its own server."""
 
 from __future__ import annotations
 
@@ -15,10 +12,11 @@ from tinsmith.cli.output import Output, Table, text_of, with_output
 
 if TYPE_CHECKING:
     from tinsmith.transport.config import ClientConfig
-    from tinsmith.transport.credentials import CredentialsFile
+    from tinsmith.transport.credentials import StoredKey
     from tinsmith.types import SelfApiKeyResponse
 
 _TIMEOUT_SECONDS = 30
+_USUAL_ADDRESS = "http://127.0.0.1:8000"
 
 
 @click.group("auth")
@@ -27,83 +25,89 @@ def command() -> None:
 
 
 @command.command("login")
+@click.argument("address", required=False)
 @with_output
-def login(output: Output) -> None:
-    """Store a key for clients on this machine."""
-    from tinsmith.transport.config import ClientConfig
-    from tinsmith.transport.credentials import ManualKey
+def login(output: Output, address: str | None) -> None:
+    """Store a key for the server at ADDRESS, which commands and clients then use.
 
-    config = ClientConfig.from_env()
-    file = _file(config)
-    if file.default_key() is not None:
-        raise CommandError(
-            "Already logged in", "Run 'tinsmith auth logout' before logging in again."
-        )
-    output.note("Create an API key on the server's machine with: tinsmith key create")
+    The address is remembered with the key, and used wherever TINKER_BASE_URL is not set.
+    """
+    from tinsmith.transport.credentials import CredentialsFile, StoredKey
+
+    config = _config_for(address, output)
+    file = CredentialsFile(config.credentials_file)
+    if (found := file.find(config.base_url)) is not None:
+        if file.load().default == found[0]:
+            raise CommandError(
+                f"Already logged in to {found[0]}",
+                "Run 'tinsmith auth logout' before logging in again.",
+            )
+        file.set_default(found[0])
+        _say_stored(output, found[1], f"{found[0]} is used from now on, with its stored key.")
+        return
+    output.note(
+        f"Logging in to {config.base_url}. "
+        "Create an API key on the server's machine with: tinsmith key create"
+    )
     key = click.prompt("Paste your API key", hide_input=True, err=output.is_json).strip()
     if not key:
         raise CommandError("The API key must not be empty")
     known = _get_own_key(config, key)
-    key_id = str(known.key_id)
-    file.add(key_id, ManualKey(key=key, name=known.name, note=known.note, details=known.details))
-    file.set_default(key_id)
-    if output.is_json:
-        output.show_json({"key_id": key_id, "name": known.name})
-        return
-    details = known.details
-    who = details.user_details.email or "the owner"
-    click.echo(
-        f"Logged in as {who} ({details.org_details.name})."
-        f" Stored API key '{known.name}' as the default credential."
+    record = StoredKey(key=key, key_id=str(known.key_id), name=known.name)
+    file.add(config.base_url, record)
+    who = known.details.user_details.email or "the owner"
+    _say_stored(
+        output,
+        record,
+        f"Logged in to {config.base_url} as {who} ({known.details.org_details.name})."
+        f" Stored API key '{known.name}'.",
     )
 
 
 @command.command("logout")
+@click.argument("address", required=False)
 @with_output
-def logout(output: Output) -> None:
-    """Forget the stored key."""
+def logout(output: Output, address: str | None) -> None:
+    """Forget the stored key for the server at ADDRESS; without it, for the one in use."""
     from tinsmith.transport.config import ClientConfig
-    from tinsmith.transport.credentials import GeneratedKey
+    from tinsmith.transport.credentials import CredentialsFile
 
-    config = ClientConfig.from_env()
-    file = _file(config)
-    key_id, record = file.load().default, file.default_key()
-    if key_id is None or record is None:
+    config = ClientConfig.from_env(base_url=address)
+    file = CredentialsFile(config.credentials_file)
+    found = file.find(config.base_url)
+    if found is None:
+        others = ", ".join(file.load().keys)
         raise CommandError(
-            "No default credential is stored",
-            "There is nothing to log out from. Run 'tinsmith auth login' to log in.",
+            f"No key is stored for {config.base_url}",
+            f"There are keys for: {others}"
+            if others
+            else "There is nothing to log out from. Run 'tinsmith auth login' to log in.",
         )
-    if not isinstance(record, GeneratedKey):
-        file.delete(key_id)
-        _say_forgotten(
-            output,
-            key_id,
-            f"Removed credential '{record.name}'. The API key is still active.\n"
-            f"Revoke it on the server's machine with: tinsmith key revoke {key_id}",
-            is_active=True,
-        )
-        return
-    try:
-        _request(config, record.key, "DELETE")
-    except CommandError as error:
-        file.delete(key_id)
-        raise CommandError(
-            "Could not delete the API key on the server",
-            f"Removed the local credential.\nAPI key name: {record.name}\nAPI key ID: {key_id}\n"
-            f"{error.details or error.message}",
-        ) from error
-    file.delete(key_id)
-    _say_forgotten(
-        output,
-        key_id,
-        f"Removed credential '{record.name}' and deleted its API key on the server.",
-        is_active=False,
-    )
-
-
-def _say_forgotten(output: Output, key_id: str, text: str, *, is_active: bool) -> None:
+    stored, record = found
+    file.delete(stored)
     if output.is_json:
-        output.show_json({"key_id": key_id, "active": is_active})
+        output.show_json({"key_id": record.key_id, "active": True})
+    else:
+        click.echo(
+            f"Removed credential '{record.name}' for {stored}. The API key is still active.\n"
+            f"Revoke it on the server's machine with: tinsmith key revoke {record.key_id}"
+        )
+
+
+def _config_for(address: str | None, output: Output) -> ClientConfig:
+    """The settings for a login; the address is asked for where none is named."""
+    from tinsmith.transport.config import ClientConfig
+
+    config = ClientConfig.from_env(base_url=address)
+    if config.address_source == "given":
+        return config
+    asked = click.prompt("Address of the server", default=_USUAL_ADDRESS, err=output.is_json)
+    return ClientConfig.from_env(base_url=asked)
+
+
+def _say_stored(output: Output, record: StoredKey, text: str) -> None:
+    if output.is_json:
+        output.show_json({"key_id": record.key_id, "name": record.name})
     else:
         click.echo(text)
 
@@ -114,6 +118,9 @@ def status(output: Output) -> None:
     """Check whether there is a credential, and whether it opens the service."""
     from tinsmith.auth import raise_if_tinker_not_accessible, tinker_has_credentials
     from tinsmith.errors import TinkerError
+    from tinsmith.transport.config import ClientConfig
+
+    output.note(f"Server: {ClientConfig.from_env().base_url}")
 
     def say(has_credentials: bool, is_accessible: bool | None) -> None:
         if output.is_json:
@@ -157,17 +164,11 @@ def whoami(output: Output) -> None:
     )
 
 
-def _file(config: ClientConfig) -> CredentialsFile:
-    from tinsmith.transport.credentials import CredentialsFile
-
-    return CredentialsFile(config.credentials_file)
-
-
 def _get_own_key(config: ClientConfig, key: str) -> SelfApiKeyResponse:
     from tinsmith.errors import ValidationError
     from tinsmith.types import SelfApiKeyResponse
 
-    body = _request(config, key, "GET")
+    body = _ask(config, key)
     try:
         return SelfApiKeyResponse.model_validate_json(body)
     except ValidationError as error:
@@ -176,14 +177,14 @@ def _get_own_key(config: ClientConfig, key: str) -> SelfApiKeyResponse:
         ) from error
 
 
-def _request(config: ClientConfig, key: str, method: str) -> bytes:
+def _ask(config: ClientConfig, key: str) -> bytes:
     """One plain request with a key that no client has been made of yet."""
     import urllib.error
     import urllib.request
 
     path = "/api/v1/auth/apikey/me"
     request = urllib.request.Request(
-        f"{config.base_url}{path}", method=method, headers={"X-API-Key": key, **config.headers}
+        f"{config.base_url}{path}", headers={"X-API-Key": key, **config.headers}
     )
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:

@@ -147,15 +147,15 @@ def _service() -> Iterator[Finding]:
     import urllib.request
 
     from tinsmith.auth import get_tinker_token
-    from tinsmith.transport.config import DEFAULT_BASE_URL, ClientConfig
+    from tinsmith.transport.config import ClientConfig
 
     config = ClientConfig.from_env()
-    if config.base_url == DEFAULT_BASE_URL:
+    if config.address_source == "default":
         yield Finding(
             "server",
             "note",
             "TINKER_BASE_URL is not set: clients go to the hosted service",
-            "start a server with `tinsmith serve` and set what it prints",
+            "start a server with `tinsmith serve` and set what it prints, or `tinsmith auth login`",
         )
         return
     # With a key the server says more.

@@ -29,6 +29,7 @@ from tinsmith.client.connection.tracing import Spans
 from tinsmith.client.futures import AwaitableConcurrentFuture, explain_blocking
 from tinsmith.errors import ClosedError, NotFoundError, TinkerError
 from tinsmith.transport.config import PROTOCOL_VERSION, ClientConfig
+from tinsmith.transport.destination import warn_of_strange_destination
 from tinsmith.transport.limits import ByteBudget, SampleGate
 from tinsmith.transport.tokens import (
     ExchangedToken,
@@ -80,6 +81,7 @@ class Connection:
     def __init__(
         self, config: ClientConfig, *, session: NewSession | ExistingSession | None = None
     ) -> None:
+        warn_of_strange_destination(config)
         self.config = config
         self.api = Api(config, raw_tokens(config))
         self.spans = Spans(config.tracing)
@@ -322,7 +324,7 @@ class Connection:
         return next(self._custom_loss_seq_ids)
 
     async def identity_token(self) -> str | None:
-        """A JWT that says who the caller is, if there is one."""
+        """A JWT that says who the caller is; a plain key is exchanged for one, if that is done."""
         await self.ready()
         tokens = self.api.signer.tokens
         if isinstance(tokens, ExchangedToken):
@@ -333,6 +335,8 @@ class Connection:
                 "passport-"
             ):
                 return key
+        with contextlib.suppress(NotFoundError):
+            return await self.api.exchange(tokens)
         return None
 
 
