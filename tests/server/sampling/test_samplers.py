@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from tinsmith.engine.base import Failure
+import pytest
+
+from tinsmith.engine.base import Engine, Failure
+from tinsmith.server.sampling.loaded import LoadedSamplers
 
 if TYPE_CHECKING:
     from tests.support.in_process_server import Api, StartServer, TestServer
@@ -53,28 +57,51 @@ async def test_more_samplers_in_use_than_the_limit_wait_for_each_other_and_all_s
     assert (await server.engines[-1].health()).num_samplers <= 2
 
 
-async def test_another_owner_gets_a_place_while_one_keeps_all_places_busy(
-    start_server: StartServer,
+class Names:
+    """An engine that holds names instead of weights."""
+
+    async def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> None: ...
+
+    async def unload_sampler(self, sampler_id: str) -> None: ...
+
+
+class Jobs:
+    """Jobs on samplers in three places; each runs until it is ended."""
+
+    def __init__(self) -> None:
+        self._loaded = LoadedSamplers(Path, max_loaded=3)
+
+    async def start(self, weights_id: str, owner: str) -> contextlib.AsyncExitStack:
+        """A job that has its weights; gives up after a second without them."""
+        job = contextlib.AsyncExitStack()
+        async with asyncio.timeout(1.0):
+            held = self._loaded.hold(cast("Engine", Names()), 1, weights_id, "tiny", owner)
+            assert await job.enter_async_context(held) is None
+        return job
+
+
+@pytest.mark.parametrize("place", range(3))
+async def test_whoever_holds_most_places_gives_one_up_and_another_keeps_his_only_one(
+    place: int,
 ) -> None:
-    server = await start_server(max_loaded_samplers=2, fake_token_seconds=0.005)
-    api, model = server.api, await server.api.model()
-    samplers = [await freeze(api, model, seq_id) for seq_id in range(1, 3)]
-    other = await server.other_user()
-    others_sampler = await sampler_of_checkpoint(other)
+    """Wherever the one who holds a single place stands in the list, and however busy all are."""
+    jobs = Jobs()
+    order = ["rude1", "rude2"]
+    order.insert(place, "kind")
+    first = {name: await jobs.start(name, name.strip("12")) for name in order}
 
-    async def keep_busy(sampler: str, index: int) -> None:
-        """Beside others who began a little earlier or later, so that no sampler is ever idle."""
-        await asyncio.sleep(0.007 * index)
-        for number in range(1000):
-            await api.sample(sampler, 1000 * index + number)
-
-    busy = [asyncio.create_task(keep_busy(s, index)) for s in samplers for index in range(5)]
-    await asyncio.sleep(0.1)
-    async with asyncio.timeout(10):
-        await other.sample(others_sampler)
-    for task in busy:
+    newcomer = asyncio.create_task(jobs.start("new", "newcomer"))
+    await asyncio.sleep(0.01)
+    async with await jobs.start("kind", "kind"):
+        # New jobs before the old ones end: without a promise no place would ever be free.
+        again = [asyncio.create_task(jobs.start(name, "rude")) for name in ("rude1", "rude2")]
+        await asyncio.sleep(0.01)
+        assert sum(task.done() for task in again) == 1, "one of his two is promised"
+        await first["rude1"].aclose()
+        await first["rude2"].aclose()
+        await newcomer
+    for task in again:
         task.cancel()
-    await asyncio.wait(busy)
 
 
 async def test_cancelling_a_sample_while_its_weights_load_harms_no_later_one(
