@@ -193,7 +193,7 @@ async def test_a_snapshot_drops_the_payloads_before_the_previous_one(store: Stor
     assert [len(await store.log.read_payload(f"r{n}")) for n in (2, 3)] == [10, 10]
     assert await store.weights.unreferenced() == []
     await store.models.record_snapshot(MODEL.model_id, 2, weights("w3", "exact"))
-    assert await store.weights.unreferenced() == ["w1"]
+    assert await store.weights.unreferenced() == [weights("w1", "exact")]
 
 
 async def test_a_damaged_snapshot_gives_way_to_the_previous_one(store: Store) -> None:
@@ -204,7 +204,7 @@ async def test_a_damaged_snapshot_gives_way_to_the_previous_one(store: Store) ->
     model = await store.models.get(MODEL.model_id)
     assert model is not None
     assert (model.snapshot_seq_id, model.snapshot_weights_id) == (0, "w1")
-    assert await store.weights.unreferenced() == ["w2"]
+    assert await store.weights.unreferenced() == [weights("w2", "exact")]
     assert set(await store.weights.ids()) == {"w1", "w2"}
 
 
@@ -263,10 +263,10 @@ async def test_weights_are_kept_while_anything_refers_to_them(store: Store) -> N
     assert not await store.checkpoints.delete(MODEL.model_id, "weights/a", AUDIT)
     assert await store.weights.unreferenced() == []
     await store.samplers.forget("s")
-    assert await store.weights.unreferenced() == ["w"]
-    (forgotten,) = await store.weights.forget(["w"])
-    assert forgotten.deleted_checkpoint is not None, "what it was called is remembered"
-    assert CheckpointRecord(**forgotten.deleted_checkpoint) == checkpoint("a", "w")
+    (unused,) = await store.weights.unreferenced()
+    assert unused.deleted_checkpoint is not None, "what it was called is remembered"
+    assert CheckpointRecord(**unused.deleted_checkpoint) == checkpoint("a", "w")
+    assert await store.weights.forget(["w"]) == ["w"]
     assert await store.weights.get("w") is None
 
 

@@ -243,7 +243,8 @@ async def test_the_trash_is_emptied_by_age_and_by_owner(tmp_path: Path) -> None:
         file = tmp_path / f"w{number}"
         file.write_bytes(b"x" * 100)
         owner = "a" if number < 3 else "b"
-        trash.put(file, "deleted", {"deleted_checkpoint": {"owner": owner}})
+        facts = {"deleted_checkpoint": {"owner": owner}}
+        trash.take_in(trash.announce(file, "deleted", facts), file)
     assert trash.empty(0.0) == 0
     assert trash.empty(0.0, max_owner_bytes=250) == 1, "one of the first owner's is beyond"
     assert [e.name for e in trash.entries()] == ["w3", "w2", "w1"], "the oldest went"

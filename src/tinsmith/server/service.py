@@ -140,9 +140,9 @@ class Service:
         self._add_gauges()
 
     async def start(self) -> None:
-        await asyncio.to_thread(self.trash.sweep)
         await self.weights.sweep_unknown(min_age_seconds=0.0)
         await self._sweep_unknown_blobs()
+        await asyncio.to_thread(self.trash.sweep)
         await self.engines.start()
         await self.sessions.welcome_back()
         for model_id in await self.store.log.models_with_pending():

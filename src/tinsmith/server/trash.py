@@ -50,8 +50,14 @@ class Trash:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def put(self, path: Path, reason: str, weights: dict[str, Any] | None = None) -> None:
-        """Move a file or folder here. What it was is written down first."""
+    def put(self, path: Path, reason: str) -> None:
+        """Move a file or folder here."""
+        self.take_in(self.announce(path, reason), path)
+
+    def announce(
+        self, path: Path, reason: str, weights: dict[str, Any] | None = None
+    ) -> TrashEntry:
+        """Write down what is about to be moved here, so that it has its name whatever happens."""
         entry = TrashEntry(
             entry_id=uuid.uuid4().hex[:12],
             name=path.name,
@@ -64,15 +70,25 @@ class Trash:
         disk.create_folder(folder)
         facts = dataclasses.asdict(entry)
         disk.publish_file(folder / _FACTS, json.dumps(facts).encode())
-        disk.move(path, folder / path.name)
-        logger.info("moved %s to the trash (%s): %s", path.name, entry.entry_id, reason)
+        return entry
+
+    def announced(self) -> dict[str, TrashEntry]:
+        """What was announced and has not come, by its name."""
+        return {e.name: e for e in self._all() if not self.content(e).exists()}
+
+    def take_in(self, entry: TrashEntry, path: Path) -> None:
+        """Move here what was announced."""
+        disk.move(path, self.content(entry))
+        logger.info("moved %s to the trash (%s): %s", path.name, entry.entry_id, entry.reason)
+
+    def withdraw(self, entry: TrashEntry) -> None:
+        """What was announced does not come, unless it has."""
+        if not self.content(entry).exists():
+            disk.discard_folder(self._root / entry.entry_id)
 
     def entries(self) -> list[TrashEntry]:
         """What is here, the newest first."""
-        if not self._root.exists():
-            return []
-        found = [self._entry(folder) for folder in self._root.iterdir()]
-        whole = [e for e in found if e is not None and self.content(e).exists()]
+        whole = [e for e in self._all() if self.content(e).exists()]
         return sorted(whole, key=lambda e: e.moved_at, reverse=True)
 
     def content(self, entry: TrashEntry) -> Path:
@@ -112,6 +128,12 @@ class Trash:
                 if together[entry.owner] > max_owner_bytes:
                     beyond.add(entry.entry_id)
         return beyond
+
+    def _all(self) -> list[TrashEntry]:
+        if not self._root.exists():
+            return []
+        found = [self._entry(folder) for folder in self._root.iterdir()]
+        return [entry for entry in found if entry is not None]
 
     def _entry(self, folder: Path) -> TrashEntry | None:
         try:

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import re
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from tinsmith import disk
 from tinsmith.engine.base import SnapshotInfo, SnapshotKind
 from tinsmith.server.store.records import CheckpointRecord, ModelRecord, WeightsRecord
 from tinsmith.server.store.store import Store
-from tinsmith.server.trash import Trash
+from tinsmith.server.trash import Trash, TrashEntry
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class WeightsFolders:
         self._root = root
         self._store = store
         self._trash = trash
+        self._moving = threading.Lock()
         disk.create_folder(root)
 
     def new(self) -> tuple[str, Path]:
@@ -66,11 +68,13 @@ class WeightsFolders:
         """
         stray = await self._store.weights.unreferenced()
         if stray:
-            gone = await self._store.weights.forget(stray)
-            await asyncio.to_thread(self._let_go, gone)
+            # In this order: when the record is gone, the trash has the name.
+            announced = await asyncio.to_thread(self._announce, stray)
+            gone = await self._store.weights.forget([each.weights_id for each in stray])
+            await asyncio.to_thread(self._let_go, set(gone), stray, announced)
 
     async def sweep_unknown(self, min_age_seconds: float = _STRAY_SECONDS) -> None:
-        """Move folders without a record to the trash: a save did not end, or worse."""
+        """Move folders without a record to the trash: a save or a deletion did not end, or worse."""
         unknown = await asyncio.to_thread(self._old_folders, time.time() - min_age_seconds)
         if unknown:
             known = set(await self._store.weights.ids())
@@ -89,18 +93,44 @@ class WeightsFolders:
             if not disk.is_draft(folder) and folder.stat().st_mtime <= changed_before
         ]
 
-    def _let_go(self, gone: Sequence[WeightsRecord]) -> None:
-        for weights in gone:
-            folder = self.folder(weights.weights_id)
-            if weights.deleted_checkpoint is None:
-                self._delete([folder])
-            elif folder.exists():
-                name = CheckpointRecord(**weights.deleted_checkpoint).tinker_path
-                self._trash.put(folder, f"{name} was deleted", dataclasses.asdict(weights))
+    def _announce(self, stray: Sequence[WeightsRecord]) -> dict[str, TrashEntry]:
+        """Write down what those were that somebody may want back; the entries by weights."""
+        return {
+            weights.weights_id: self._trash.announce(
+                self.folder(weights.weights_id),
+                f"{CheckpointRecord(**weights.deleted_checkpoint).tinker_path} was deleted",
+                dataclasses.asdict(weights),
+            )
+            for weights in stray
+            if weights.deleted_checkpoint is not None and self.folder(weights.weights_id).exists()
+        }
 
-    def _move_to_trash(self, folders: list[Path]) -> None:
-        for folder in folders:
-            self._trash.put(folder, "the store has no record of it")
+    def _let_go(
+        self, gone: set[str], stray: Sequence[WeightsRecord], announced: dict[str, TrashEntry]
+    ) -> None:
+        for weights_id in (each.weights_id for each in stray):
+            entry = announced.get(weights_id)
+            if entry is not None:
+                self._take_in(entry, is_coming=weights_id in gone)
+            elif weights_id in gone:
+                self._delete([self.folder(weights_id)])
+
+    def _take_in(self, entry: TrashEntry, *, is_coming: bool = True) -> None:
+        """Move announced weights to the trash, unless another sweep was quicker."""
+        folder = self.folder(entry.name)
+        with self._moving:
+            if is_coming and folder.exists():
+                self._trash.take_in(entry, folder)
+            else:
+                self._trash.withdraw(entry)
+
+    def _move_to_trash(self, strangers: list[Path]) -> None:
+        announced = self._trash.announced()
+        for folder in strangers:
+            entry = announced.get(folder.name)
+            if entry is None:
+                entry = self._trash.announce(folder, "the store has no record of it")
+            self._take_in(entry)
 
     def _delete(self, folders: list[Path]) -> None:
         for folder in folders:

@@ -55,21 +55,20 @@ class Weights:
 
         return await self._database.in_thread(read)
 
-    async def unreferenced(self) -> Sequence[str]:
+    async def unreferenced(self) -> Sequence[WeightsRecord]:
         """Weights that no checkpoint, sampler, snapshot or replayable load refers to."""
-        return await self._database.column(unreferenced_query())
+        return await self._database.all(WeightsRecord, unreferenced_query())
 
-    async def forget(self, weights_ids: Sequence[str]) -> Sequence[WeightsRecord]:
-        """Forget those of them that are still not referred to; which they were."""
+    async def forget(self, weights_ids: Sequence[str]) -> Sequence[str]:
+        """Forget those of them that are still not referred to; which they are."""
         table = schema.weights
 
-        def write(connection: sa.Connection) -> list[WeightsRecord]:
+        def write(connection: sa.Connection) -> list[str]:
             # Somebody may have begun to use one since it was found.
             still = unreferenced_query().where(table.c.weights_id.in_(list(weights_ids)))
-            is_stray = table.c.weights_id.in_(list(connection.execute(still).scalars()))
-            rows = connection.execute(sa.select(table).where(is_stray)).all()
-            connection.execute(sa.delete(table).where(is_stray))
-            return [WeightsRecord(**row._mapping) for row in rows]
+            gone = [row.weights_id for row in connection.execute(still)]
+            connection.execute(sa.delete(table).where(table.c.weights_id.in_(gone)))
+            return gone
 
         return await self._database.write(write)
 
@@ -110,7 +109,7 @@ SELECT what, owner, count(*), sum(size_bytes) FROM (
 
 
 def unreferenced_query() -> sa.Select[Any]:
-    query = sa.select(schema.weights.c.weights_id)
+    query = sa.select(schema.weights)
     for column in (
         schema.checkpoints.c.weights_id,
         schema.samplers.c.weights_id,

@@ -1,0 +1,114 @@
+"""Deleting a checkpoint, with a death of the process at each of its writes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tinsmith import disk
+from tinsmith.cli.server import storage
+from tinsmith.server.checkpoints import Checkpoints
+from tinsmith.server.data_folder import DataFolder
+from tinsmith.server.serving import claim_store
+from tinsmith.server.store.database import Database
+from tinsmith.server.trash import Trash
+from tinsmith.server.weights import WeightsFolders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.support.in_process_server import Api, StartServer
+    from tinsmith.server.config import ServerConfig
+
+NUM_MOMENTS = 12
+"""More than a deletion has: a commit or a function that writes, before and after."""
+
+
+class KilledError(BaseException):
+    """Ends everything, as the death of a process does."""
+
+
+class Death:
+    """Kills the process before or after its nth write; a dead process writes nothing."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, moment: int) -> None:
+        self._left = moment
+        for name in ("create_folder", "publish_file", "move", "discard_folder"):
+            patch.setattr(disk, name, self._deadly(getattr(disk, name)))
+        write = Database.write
+
+        async def deadly_write(database: Database, change: Callable[..., Any]) -> Any:
+            self._pass()
+            result = await write(database, change)
+            self._pass()
+            return result
+
+        patch.setattr(Database, "write", deadly_write)
+
+    def _deadly(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def deadly(*args: Any) -> Any:
+            self._pass()
+            result = function(*args)
+            self._pass()
+            return result
+
+        return deadly
+
+    def _pass(self) -> None:
+        if self._left == 0:
+            raise KilledError
+        self._left -= 1
+
+
+async def _saved(api: Api) -> list[str]:
+    model = await api.model()
+    paths = []
+    for number in range(1, 1 + NUM_MOMENTS):
+        body = {"model_id": model, "seq_id": number, "path": f"n{number}"}
+        saved = await api.result((await api.ok("/save_weights", body))["request_id"])
+        paths.append(saved["path"])
+    return paths
+
+
+async def _delete(config: ServerConfig, path: str) -> None:
+    folder = DataFolder(config.data_dir)
+    store = await claim_store(config)
+    try:
+        weights = WeightsFolders(folder.weights, store, Trash(folder.trash))
+        checkpoints = Checkpoints(store, weights)
+        with pytest.MonkeyPatch.context() as patch:
+            Death(patch, NUM_MOMENTS - int(path.rpartition("n")[2]))
+            await checkpoints.delete(await checkpoints.readable(path, "owner"))
+    finally:
+        await store.close()
+
+
+async def test_a_checkpoint_has_its_name_in_the_trash_whenever_its_deletion_was_cut(
+    start_server: StartServer, database_url: str
+) -> None:
+    server = await start_server(database_url=database_url)
+    paths = await _saved(server.api)
+    await server.stop()
+    config = server.service.config
+    num_cut = 0
+    for path in paths:
+        try:
+            await _delete(config, path)
+        except KilledError:
+            num_cut += 1
+    assert 8 <= num_cut < NUM_MOMENTS, "every moment of a deletion was tried"
+
+    server = await start_server(database_url=database_url)
+    await server.service.tidy()
+    page = (await server.api.get("/checkpoints")).json()["checkpoints"]
+    kept = [checkpoint["tinker_path"] for checkpoint in page]
+    await server.stop()
+    trash = Trash(DataFolder(config.data_dir).trash)
+    entries = {entry.reason.removesuffix(" was deleted"): entry for entry in trash.entries()}
+    assert sorted([*kept, *entries]) == sorted(paths), "each is there, or in the trash by name"
+    assert len(entries) > 8 and trash.announced() == {}
+    for path, entry in entries.items():
+        assert entry.owner == "owner"
+        assert await asyncio.to_thread(storage.restore, config, entry.entry_id) == path
