@@ -17,7 +17,6 @@ ALLOWED = {
     # What the poller remembers shows nowhere else, and forgetting is what is tested.
     ("tests/client/test_sampling_client.py", "_poller"),
     ("tests/client/test_sampling_client.py", "_waiting"),
-    ("tests/client/test_sampling_client.py", "_abandoned"),
     ("tests/client/test_sampling_client.py", "_early"),
     # Every public way to the connection waits until it is open; here it must not be yet.
     ("tests/client/test_connection.py", "_session_connection"),

@@ -384,9 +384,39 @@ def test_the_poller_forgets_samples_that_were_given_up(
     while poller._waiting and time.monotonic() < deadline:
         time.sleep(0.01)
     stub._loop.call_soon_threadsafe(held.set)
-    while (poller._abandoned or poller._early) and time.monotonic() < deadline:
+    while stub.count("/retrieve_futures") < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not poller._abandoned and not poller._early and not poller._waiting
+    told = stub.seen("/retrieve_futures")[1].json()["retrieved_request_ids"]
+    assert len(told) == 10 and not poller._early and not poller._waiting
+
+
+def test_the_poller_forgets_samples_whose_promise_never_came(
+    stub: Any, make_service: Callable[..., ServiceClient]
+) -> None:
+    """They are cancelled on their way to the service, which carries them out all the same."""
+    sampler = make_sampler(stub, make_service, sample_use_retrieve_futures=True)
+    sample(sampler).result(10)
+    accepted = asyncio.Event()
+
+    async def accept_slowly(request: Recorded) -> Answer:
+        answer: Answer = await stub._do_asample(request)
+        await accepted.wait()
+        return answer
+
+    stub.on(ASAMPLE, *[accept_slowly] * 10, stub._do_asample)
+    futures = [sample(sampler) for _ in range(10)]
+    deadline = time.monotonic() + 20
+    while stub.count("/asample") < 11 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for future in futures:
+        future.cancel()
+    time.sleep(0.05)
+    stub._loop.call_soon_threadsafe(accepted.set)
+    for _ in range(3):
+        sample(sampler).result(10)
+    polls = [r.json()["retrieved_request_ids"] for r in stub.seen("/retrieve_futures")]
+    assert sampler._poller is not None and not sampler._poller._early
+    assert len({each for told in polls for each in told}) >= 12, "the service may forget them, too"
 
 
 @pytest.mark.parametrize("with_poller", [False, True])

@@ -265,7 +265,9 @@ class SamplingClient(QueueStateObserver):
             await self._join()
         started = time.monotonic()
         numbered = {**body, "seq_id": next(self._seq_ids)}
-        promise = await self._submit(numbered, _estimated_bytes(request.prompt))
+        poller = self._completion_poller()
+        with contextlib.nullcontext() if poller is None else poller.submitting():
+            promise = await self._submit(numbered, _estimated_bytes(request.prompt))
         try:
             response = await retrieve(
                 self.holder,
@@ -273,7 +275,7 @@ class SamplingClient(QueueStateObserver):
                 sample_kind(promise),
                 roundtrip_seconds=time.monotonic() - started,
                 observer=self,
-                poller=self._completion_poller(),
+                poller=poller,
             )
         except asyncio.CancelledError:
             self.holder.cancel_sample(promise.request_id)

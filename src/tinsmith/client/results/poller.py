@@ -7,8 +7,10 @@ learns which have finished; whoever waits then fetches its own result.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from tinsmith.errors import TinkerError
@@ -55,19 +57,33 @@ class CompletionPoller:
         )
         self._cursor = 0
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
-        self._early: dict[str, Completion] = {}
-        self._abandoned: set[str] = set()
+        self._early: dict[str, tuple[Completion, int]] = {}
+        """Those that came before their promise, each with the number of the next submission."""
+        self._submissions = itertools.count()
+        self._submitting: dict[int, None] = {}
+        """Submissions under way, the oldest first."""
         self._retrieved: set[str] = set()
         self._failure: str | None = None
         self._has_work = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name="tinsmith-poller")
         keep(self._task)
 
+    @contextlib.contextmanager
+    def submitting(self) -> Iterator[None]:
+        """Around a submission: its request may end before its promise is here. Whoever gets the
+        promise waits for it at once."""
+        number = next(self._submissions)
+        self._submitting[number] = None
+        try:
+            yield
+        finally:
+            del self._submitting[number]
+
     async def wait_for(self, request_id: str) -> Completion:
         """How the request ended, as soon as the poller knows."""
         early = self._early.pop(request_id, None)
         if early is not None:
-            return early
+            return early[0]
         if self._failure is not None:
             raise TinkerError(self._failure)
         waiter: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -75,9 +91,6 @@ class CompletionPoller:
         self._has_work.set()
         try:
             return await waiter
-        except asyncio.CancelledError:
-            self._abandoned.add(request_id)
-            raise
         finally:
             self._waiting.pop(request_id, None)
 
@@ -112,6 +125,7 @@ class CompletionPoller:
             self._cursor = answer.cursor
             for completion in answer.completions:
                 self._hand_over(completion)
+            self._forget_unwanted()
 
     async def _ask(self) -> FuturesRetrieveResponse:
         retrieved = sorted(self._retrieved)
@@ -130,15 +144,21 @@ class CompletionPoller:
 
     def _hand_over(self, completion: Completion) -> None:
         waiter = self._waiting.pop(completion.request_id, None)
-        if completion.request_id in self._abandoned:
-            # Nobody will fetch it: the service may forget it at once, and so may we.
-            self._abandoned.discard(completion.request_id)
-            self.mark_retrieved(completion.request_id)
-        elif waiter is None:
+        if waiter is None:
             # The promise may still be on its way to us.
-            self._early[completion.request_id] = completion
+            next_number = next(self._submissions)
+            self._early[completion.request_id] = (completion, next_number)
         elif not waiter.done():
             waiter.set_result(completion)
+
+    def _forget_unwanted(self) -> None:
+        """Nobody will fetch what belongs to no submission that was under way when it came: whoever
+        waited was cancelled. The service may forget it at once, and so may we."""
+        oldest = next(iter(self._submitting), None)
+        for request_id, (_, number) in list(self._early.items()):
+            if oldest is None or oldest > number:
+                del self._early[request_id]
+                self.mark_retrieved(request_id)
 
     def _fail(self, message: str) -> None:
         self._failure = message
