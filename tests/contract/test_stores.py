@@ -259,8 +259,8 @@ async def test_weights_are_kept_while_anything_refers_to_them(store: Store) -> N
     )
     await store.log.finish([end])
     await store.samplers.add(_sampler("s:sample:0", 0))
-    assert await store.checkpoints.delete(MODEL.model_id, "weights/a", AUDIT)
-    assert not await store.checkpoints.delete(MODEL.model_id, "weights/a", AUDIT)
+    assert await store.checkpoints.delete(checkpoint("a", "w"), AUDIT)
+    assert not await store.checkpoints.delete(checkpoint("a", "w"), AUDIT)
     assert await store.weights.unreferenced() == []
     await store.samplers.forget("s")
     (unused,) = await store.weights.unreferenced()
@@ -323,13 +323,26 @@ async def test_a_session_is_changed_touched_and_found_again(store: Store) -> Non
 async def test_checkpoints_are_changed_listed_and_expire(store: Store) -> None:
     await store.checkpoints.add(checkpoint("a", "w"), MODEL, AUDIT)
     await store.checkpoints.add(checkpoint("b", "w", created_at=6.0), None, AUDIT)
-    await store.checkpoints.update(MODEL.model_id, "weights/a", {"expires_at": 7.0}, AUDIT)
+    assert await store.checkpoints.update(checkpoint("a", "w"), {"expires_at": 7.0}, AUDIT)
     assert [c.checkpoint_id for c in await store.checkpoints.expired(8.0)] == ["weights/a"]
     page = await store.checkpoints.page_of_owner("o", 10, 0)
     assert [c.checkpoint_id for c in page.items] == ["weights/b", "weights/a"]
     assert await store.checkpoints.storage_of_owner("o") == (2, 20)
     assert len(await store.account.list_audit("o", "checkpoints", 0.0, 10.0)) == 3
     assert await store.account.list_audit("o", "projects", 0.0, 10.0) == []
+
+
+async def test_a_late_change_of_a_checkpoint_does_not_touch_a_later_one_of_its_name(
+    store: Store,
+) -> None:
+    """Somebody read the first one, and saved another under its name before the change came."""
+    first, second = checkpoint("a", "w1"), checkpoint("a", "w2")
+    await store.checkpoints.add(first, MODEL, AUDIT)
+    await store.checkpoints.add(second, None, AUDIT)
+    assert not await store.checkpoints.update(first, {"is_public": True}, AUDIT)
+    assert not await store.checkpoints.delete(first, AUDIT)
+    assert await store.checkpoints.get(MODEL.model_id, "weights/a") == second
+    assert len(await store.account.list_audit("o", "checkpoints", 0.0, 10.0)) == 2
 
 
 async def test_results_are_dropped_by_age_and_by_size(store: Store) -> None:

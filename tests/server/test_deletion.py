@@ -112,3 +112,24 @@ async def test_a_checkpoint_has_its_name_in_the_trash_whenever_its_deletion_was_
     for path, entry in entries.items():
         assert entry.owner == "owner"
         assert await asyncio.to_thread(storage.restore, config, entry.entry_id) == path
+
+
+async def test_a_deletion_that_comes_late_spares_a_new_checkpoint_of_the_same_name(
+    start_server: StartServer,
+) -> None:
+    """The first one was read for deletion; before that went on, another was saved over it."""
+    server = await start_server()
+    api, service = server.api, server.service
+    model = await api.model()
+
+    async def save(number: int) -> str:
+        body = {"model_id": model, "seq_id": number, "path": "x", "overwrite": True}
+        saved = await api.result((await api.ok("/save_weights", body))["request_id"])
+        return str(saved["path"])
+
+    path = await save(1)
+    first = await service.checkpoints.readable(path, "owner")
+    await save(2)
+    second = await service.checkpoints.readable(path, "owner")
+    await service.checkpoints.delete(first)
+    assert await service.checkpoints.readable(path, "owner") == second

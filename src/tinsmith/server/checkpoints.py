@@ -12,7 +12,7 @@ import time
 import uuid
 from typing import Any
 
-from tinsmith.errors import TinkerError, ValidationError
+from tinsmith.errors import ValidationError
 from tinsmith.server.store.records import AuditRecord, CheckpointRecord, ModelRecord, WeightsRecord
 from tinsmith.server.store.store import Store
 from tinsmith.server.weights import WeightsFolders
@@ -49,31 +49,10 @@ def expiry(ttl_seconds: int | None, created_at: float) -> float | None:
     return None if ttl_seconds is None else created_at + ttl_seconds
 
 
-class OverQuotaError(TinkerError):
-    """An owner's weights would take more room than they may."""
-
-
 class Checkpoints:
-    def __init__(
-        self, store: Store, weights: WeightsFolders, max_owner_bytes: int | None = None
-    ) -> None:
-        """`max_owner_bytes` bounds what one owner's checkpoints and unnamed samplers take."""
+    def __init__(self, store: Store, weights: WeightsFolders) -> None:
         self._store = store
         self._weights = weights
-        self._max_owner_bytes = max_owner_bytes
-
-    async def check_quota(self, owner: str, num_bytes: int = 1) -> None:
-        """Refuse so many bytes more of an owner's where there is no room for them."""
-        limit = self._max_owner_bytes
-        if limit is None:
-            return
-        stored = await self._store.weights.bytes_of_owner(owner)
-        if stored + num_bytes > limit:
-            raise OverQuotaError(
-                f"{stored} bytes of checkpoints and unnamed samplers are stored for this owner and "
-                f"{num_bytes} more are needed; at most {limit} may be: delete checkpoints, or "
-                "finish sessions that are no longer needed"
-            )
 
     async def readable(self, tinker_path: str, owner: str) -> CheckpointRecord:
         """The checkpoint at a path, if the owner may read it: it is theirs, or published."""
@@ -97,26 +76,27 @@ class Checkpoints:
 
     async def publish(self, checkpoint: CheckpointRecord, is_public: bool) -> None:
         event = "checkpoint_published" if is_public else "checkpoint_unpublished"
-        await self._store.checkpoints.update(
-            checkpoint.model_id,
-            checkpoint.checkpoint_id,
-            {"is_public": is_public},
-            _audit(checkpoint, event),
-        )
+        await self._update(checkpoint, {"is_public": is_public}, _audit(checkpoint, event))
 
     async def set_ttl(self, checkpoint: CheckpointRecord, ttl_seconds: int | None) -> None:
         check_ttl(ttl_seconds)
-        await self._store.checkpoints.update(
-            checkpoint.model_id,
-            checkpoint.checkpoint_id,
+        await self._update(
+            checkpoint,
             {"expires_at": expiry(ttl_seconds, time.time())},
             _audit(checkpoint, "checkpoint_ttl_set", {"ttl_seconds": ttl_seconds}),
         )
 
+    async def _update(
+        self, checkpoint: CheckpointRecord, values: dict[str, Any], audit: AuditRecord
+    ) -> None:
+        if not await self._store.checkpoints.update(checkpoint, values, audit):
+            raise ValidationError(
+                f"{checkpoint.tinker_path} was deleted or saved again meanwhile; nothing changed"
+            )
+
     async def delete(self, checkpoint: CheckpointRecord, event: str = "checkpoint_deleted") -> None:
-        await self._store.checkpoints.delete(
-            checkpoint.model_id, checkpoint.checkpoint_id, _audit(checkpoint, event)
-        )
+        """Delete this checkpoint; one that was saved under its name since it was read stays."""
+        await self._store.checkpoints.delete(checkpoint, _audit(checkpoint, event))
         await self._weights.sweep()
 
     async def delete_expired(self) -> None:
@@ -143,7 +123,6 @@ class Checkpoints:
         existing = await self.owned(copy_id, source.checkpoint_id, owner)
         if existing is not None:
             return existing
-        await self.check_quota(owner, source.size_bytes)
         weights = await self.weights_of(source)
         at = time.time()
         model = ModelRecord(
@@ -167,9 +146,8 @@ class Checkpoints:
             expires_at=expiry(ttl_seconds, at),
         )
         details = {"source": source.tinker_path}
-        await self._store.checkpoints.add(
-            copied, model, _audit(copied, "checkpoint_copied", details)
-        )
+        audit = _audit(copied, "checkpoint_copied", details)
+        await self._store.checkpoints.add(copied, model, audit)
         return copied
 
 

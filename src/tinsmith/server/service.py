@@ -84,7 +84,7 @@ class Service:
         self.promises = Promises(_RECENT_RESULT_BYTES)
         self.models = LiveModels(store, self.promises)
         self.sessions = Sessions(store, self.models, config)
-        self.checkpoints = Checkpoints(store, self.weights, config.key_max_stored_bytes)
+        self.checkpoints = Checkpoints(store, self.weights)
         self.samplers = Samplers(store)
         self.loaded_samplers = LoadedSamplers(self.weights.folder, config.max_loaded_samplers)
         self.usage = Usage(store)
@@ -115,6 +115,7 @@ class Service:
         self.snapshots = Snapshots(store, self.weights, config)
         endings = Endings(
             store=store,
+            weights=self.weights,
             models=self.models,
             promises=self.promises,
             snapshots=self.snapshots,

@@ -130,7 +130,7 @@ def open_store(config: ServerConfig, metrics: Metrics | None = None) -> Store:
             metrics.observe("store_commit_seconds", seconds)
             metrics.observe("store_commit_writes", num_writes)
 
-    return Store(url, folder.blobs, on_commit)
+    return Store(url, folder.blobs, on_commit, max_owner_bytes=config.key_max_stored_bytes)
 
 
 def _report_changes(service: Service, report: ReportModels) -> None:

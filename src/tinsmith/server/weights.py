@@ -74,7 +74,7 @@ class WeightsFolders:
             await asyncio.to_thread(self._let_go, set(gone), stray, announced)
 
     async def sweep_unknown(self, min_age_seconds: float = _STRAY_SECONDS) -> None:
-        """Move folders without a record to the trash: a save or a deletion did not end, or worse."""
+        """Move folders without a record to the trash: a save or deletion did not end, or worse."""
         unknown = await asyncio.to_thread(self._old_folders, time.time() - min_age_seconds)
         if unknown:
             known = set(await self._store.weights.ids())

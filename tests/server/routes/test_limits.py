@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from tinsmith.types import Datum, ModelInput
@@ -73,13 +74,45 @@ async def test_the_quota_is_checked_again_when_a_save_runs(start_server: StartSe
     assert copied.status_code == 403, "nor may a copy go beyond"
 
 
+async def test_saves_at_once_do_not_pass_the_quota_together(start_server: StartServer) -> None:
+    """Of four models, each save finds room for one when it begins."""
+    server = await start_server()
+    size = await _size_of_a_sampler(server)
+    await server.stop()
+    server = await start_server(key_max_stored_bytes=2 * size + size // 2)
+    api, store = server.api, server.service.store
+    models = [await api.model() for _ in range(4)]
+    plain, asked = store.weights.check_quota, 0
+    all_asked = asyncio.Event()
+
+    async def check_together(owner: str, num_bytes: int = 1) -> None:
+        nonlocal asked
+        await plain(owner, num_bytes)
+        if num_bytes > 1:
+            asked += 1
+            if asked == len(models):
+                all_asked.set()
+            await all_asked.wait()
+
+    store.weights.check_quota = check_together  # type: ignore[method-assign]  # slow disks
+    bodies = [{"model_id": model, "seq_id": 1, "path": "n"} for model in models]
+    ids = [(await api.ok("/save_weights_for_sampler", body))["request_id"] for body in bodies]
+    answers = [(await api.retrieve(request_id)).json() for request_id in ids]
+    refused = [answer for answer in answers if "error" in answer]
+    assert len(refused) == 3
+    assert all(r["category"] == "user" and "delete checkpoints" in r["error"] for r in refused)
+    folder = server.service.config.data_dir / "weights"
+    assert len([*folder.iterdir()]) == 2, "nothing is left of those that were refused"
+
+
 async def _size_of_a_sampler(server: TestServer) -> int:
     """The bytes of one unnamed sampler, which is there from then on."""
     model = await server.api.model()
     body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
     made = await server.api.ok("/save_weights_for_sampler", body)
     await server.api.result(made["request_id"])
-    return await server.service.store.weights.bytes_of_owner("owner")
+    rows = await server.service.store.weights.room()
+    return sum(num_bytes for _, owner, _, num_bytes in rows if owner == "owner")
 
 
 def _probe() -> list[Datum]:

@@ -19,14 +19,16 @@ from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.snapshots import Snapshots
-from tinsmith.server.store.errors import StoreConflictError, StoreUnavailableError
+from tinsmith.server.store.errors import OverQuotaError, StoreConflictError, StoreUnavailableError
 from tinsmith.server.store.records import Finish
 from tinsmith.server.store.store import Store
 from tinsmith.server.usage import Usage
+from tinsmith.server.weights import WeightsFolders
 
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
+_CONFLICT = "what this request made contradicts what is there already"
 
 
 class Endings:
@@ -34,6 +36,7 @@ class Endings:
         self,
         *,
         store: Store,
+        weights: WeightsFolders,
         models: LiveModels,
         promises: Promises,
         snapshots: Snapshots,
@@ -41,6 +44,7 @@ class Endings:
         metrics: Metrics,
     ) -> None:
         self._store = store
+        self._weights = weights
         self._models = models
         self._promises = promises
         self._snapshots = snapshots
@@ -101,23 +105,26 @@ class Endings:
 
     async def _unrecordable(self, model: LiveModel, finish: Finish, error: Exception) -> Finish:
         """A failed end in place of one that cannot be recorded. Where that is no conflict over a
-        name, the model is rebuilt without the operation: its client hears that it failed."""
-        logger.error("the end of %s cannot be recorded", finish.request_id, exc_info=error)
-        is_conflict = isinstance(error, StoreConflictError)
-        if not is_conflict:
+        name or the owner's room, the model is rebuilt without the operation: its client hears that
+        it failed."""
+        if finish.weights is not None:
+            await self._weights.discard(finish.weights.weights_id)
+        if isinstance(error, OverQuotaError):
+            problem, category = str(error), "user"
+        elif isinstance(error, StoreConflictError):
+            problem, category = f"{_CONFLICT}: {error}", "user"
+        else:
+            problem, category = "the result of this request could not be recorded", "server"
             model.generation = 0
+        logger.error("the end of %s cannot be recorded", finish.request_id, exc_info=error)
         if finish.status == "failed":
             await asyncio.sleep(_RETRY_SECONDS)  # not even this one: do not try without pause
         return Finish(
             request_id=finish.request_id,
             status="failed",
             finished_at=finish.finished_at,
-            error=(
-                f"what this request made contradicts what is there already: {error}"
-                if is_conflict
-                else "the result of this request could not be recorded"
-            ),
-            category="user" if is_conflict else "server",
+            error=problem,
+            category=category,
         )
 
     def _count_tokens(self, model: LiveModel, operation: Operation) -> None:

@@ -15,12 +15,13 @@ from typing import TypeVar
 
 from tinsmith.engine.base import CustomLoss, Engine, Failure, Pass, SnapshotKind, Step
 from tinsmith.errors import TinkerError, ValidationError
-from tinsmith.server.checkpoints import Checkpoints, OverQuotaError, checkpoint_name, expiry
+from tinsmith.server.checkpoints import Checkpoints, checkpoint_name, expiry
 from tinsmith.server.operations.codecs import LoadRequest, PassRequest, pass_data
 from tinsmith.server.operations.finishes import done, failed
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.sampling.loaded import LoadedSamplers
+from tinsmith.server.store.errors import OverQuotaError
 from tinsmith.server.store.records import (
     AuditRecord,
     CheckpointRecord,
@@ -256,7 +257,7 @@ class Executor:
                 raise DiskTroubleError(info.message)
             return info
         try:
-            await self.checkpoints.check_quota(model.owner, info.size_bytes)
+            await self.store.weights.check_quota(model.owner, info.size_bytes)
         except OverQuotaError as error:
             await self.weights.discard(weights_id)
             return Failure(str(error), "user")

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.errors import ValidationError
-from tinsmith.server.checkpoints import OverQuotaError, check_ttl, checkpoint_name
+from tinsmith.server.checkpoints import check_ttl, checkpoint_name
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, answer, not_found, read_body
 from tinsmith.server.edge.routing import bare_route, route
@@ -20,6 +20,7 @@ from tinsmith.server.routes.training import (
     new_model,
 )
 from tinsmith.server.service import Service
+from tinsmith.server.store.errors import OverQuotaError
 from tinsmith.server.store.records import CheckpointRecord
 from tinsmith.types import (
     CopyWeightsRequest,
@@ -68,7 +69,7 @@ async def _save(
                 "age_encryption_recipients",
             )
         try:
-            await service.checkpoints.check_quota(caller.owner)
+            await service.store.weights.check_quota(caller.owner)
         except OverQuotaError as error:
             raise Refusal(403, str(error)) from None
 

@@ -16,16 +16,19 @@ from tinsmith.server.store.records import (
     Page,
     WeightsRecord,
 )
+from tinsmith.server.store.weights import Weights
 
 
 class Checkpoints:
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, weights: Weights) -> None:
         self._database = database
+        self._weights = weights
 
     async def add(
         self, checkpoint: CheckpointRecord, model: ModelRecord | None, audit: AuditRecord
     ) -> None:
         def write(connection: sa.Connection) -> None:
+            self._weights.check_room(connection, checkpoint.owner, checkpoint.size_bytes)
             if model is not None:
                 connection.execute(sa.insert(schema.models).values(row_of(model)))
             put_checkpoint(connection, checkpoint)
@@ -49,24 +52,27 @@ class Checkpoints:
         return await self._database.page(CheckpointRecord, query, order, limit, offset)
 
     async def update(
-        self, model_id: str, checkpoint_id: str, values: Mapping[str, Any], audit: AuditRecord
-    ) -> None:
-        def write(connection: sa.Connection) -> None:
-            connection.execute(
-                sa.update(schema.checkpoints)
-                .where(_checkpoint(model_id, checkpoint_id))
-                .values(dict(values))
-            )
-            connection.execute(sa.insert(schema.audit).values(row_of(audit)))
+        self, checkpoint: CheckpointRecord, values: Mapping[str, Any], audit: AuditRecord
+    ) -> bool:
+        """Change a checkpoint; False when another has its name by now, or none."""
 
-        await self._database.write(write)
-
-    async def delete(self, model_id: str, checkpoint_id: str, audit: AuditRecord) -> bool:
         def write(connection: sa.Connection) -> bool:
-            found = _remove(connection, model_id, checkpoint_id)
-            if found:
+            changed = sa.update(schema.checkpoints).where(_same(checkpoint)).values(dict(values))
+            is_there = connection.execute(changed).rowcount == 1
+            if is_there:
                 connection.execute(sa.insert(schema.audit).values(row_of(audit)))
-            return found
+            return is_there
+
+        return await self._database.write(write)
+
+    async def delete(self, checkpoint: CheckpointRecord, audit: AuditRecord) -> bool:
+        """Delete a checkpoint; False when another has its name by now, or none."""
+
+        def write(connection: sa.Connection) -> bool:
+            is_there = _remove(connection, _same(checkpoint))
+            if is_there:
+                connection.execute(sa.insert(schema.audit).values(row_of(audit)))
+            return is_there
 
         return await self._database.write(write)
 
@@ -103,14 +109,13 @@ class Checkpoints:
 
 def put_checkpoint(connection: sa.Connection, checkpoint: CheckpointRecord) -> None:
     """Enter a checkpoint, in the place of an earlier one of its name."""
-    _remove(connection, checkpoint.model_id, checkpoint.checkpoint_id)
+    _remove(connection, _checkpoint(checkpoint.model_id, checkpoint.checkpoint_id))
     connection.execute(sa.insert(schema.checkpoints).values(row_of(checkpoint)))
 
 
-def _remove(connection: sa.Connection, model_id: str, checkpoint_id: str) -> bool:
+def _remove(connection: sa.Connection, where: sa.ColumnElement[bool]) -> bool:
     """Delete a checkpoint; its weights remember what it was, for bringing it back."""
     table, weights = schema.checkpoints, schema.weights
-    where = _checkpoint(model_id, checkpoint_id)
     found = connection.execute(sa.select(table).where(where)).mappings().first()
     if found is None:
         return False
@@ -126,3 +131,9 @@ def _remove(connection: sa.Connection, model_id: str, checkpoint_id: str) -> boo
 def _checkpoint(model_id: str, checkpoint_id: str) -> sa.ColumnElement[bool]:
     table = schema.checkpoints
     return sa.and_(table.c.model_id == model_id, table.c.checkpoint_id == checkpoint_id)
+
+
+def _same(checkpoint: CheckpointRecord) -> sa.ColumnElement[bool]:
+    """The checkpoint that was read, and no later one of its name."""
+    is_of_name = _checkpoint(checkpoint.model_id, checkpoint.checkpoint_id)
+    return sa.and_(is_of_name, schema.checkpoints.c.weights_id == checkpoint.weights_id)

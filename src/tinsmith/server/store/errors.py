@@ -14,6 +14,10 @@ class StoreValueError(StoreConflictError):
     64 bits."""
 
 
+class OverQuotaError(StoreConflictError):
+    """An owner's weights would take more room than they may."""
+
+
 class ExpiredOperationError(ValidationError):
     """An operation came again after its first coming had ended long ago and was forgotten."""
 

@@ -20,6 +20,7 @@ from tinsmith.server.store.errors import (
     StoreUnavailableError,
 )
 from tinsmith.server.store.records import Finish, ModelRecord, OperationRecord
+from tinsmith.server.store.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,10 @@ _LIGHT_COLUMNS = [c for c in schema.operations.c if c.name not in ("payload", "r
 
 
 class Log:
-    def __init__(self, database: Database, blobs: Blobs) -> None:
+    def __init__(self, database: Database, blobs: Blobs, weights: Weights) -> None:
         self._database = database
         self._blobs = blobs
+        self._weights = weights
 
     async def record(
         self, operation: OperationRecord, model: ModelRecord | None = None
@@ -116,6 +118,9 @@ class Log:
         if ended.rowcount != 1:
             return
         if finish.weights is not None:
+            made = finish.checkpoint or finish.sampler
+            if made is not None:
+                self._weights.check_room(connection, made.owner, finish.weights.size_bytes)
             connection.execute(sa.insert(schema.weights).values(row_of(finish.weights)))
         if finish.checkpoint is not None:
             put_checkpoint(connection, finish.checkpoint)

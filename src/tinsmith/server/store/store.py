@@ -32,9 +32,11 @@ class Store:
         blob_folder: Path,
         on_commit: OnCommit = lambda seconds, writes: None,
         open_writer: Callable[[sa.Engine, OnCommit], Writes] = Writer,
+        max_owner_bytes: int | None = None,
     ) -> None:
         """Opens the database, creating or migrating its tables as needed. Blocks; call it once.
 
+        `max_owner_bytes` bounds what one owner's checkpoints and unnamed samplers take.
         `open_writer` says how writes are carried out, where that is not by a thread of their own.
         """
         self.database = Database(url, on_commit, open_writer)
@@ -44,9 +46,9 @@ class Store:
         self.sessions = Sessions(self.database)
         self.samplers = Samplers(self.database)
         self.models = Models(self.database, blobs)
-        self.log = Log(self.database, blobs)
-        self.weights = Weights(self.database)
-        self.checkpoints = Checkpoints(self.database)
+        self.weights = Weights(self.database, max_owner_bytes)
+        self.log = Log(self.database, blobs, self.weights)
+        self.checkpoints = Checkpoints(self.database, self.weights)
         self.losses = CustomLosses(self.database)
         self.account = Account(self.database)
 

@@ -9,12 +9,15 @@ import sqlalchemy as sa
 
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import Database
+from tinsmith.server.store.errors import OverQuotaError
 from tinsmith.server.store.records import WeightsRecord
 
 
 class Weights:
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, max_owner_bytes: int | None) -> None:
+        """`max_owner_bytes` bounds what one owner's checkpoints and unnamed samplers take."""
         self._database = database
+        self._max_owner_bytes = max_owner_bytes
 
     async def get(self, weights_id: str) -> WeightsRecord | None:
         table = schema.weights
@@ -25,24 +28,29 @@ class Weights:
     async def ids(self) -> Sequence[str]:
         return await self._database.column(sa.select(schema.weights.c.weights_id))
 
-    async def bytes_of_owner(self, owner: str) -> int:
-        """What an owner's checkpoints and unnamed samplers take; a copy counts like its source."""
-        checkpoints, samplers, weights = schema.checkpoints, schema.samplers, schema.weights
-        named = sa.select(sa.func.coalesce(sa.func.sum(checkpoints.c.size_bytes), 0))
-        unnamed = sa.select(sa.func.coalesce(sa.func.sum(weights.c.size_bytes), 0)).join(
-            samplers, samplers.c.weights_id == weights.c.weights_id
-        )
+    async def check_quota(self, owner: str, num_bytes: int = 1) -> None:
+        """Refuse so many bytes more of an owner's where there is no room for them now; what is
+        recorded is checked again."""
 
-        def read() -> int:
+        def read() -> None:
             with self._database.connect() as connection:
-                first = connection.execute(named.where(checkpoints.c.owner == owner))
-                # A sampler of a checkpoint has a path, and takes no room of its own.
-                second = connection.execute(
-                    unnamed.where(samplers.c.owner == owner, samplers.c.model_path.is_(None))
-                )
-                return int(first.scalar_one()) + int(second.scalar_one())
+                self.check_room(connection, owner, num_bytes)
 
-        return await self._database.in_thread(read)
+        if self._max_owner_bytes is not None:
+            await self._database.in_thread(read)
+
+    def check_room(self, connection: sa.Connection, owner: str, num_bytes: int) -> None:
+        """The same within a write, where nothing comes in between."""
+        limit = self._max_owner_bytes
+        if limit is None:
+            return
+        stored = _bytes_of_owner(connection, owner)
+        if stored + num_bytes > limit:
+            raise OverQuotaError(
+                f"{stored} bytes of checkpoints and unnamed samplers are stored for this owner and "
+                f"{num_bytes} more are needed; at most {limit} may be: delete checkpoints, or "
+                "finish sessions that are no longer needed"
+            )
 
     async def room(self) -> list[tuple[str, str, int, int]]:
         """What takes room and why: the reason, the owner ("" for the server's own), how many
@@ -88,6 +96,20 @@ class Weights:
             return True
 
         return await self._database.write(write)
+
+
+def _bytes_of_owner(connection: sa.Connection, owner: str) -> int:
+    """What an owner's checkpoints and unnamed samplers take; a copy counts like its source."""
+    checkpoints, samplers, weights = schema.checkpoints, schema.samplers, schema.weights
+    named = sa.select(sa.func.coalesce(sa.func.sum(checkpoints.c.size_bytes), 0))
+    unnamed = sa.select(sa.func.coalesce(sa.func.sum(weights.c.size_bytes), 0)).join(
+        samplers, samplers.c.weights_id == weights.c.weights_id
+    )
+    first = connection.execute(named.where(checkpoints.c.owner == owner))
+    # A sampler of a checkpoint has a path, and takes no room of its own.
+    is_unnamed = sa.and_(samplers.c.owner == owner, samplers.c.model_path.is_(None))
+    second = connection.execute(unnamed.where(is_unnamed))
+    return int(first.scalar_one()) + int(second.scalar_one())
 
 
 # What takes room, in the order in which weights are counted: each once, for its first reason.
