@@ -9,11 +9,13 @@ def main() -> None:
     try:
         from tinsmith.cli.__main__ import main as run
     except ModuleNotFoundError as error:
-        if error.name not in ("click", "rich"):
+        from tinsmith import extras
+
+        if error.name not in extras.packages("cli"):
             raise
         sys.exit(
-            f"tinsmith: the command needs the package {error.name!r}, which a plain install leaves "
-            "out. Install it with: pip install 'tinsmith[cli]' (or 'tinsmith[all]' to serve models)"
+            f"tinsmith: the command needs the extra 'cli' ({error.name} is not installed): "
+            f"{extras.install_line('cli')}"
         )
     run()
 

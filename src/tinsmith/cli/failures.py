@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import click
 
-from tinsmith import errors
+from tinsmith import errors, extras
 
 
 class CommandError(click.ClickException):
@@ -61,7 +61,7 @@ def explained() -> Iterator[None]:
             raise
         raise CommandError(
             f"this command needs the package {error.name!r}, which is not installed",
-            "Install everything with: pip install 'tinsmith[all]'",
+            f"Install it with: {extras.install_line_for(error.name or '')}",
         ) from error
     except UnicodeDecodeError as error:
         raise CommandError(f"a file that should be text is not UTF-8: {error}") from error

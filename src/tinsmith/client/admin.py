@@ -41,6 +41,9 @@ class AdminClient:
     ) -> None:
         self.holder = rest_connection(_holder, base_url=base_url, api_key=api_key)
 
+    def __repr__(self) -> str:
+        return f"<AdminClient of {self.holder.config.base_url}>"
+
     def get_telemetry(self) -> Telemetry | None:
         """What reports errors to the service; None if that is switched off."""
         return self.holder.get_telemetry()

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from tinsmith.client.connection.loop import AwaitableFuture, is_io_thread, mailbox_of
+from tinsmith.types.model import shorten
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,17 @@ class AwaitableConcurrentFuture(APIFuture[T]):
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
+
+    def __repr__(self) -> str:
+        if not self._future.done():
+            state = "under way"
+        elif self._future.cancelled():
+            state = "cancelled"
+        elif (error := self._future.exception()) is not None:
+            state = f"failed: {shorten(error)}"
+        else:
+            state = f"done: {shorten(self._future.result())}"
+        return f"<{type(self).__name__} {state}>"
 
     def result(self, timeout: float | None = None) -> T:
         if not self._future.done():

@@ -61,6 +61,24 @@ class _FieldTable:
         return cls._fields
 
 
+class _Parameters:
+    """`Message.__signature__`: the fields as parameters, so that `help` shows them."""
+
+    def __get__(self, instance: object, cls: type[Model]) -> inspect.Signature:
+        hints = get_type_hints(cls)
+        return inspect.Signature(
+            [
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=inspect.Parameter.empty if field.is_required() else field.default,
+                    annotation=hints[name],
+                )
+                for name, field in cls.model_fields.items()
+            ]
+        )
+
+
 class Frozen:
     """Attributes are set once, when the object is built."""
 
@@ -83,6 +101,7 @@ class Model(Frozen):
     _fields: ClassVar[dict[str, Field]]
     model_fields = _FieldTable()
     """The declared fields by name, in order, inherited ones first."""
+    __signature__ = _Parameters()
 
     def __init__(self, **values: Any) -> None:
         values = self._accept(values)

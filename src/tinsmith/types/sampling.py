@@ -324,7 +324,10 @@ class SampleResponse:
     __hash__ = None  # type: ignore[assignment]  # compared by content, like a list
 
     def __repr__(self) -> str:
-        parts = [f"sequences={list(self.sequences)!r}"]
+        sequences = [repr(each) for each in self.sequences[:8]]
+        if len(self.sequences) > len(sequences):
+            sequences.append(f"… {len(self.sequences)} sequences")
+        parts = [f"sequences=[{', '.join(sequences)}]"]
         if self.prompt_logprobs_np is not None:
             parts.append(f"prompt_logprobs={short_array(self.prompt_logprobs_np)}")
         if self.prompt_cache_hit_tokens:

@@ -293,6 +293,7 @@ def int_array(values: Any, dtype: str = "int32") -> npt.NDArray[Any]:
         if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Sequence):
             raise ValidationError(f"expected a list of integers, got {kind_of(values)}")
         values = list(values)
+    _refuse_booleans(values)
     try:
         return _packed(values, dtype)
     except (struct.error, OverflowError):
@@ -311,6 +312,12 @@ def _packed(values: Sequence[Any], dtype: str) -> npt.NDArray[Any]:
 def _packing(length: int, dtype: str) -> tuple[Callable[..., bytes], np.dtype[Any]]:
     code, native = _NATIVE[dtype]
     return struct.Struct(f"{length}{code}").pack, native
+
+
+def _refuse_booleans(values: Sequence[Any], path: str = "") -> None:
+    """They would pass for the integers 1 and 0, which no list of tokens means."""
+    if values and isinstance(values[0], bool):
+        raise ValidationError("expected integers, got booleans", path)
 
 
 def _fits(values: npt.NDArray[Any], target: np.dtype[Any]) -> bool:
@@ -344,6 +351,8 @@ def _as_array(data: Any, dtype: TensorDtype) -> npt.NDArray[Any]:
         raise ValidationError(f"expected a list of numbers, got {kind_of(data)}", "data")
     if data and isinstance(data[0], (list, tuple)):
         return _nested_array(data, target)
+    if dtype == "int64":
+        _refuse_booleans(data, "data")
     try:
         return _packed(data, dtype)
     except (struct.error, OverflowError):
@@ -436,7 +445,8 @@ def _public_dtype(dtype: np.dtype[Any]) -> TensorDtype:
         return "float32"
     if dtype.kind == "i":
         return "int64"
-    raise ValidationError(f"numpy dtype {dtype} is neither float nor signed integer", "dtype")
+    cure = "; a mask is given as floats: mask.astype('float32')" if dtype.kind == "b" else ""
+    raise ValidationError(f"numpy dtype {dtype} is neither float nor signed integer{cure}", "dtype")
 
 
 def _check_pad(pad_value: Any) -> int:

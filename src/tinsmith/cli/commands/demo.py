@@ -66,7 +66,7 @@ def command(output: Output, data_dir: Path | None, port: int, steps: int, seed: 
 
     Fetches SmolLM2-135M-Instruct (93 MB, once), starts a server in the background, teaches the
     model to answer like a pirate, asks it the same questions before and after, saves a
-    checkpoint, and stops the server. Takes a few minutes on two cores; needs no account.
+    checkpoint, and stops the server. Takes about a minute on two cores; needs no account.
     """
     from tinsmith.cli.progress import Progress
 
@@ -99,11 +99,13 @@ def command(output: Output, data_dir: Path | None, port: int, steps: int, seed: 
 
 
 def _check_installed() -> None:
+    from tinsmith import extras
+
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(
-            f"the demo needs the server and the engine ({', '.join(missing)} not installed); "
-            "install them with: pip install 'tinsmith[all]'"
+            f"the demo needs the server and the engine ({', '.join(missing)} not installed)",
+            f"Install what is missing: {extras.install_line('all')}",
         )
 
 

@@ -18,11 +18,7 @@ from tinsmith.cli.output import Output, Table, size_text, with_output
 
 Status = Literal["ok", "note", "problem"]
 
-_EXTRAS = {
-    "cli": ("click", "rich"),
-    "server": ("starlette", "uvicorn", "httptools", "sqlalchemy", "alembic", "prometheus_client"),
-    "engine": ("torch", "transformers", "safetensors", "gguf"),
-}
+_NEEDED_FOR = {"cli": "", "server": "tinsmith serve", "engine": "training on this machine"}
 _ENOUGH_BYTES = 2 * 1024**3
 _TIMEOUT_SECONDS = 10
 
@@ -79,15 +75,14 @@ def _python() -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    for extra, names in _EXTRAS.items():
-        missing = [name for name in names if importlib.util.find_spec(name) is None]
-        if missing:
-            needed_for = {"server": "tinsmith serve", "engine": "training on this machine"}
-            cure = f"pip install 'tinsmith[{extra}]'"
-            cure += f" (only for {needed_for[extra]})" if extra in needed_for else ""
+    from tinsmith import extras
+
+    for extra, purpose in _NEEDED_FOR.items():
+        if missing := extras.missing(extra):
+            cure = extras.install_line(extra) + (f" (only for {purpose})" if purpose else "")
             yield Finding(f"{extra} packages", "note", f"missing: {', '.join(missing)}", cure)
         else:
-            versions = (f"{name} {_version(name)}" for name in names)
+            versions = (f"{name} {_version(name)}" for name in extras.packages(extra))
             yield Finding(f"{extra} packages", "ok", ", ".join(versions))
 
 

@@ -126,7 +126,8 @@ def _compare(form: Form, base: Path | None, made: dict[str, Path], output: Outpu
     """How far the export's logits are from the adapter's; None where nothing can tell."""
     if base is None or importlib.util.find_spec("transformers") is None:
         output.note(
-            "Not compared with the base model: that needs tinsmith[engine] and its folder (--base)."
+            "Not compared with the base model: that needs its folder (--base) and the extra "
+            "'engine' (tinsmith doctor says what is missing)."
         )
         return None
     from tinsmith.engine.local.snapshots.exports import check_export

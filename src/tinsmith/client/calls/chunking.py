@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from tinsmith.errors import ValidationError
 from tinsmith.types import Datum
+from tinsmith.types.convert import kind_of
+
+
+def checked(data: Sequence[Datum]) -> list[Datum]:
+    """The datums of a call; what else a caller may have put in their place is named."""
+    if isinstance(data, Datum):
+        raise ValidationError("expected a list of datums, got one datum; write [datum]", "data")
+    if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Iterable):
+        raise ValidationError(f"expected a list of datums, got {kind_of(data)}", "data")
+    data = list(data)
+    for index, datum in enumerate(data):
+        if not isinstance(datum, Datum):
+            raise ValidationError(
+                f"expected a Datum, got {kind_of(datum)}; "
+                "make one: Datum(model_input=…, loss_fn_inputs=…)",
+                f"data[{index}]",
+            )
+    return data
 
 
 def split(data: Sequence[Datum], *, max_items: int, max_bytes: int) -> Iterator[list[Datum]]:

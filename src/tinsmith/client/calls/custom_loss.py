@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate
 
+from tinsmith.client.calls import chunking
 from tinsmith.errors import ValidationError
 from tinsmith.types import (
     CustomLossGraph,
@@ -80,7 +81,7 @@ def forward_data(data: Sequence[Datum]) -> list[Datum]:
     """What the first pass needs: targets, and weights only because cross-entropy takes some."""
     return [
         _with_inputs(datum, _targets(datum, index), datum.loss_fn_inputs.get("weights"))
-        for index, datum in enumerate(data)
+        for index, datum in enumerate(chunking.checked(data))
     ]
 
 

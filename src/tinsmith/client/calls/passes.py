@@ -85,7 +85,7 @@ class Passes:
         flags = self._connection.get_client_config()
         cut = list(
             chunking.split(
-                data,
+                chunking.checked(data),
                 max_items=flags.fwdbwd_max_chunk_len,
                 max_bytes=flags.fwdbwd_max_chunk_bytes_count,
             )

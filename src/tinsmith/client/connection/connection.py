@@ -113,6 +113,9 @@ class Connection:
         # Tasks and sockets end with the last client, closed or not.
         weakref.finalize(self, _release, self._loop, self._tasks, self.api).atexit = False
 
+    def __repr__(self) -> str:
+        return f"<Connection to {self.config.base_url}, session {self._session_id}>"
+
     # --- opening and closing ------------------------------------------------------------------
 
     async def ready(self) -> Connection:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from tinsmith import extras
 from tinsmith.client.connection.tags import current_tags
 from tinsmith.errors import TinkerError
 
@@ -38,6 +39,6 @@ def _tracer() -> Any:
         from opentelemetry import trace
     except ImportError as error:
         raise TinkerError(
-            "tracing is on and needs OpenTelemetry: pip install 'tinsmith[otel]'"
+            f"tracing is on and needs OpenTelemetry: {extras.install_line('otel')}"
         ) from error
     return trace.get_tracer("tinsmith")

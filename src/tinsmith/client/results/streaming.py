@@ -56,6 +56,9 @@ class SampleStream:
         self._request = request
         self._policy = policy
 
+    def __repr__(self) -> str:
+        return f"<SampleStream from {self._request.sampling_session_id!r}>"
+
     def __iter__(self) -> Iterator[StreamedTokens]:
         explain_blocking("a plain loop over a stream", "use async for")
         reader = _Reader(self._pieces())
