@@ -213,7 +213,7 @@ def test_another_architecture_samples_what_transformers_generates(
     ("class_name", "changes", "reason"),
     [
         ("GPT2Config", {"n_layer": 2}, "not ordinary linear layers"),
-        ("MixtralConfig", {}, "several experts"),
+        ("Llama4TextConfig", {"num_local_experts": 4}, "experts are not in the form"),
         ("MambaConfig", {}, "attend in the usual way|linear layers"),
         ("CohereConfig", {}, "more between hidden states and logits"),
     ],

@@ -99,12 +99,34 @@ class Reference:
         for name, b in self.leaves.items():
             if name.endswith("lora_B.weight"):
                 a = self.leaves[name.replace("lora_B", "lora_A")]
-                module = name.removeprefix("base_model.model.").removesuffix("lora_B.weight")
+                module = name.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
+                # Of experts (E, out, in), whichever of the two factors they share.
                 update = self.adapter.scale * b @ a
-                whole = weights[module + "weight"].float() + update
-                weights[module + "weight"] = whole.to(self.dtype)
+                if update.ndim == 3:
+                    self._add_to_experts(weights, module, update)
+                    continue
+                whole = weights[module + ".weight"].float() + update
+                weights[module + ".weight"] = whole.to(self.dtype)
         out = torch.func.functional_call(self.model, weights, (tokens[None],), tie_weights=False)
         return out.logits[0]
+
+    def _add_to_experts(self, weights: dict[str, Tensor], module: str, update: Tensor) -> None:
+        """`module` is the layer of experts, and `w1` for gate, `w2` for down, `w3` for up."""
+        layer, _, letter = module.rpartition(".")
+        experts = self.model.get_submodule(layer)
+        name = f"{layer}.down_proj"
+        if letter != "w2":
+            name = f"{layer}.gate_up_proj" if experts.has_gate else f"{layer}.up_proj"
+        whole = weights[name] if experts.is_transposed else weights[name].transpose(1, 2)
+        whole = whole.float().clone()
+        columns = slice(None)
+        if letter != "w2" and experts.has_gate:
+            is_up, inner = letter == "w3", update.shape[1]
+            interleaved, beside = slice(is_up, None, 2), slice(is_up * inner, (is_up + 1) * inner)
+            columns = beside if experts.is_concatenated else interleaved
+        whole[:, :, columns] += update.transpose(1, 2)
+        whole = whole.to(self.dtype)
+        weights[name] = whole if experts.is_transposed else whole.transpose(1, 2)
 
     def run(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy"

@@ -189,11 +189,11 @@ def _add_gradients(
     into: LowRank, x: Tensor, inner: Tensor, grad: Tensor, inner_grad: Tensor
 ) -> None:
     """dA += (grad of x Aᵀ)ᵀ x and, module by module, dB += gradᵀ (scale · x Aᵀ)."""
-    _add_product(into.a, inner_grad.t(), x)
+    add_product(into.a, inner_grad.t(), x)
     grads = grad.split([len(b_of) for b_of in into.b], dim=1)
     inners = inner.chunk(len(into.b), dim=1)
     for into_b, g, inner_of in zip(into.b, grads, inners, strict=True):
-        _add_product(into_b, g.t(), inner_of)
+        add_product(into_b, g.t(), inner_of)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -203,7 +203,8 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
-def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """into += left @ right, in the float32 that gradients are gathered in."""
     if left.dtype == torch.float32:
         into.addmm_(left, right)
     else:

@@ -75,14 +75,16 @@ class PackedAttention:
         self._bounds: Bounds | None = None
         self._even: bool | None = None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         spec = self._config.layers[layer]
-        if has_packed_kernel(spec, q):
+        if has_packed_kernel(spec, q, sinks):
             return self._attend_packed(spec, q, k, v)
         groups = [(length, len(list(same))) for length, same in itertools.groupby(self._lengths)]
         sizes = [length * count for length, count in groups]
         parts = zip(groups, *(x.split(sizes) for x in (q, k, v)), strict=True)
-        outputs = [_attend(spec, length, *part) for (length, _), *part in parts]
+        outputs = [_attend(spec, length, sinks, *part) for (length, _), *part in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_packed(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -198,17 +200,19 @@ def _strictly_deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def has_packed_kernel(spec: AttentionSpec, q: Tensor) -> bool:
+def has_packed_kernel(spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None) -> bool:
     is_half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and is_half and spec.softcap is None
+    return q.is_cuda and is_half and spec.softcap is None and sinks is None
 
 
-def _attend(spec: AttentionSpec, length: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend(
+    spec: AttentionSpec, length: int, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
     """Causal attention of B sequences of n tokens: q (B · n, H, D), k and v (B · n, K, D)."""
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     is_windowed = spec.window is not None and length > spec.window
-    if spec.softcap is not None:
-        out = _attend_softcapped(spec, q, k, v)
+    if spec.softcap is not None or sinks is not None:
+        out = _attend_by_hand(spec, q, k, v, sinks)
     elif is_windowed:
         mask = causal_mask(length, spec.window, q.device)
         out = F.scaled_dot_product_attention(
@@ -221,16 +225,27 @@ def _attend(spec: AttentionSpec, length: int, q: Tensor, k: Tensor, v: Tensor) -
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _attend_softcapped(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same by hand, because no fused kernel squeezes the scores. (B, heads, n, D) each."""
-    assert spec.softcap is not None
+def _attend_by_hand(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """The same where no fused kernel squeezes the scores or knows sinks. (B, heads, n, D) each."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = q @ k.transpose(2, 3) * spec.scale
-    scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
     mask = causal_mask(q.shape[2], spec.window, q.device)
     scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
+    return softmax_with_sinks(scores, sinks).to(v.dtype) @ v
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Probabilities (…, heads, n, keys) in float32; a head's sink takes its part of them."""
+    if sinks is None:
+        return scores.softmax(dim=-1, dtype=torch.float32)
+    column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    joined = torch.cat([scores, column], dim=-1)
+    return joined.softmax(dim=-1, dtype=torch.float32)[..., :-1]
 
 
 def causal_mask(num_tokens: int, window: int | None, device: torch.device) -> Tensor:

@@ -36,8 +36,13 @@ from tinsmith.engine.local.model.pointwise import (
 class Attention(Protocol):
     """What the tokens of a batch see. Scale, softcap and window are in `config.layers[layer]`."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (N, H, D) and k, v (N, K, D), normed and rotated already; the answer is (N, H, D)."""
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q (N, H, D) and k, v (N, K, D), normed and rotated already; the answer is (N, H, D).
+
+        `sinks` (H,) are frozen scores of one more key of each head, whose value is zero.
+        """
         ...
 
 

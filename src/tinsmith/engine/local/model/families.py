@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tinsmith.engine.local.model.pointwise import Activation
 from tinsmith.engine.local.model.rope import Rope, UnsupportedModelError, read_rope
@@ -41,6 +41,13 @@ class AttentionSpec:
     """A position sees itself and the `window - 1` positions before it; None sees them all."""
 
 
+class ExpertFactors(NamedTuple):
+    """How many low-rank factors the experts of a layer have: one for all of them, or one each."""
+
+    a: int
+    b: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
     """A matrix product that adapters may extend: one or more linear modules over one input."""
@@ -58,6 +65,9 @@ class Projection:
 
     outputs: tuple[int, ...]
     """Rows of each module's weight."""
+
+    experts: ExpertFactors | None = None
+    """Where every expert of a layer has such a product with a weight of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

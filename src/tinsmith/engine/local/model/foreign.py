@@ -4,9 +4,11 @@
 all our packed batches need, so such a model trains and samples through the same interface as
 `decoder.Decoder`, only slower. Linear layers inside its blocks become `lora_linear`.
 
+Layers of experts become `experts.Experts`.
+
 What the model asks of attention is found out by watching one forward pass without weights.
-Whatever does not fit (recurrent layers, experts, projections that are not linear layers,
-another way of attending) is refused, and when a model is loaded its logits are compared with
+Whatever does not fit (recurrent layers, projections that are not linear layers, another way of
+attending) is refused, and when a model is loaded its logits are compared with
 those of an untouched copy of its code: a model that would be slightly wrong is not served.
 """
 
@@ -21,12 +23,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinsmith.engine.local.model.adapted_linear import lora_linear
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.blocks import Attention
 from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.experts import Experts, is_experts
 from tinsmith.engine.local.model.families import (
     FAMILIES,
     AttentionSpec,
@@ -38,6 +42,7 @@ from tinsmith.engine.local.model.families import (
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.rope import UnsupportedModelError
+from tinsmith.engine.local.model.sources import quiet_transformers
 
 ATTENTION_NAME = "tinsmith"
 """What our attention is called among `transformers`' attention functions."""
@@ -76,9 +81,15 @@ def load(
     """The model in memory, after its logits were found equal to those of its own code."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", trust_remote_code=False
-    )
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=_transformers_config(folder),
+            dtype=dtype,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            trust_remote_code=False,
+        )
     model = model.to(device).eval().requires_grad_(False)
     lengths = [_PROBE_TOKENS - 3, 3]
     tokens = torch.arange(_PROBE_TOKENS, device=device) % config.vocab_size
@@ -112,9 +123,10 @@ class ForeignDecoder(Decoder):
         self.head = Linear(head.weight, head.bias)
         model.set_attn_implementation(ATTENTION_NAME)
         for projection in config.projections:
-            if projection.part != "unembed":
+            if projection.part != "unembed" and projection.experts is None:
                 module = model.get_submodule(projection.name)
                 module.forward = functools.partial(_adapted_forward, module, projection.name)
+        _replace_experts(model)
 
     @property
     def packed_bytes(self) -> int:
@@ -137,7 +149,7 @@ class ForeignDecoder(Decoder):
         checkpoint_layers: bool = False,
     ) -> Tensor:
         """As in `Decoder`; activations are kept whether or not layers are to be checkpointed."""
-        with _calling(_ForwardCall(attention, adapters)):
+        with _calling(_ForwardCall(self.config.head_dim, attention, adapters)):
             output = self._model.base_model(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False
             )
@@ -151,11 +163,16 @@ class _Call(Protocol):
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
     ) -> Tensor: ...
 
+    def run_experts(self, experts: Experts, x: Tensor, choices: Tensor, shares: Tensor) -> Tensor:
+        """From x (T, d), and the experts of each token and their shares (T, k)."""
+        ...
+
 
 class _ForwardCall:
     """What the modules need to know during one forward pass."""
 
-    def __init__(self, attention: Attention, adapters: AdapterSegments) -> None:
+    def __init__(self, head_dim: int, attention: Attention, adapters: AdapterSegments) -> None:
+        self.head_dim = head_dim
         self.attention = attention
         self.adapters = adapters
 
@@ -163,7 +180,18 @@ class _ForwardCall:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
     ) -> Tensor:
         layer: Any = module.layer_idx
-        return self.attention(layer, *(x[0].transpose(0, 1) for x in (q, k, v)))[None]
+        size = v.shape[-1]
+        q, k, v = (_widened(x[0].transpose(0, 1), self.head_dim) for x in (q, k, v))
+        return self.attention(layer, q, k, v, options.get("s_aux"))[None, ..., :size]
+
+    def run_experts(self, experts: Experts, x: Tensor, choices: Tensor, shares: Tensor) -> Tensor:
+        return experts.run(x, choices, shares, self.adapters)
+
+
+def _widened(heads: Tensor, head_dim: int) -> Tensor:
+    """(N, heads, D) with zeros behind; they change nothing where keys and values differ in size."""
+    missing = head_dim - heads.shape[-1]
+    return F.pad(heads, (0, missing)) if missing else heads
 
 
 class _ProbeCall:
@@ -180,8 +208,8 @@ class _ProbeCall:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in self.specs:
             raise UnsupportedModelError("its attention layers are not numbered")
-        if k.shape != v.shape or q.shape[-1] != k.shape[-1]:
-            raise UnsupportedModelError("its keys and values differ in shape")
+        if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
+            raise UnsupportedModelError("its keys and values differ in number")
         if not getattr(module, "is_causal", True):
             raise UnsupportedModelError("its attention is not causal")
         scale = options.get("scaling")
@@ -191,8 +219,12 @@ class _ProbeCall:
             softcap=options.get("softcap"),
             window=options.get("sliding_window"),
         )
-        self.shapes.add((q.shape[1], k.shape[1], q.shape[3]))
-        return torch.empty_like(q).transpose(1, 2)
+        self.shapes.add((q.shape[1], k.shape[1], max(q.shape[3], v.shape[3])))
+        return v.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+    def run_experts(self, experts: Experts, x: Tensor, choices: Tensor, shares: Tensor) -> Tensor:
+        # Which experts are chosen depends on numbers that are not there.
+        return torch.empty_like(x)
 
 
 _CURRENT: ContextVar[_Call] = ContextVar("foreign_call")
@@ -221,16 +253,41 @@ def _adapted_forward(module: nn.Linear, name: str, x: Tensor) -> Tensor:
     return y.view(*x.shape[:-1], module.out_features)
 
 
+def _replace_experts(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if is_experts(module):
+            module.forward = functools.partial(_experts_forward, Experts(name, module))
+
+
+def _experts_forward(experts: Experts, x: Tensor, choices: Tensor, shares: Tensor) -> Tensor:
+    """In the form in which `transformers` calls a layer of experts."""
+    return _CURRENT.get().run_experts(experts, x, choices, shares)
+
+
 def _build_empty(folder: Path) -> Any:
     """The model without memory for its weights, calling our attention."""
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION_NAME, _attention_function)
-    settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if getattr(settings, name, None):
-            raise UnsupportedModelError("models of several experts are not supported")
-    return AutoModelForCausalLM.from_config(settings, attn_implementation=ATTENTION_NAME).eval()
+    model = AutoModelForCausalLM.from_config(
+        _transformers_config(folder), attn_implementation=ATTENTION_NAME
+    ).eval()
+    _replace_experts(model)
+    return model
+
+
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""Types whose modules `transformers` has under another name."""
+
+
+def _transformers_config(folder: Path) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    settings = read_settings(folder / "config.json")
+    model_type = _SAME_AS.get(str(settings.get("model_type")))
+    if model_type is None:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return CONFIG_MAPPING[model_type].from_dict({**settings, "model_type": model_type})
 
 
 def _describe(model: Any, architecture: str) -> ForeignConfig:
@@ -268,6 +325,15 @@ def _describe(model: Any, architecture: str) -> ForeignConfig:
     )
 
 
+def _refuse_unknown_experts(model: Any) -> None:
+    """Experts in another form than `is_experts` knows would go without adapters."""
+    settings = model.config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    has_some = any(getattr(settings, name, None) for name in names)
+    if has_some and not any(is_experts(module) for module in model.modules()):
+        raise UnsupportedModelError("its experts are not in the form that transformers gives them")
+
+
 def _refuse_changing_rope(settings: Any) -> None:
     """Frequencies that follow the longest sequence at hand would let neighbours change results."""
     rope = getattr(settings, "rope_parameters", None) or {}
@@ -278,8 +344,14 @@ def _refuse_changing_rope(settings: Any) -> None:
         raise UnsupportedModelError(f"rope scaling {min(changing)!r} is not supported")
 
 
+_NOT_ADAPTED = ("q_b_proj", "kv_b_proj", "shared_expert_gate")
+"""Linear layers without an adapter, as in the hosted service: the second halves of projections
+that are of low rank themselves, and the weight of a shared expert."""
+
+
 def _projections(model: Any) -> Iterator[Projection]:
-    """Every linear layer inside the blocks, and the unembedding under the name `lm_head`."""
+    """What is adapted inside the blocks, and the unembedding under the name `lm_head`."""
+    _refuse_unknown_experts(model)
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise UnsupportedModelError("its unembedding is not an ordinary linear layer")
@@ -288,7 +360,10 @@ def _projections(model: Any) -> Iterator[Projection]:
     for name, module in model.named_modules():
         if module is head:
             head_name = name
-        elif isinstance(module, nn.Linear):
+        elif is_experts(module):
+            found.add("mlp")
+            yield from Experts(name, module).projections()
+        elif isinstance(module, nn.Linear) and name.rpartition(".")[2] not in _NOT_ADAPTED:
             part: Part = "attn" if "att" in name.rpartition(".")[0].lower() else "mlp"
             found.add(part)
             yield Projection(

@@ -47,7 +47,10 @@ TARGETS = (
 
 
 class LowRank(NamedTuple):
-    """The matrices of one projection with n modules, as views into a flat vector."""
+    """The matrices of one projection with n modules, as views into a flat vector.
+
+    Those of experts have one more dimension, in front: 1 where all experts share the factor.
+    """
 
     a: Tensor
     """(n · rank, inputs): the modules' A, one above the other."""
@@ -73,8 +76,9 @@ class Layout:
         for projection in config.projections:
             if wanted[projection.part]:
                 self.places[projection.layer, projection.name] = _Place(projection, offset)
-                rows = len(projection.modules) * projection.inputs + sum(projection.outputs)
-                offset += self.rank * rows
+                num_a, num_b = projection.experts or (1, 1)
+                offset += self.rank * num_a * len(projection.modules) * projection.inputs
+                offset += self.rank * num_b * sum(projection.outputs)
         if not offset:
             raise EngineError("an adapter must train at least one of attn, mlp and unembed")
         self.size = offset
@@ -87,13 +91,16 @@ class Layout:
 
     def _view(self, flat: Tensor, place: _Place) -> LowRank:
         projection, start = place.projection, place.offset
+        num_a, num_b = projection.experts or (1, 1)
         rows = len(projection.modules) * self.rank
-        stop = start + rows * projection.inputs
-        a = flat[start:stop].view(rows, projection.inputs)
+        stop = start + num_a * rows * projection.inputs
+        a = flat[start:stop].view(num_a, rows, projection.inputs)
         b = []
         for outputs in projection.outputs:
-            start, stop = stop, stop + outputs * self.rank
-            b.append(flat[start:stop].view(outputs, self.rank))
+            start, stop = stop, stop + num_b * outputs * self.rank
+            b.append(flat[start:stop].view(num_b, outputs, self.rank))
+        if projection.experts is None:
+            return LowRank(a[0], tuple(b_of[0] for b_of in b))
         return LowRank(a, tuple(b))
 
 
@@ -137,7 +144,8 @@ class Adapter:
     def ab(self, layer: int | None, target: str) -> tuple[Tensor, Tensor] | None:
         """A (rank, in) and B (out, rank) of one module as float32 views; None when not trained.
 
-        `target` is one of `TARGETS`, or the module's whole name.
+        Those of experts are (1 or experts, rank, in) and (1 or experts, out, rank). `target` is
+        one of `TARGETS`, or the module's whole name.
         """
         for (at, _), place in self.layout.places.items():
             if at != layer:
@@ -157,7 +165,7 @@ class Adapter:
                 yield f"base_model.model.{module}.lora_B.weight", low_rank.b[index]
 
     def _split_a(self, low_rank: LowRank, index: int) -> Tensor:
-        return low_rank.a[index * self.rank : (index + 1) * self.rank]
+        return low_rank.a[..., index * self.rank : (index + 1) * self.rank, :]
 
     def weights(self) -> dict[tuple[int | None, str], LowRank]:
         """The matrices as the forward pass reads them, in the base model's dtype.
@@ -203,7 +211,7 @@ class AdapterPool:
         generator = torch.Generator().manual_seed(lora.seed if lora.seed is not None else 0)
         flat = torch.zeros(adapter.layout.size)
         for low_rank in adapter.layout.views(flat).values():
-            bound = 1 / math.sqrt(low_rank.a.shape[1])
+            bound = 1 / math.sqrt(low_rank.a.shape[-1])
             low_rank.a.uniform_(-bound, bound, generator=generator)
         adapter.flat.copy_(flat)
         return adapter

@@ -27,6 +27,7 @@ from tinsmith.engine.local.model.batch import (
     PackedAttention,
     has_packed_kernel,
     packed_attention,
+    softmax_with_sinks,
 )
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
 from tinsmith.engine.local.sample.kvcache import Slab, Span
@@ -91,23 +92,25 @@ class CachedAttention:
             not prompts and len(running) == 1 and self._running[0].is_in_order(num_rows)
         )
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         spec = self._layers[layer]
         # Only prefill, on CUDA.
         if self._packed is not None:
-            return self._packed.attend(layer, spec, q, k, v)
+            return self._packed.attend(layer, spec, q, k, v, sinks)
         # Only decode, in the order of one slab: no rows to pick.
         if self._is_whole:
-            return self._running[0].attend(layer, spec, q, k, v)
+            return self._running[0].attend(layer, spec, q, k, v, sinks)
         # Mixed: each part takes its rows of (N, H, D).
         out = torch.empty_like(q)
         for prompt in self._prompts:
             rows = prompt.rows
             prompt.write(layer, k[rows], v[rows])
-            out[rows] = prompt.attend(layer, spec, q[rows])
+            out[rows] = prompt.attend(layer, spec, q[rows], sinks)
         for part in self._running:
             index = part.rows
-            out[index] = part.attend(layer, spec, q[index], k[index], v[index])
+            out[index] = part.attend(layer, spec, q[index], k[index], v[index], sinks)
         return out
 
 
@@ -132,18 +135,26 @@ class _PackedPrompts:
         self._attention = PackedAttention(config, [chunk.stop - chunk.start for chunk in fresh])
         self._fresh = _rows_of(fresh, device) if fresh else None
 
-    def attend(self, layer: int, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        spec: AttentionSpec,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+    ) -> Tensor:
         from tinsmith.engine.local.kernels.decode_attention import write
 
         # KV cache first: k and v (N, K, D) go to their spans.
         write(k, v, self._places, layer)
         if self._later is None:
-            return self._attention(layer, q, k, v)
+            return self._attention(layer, q, k, v, sinks)
         out = torch.empty_like(q)
-        self._later.attend(layer, spec, q, out)
+        self._later.attend(layer, spec, q, out, sinks)
         if self._fresh is not None:
             rows = self._fresh
-            out[rows] = self._attention(layer, q[rows], k[rows], v[rows])
+            out[rows] = self._attention(layer, q[rows], k[rows], v[rows], sinks)
         return out
 
 
@@ -163,11 +174,13 @@ class _LaterRows:
         self._queries = Bounds.of(lengths, device)
         self._keys = Bounds.of(self._stops, device)
 
-    def attend(self, layer: int, spec: AttentionSpec, q: Tensor, out: Tensor) -> None:
+    def attend(
+        self, layer: int, spec: AttentionSpec, q: Tensor, out: Tensor, sinks: Tensor | None
+    ) -> None:
         """From these rows of q (N, H, D) to the same of `out`."""
-        if not has_packed_kernel(spec, q):
+        if not has_packed_kernel(spec, q, sinks):
             for part in self._parts:
-                out[part.rows] = part.attend(layer, spec, q[part.rows])
+                out[part.rows] = part.attend(layer, spec, q[part.rows], sinks)
             return
         ends = list(zip(self._spans, self._stops, strict=True))
         # Pack what the spans hold: (K, T, D) each to (sum of T, K, D).
@@ -200,14 +213,14 @@ class _PromptRows:
         self._span.keys[layer, :, self._past : self._stop] = k.transpose(0, 1)
         self._span.values[layer, :, self._past : self._stop] = v.transpose(0, 1)
 
-    def attend(self, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+    def attend(self, layer: int, spec: AttentionSpec, q: Tensor, sinks: Tensor | None) -> Tensor:
         """q (T, H, D) to (T, H, D), over what the span holds."""
         keys, values = self._span.keys[layer], self._span.values[layer]
         first = 0 if spec.window is None else max(0, self._past - spec.window + 1)
         keys, values = keys[:, first : self._stop], values[:, first : self._stop]
         is_plain = self._past == 0 and (spec.window is None or self._stop <= spec.window)
-        if spec.softcap is not None:
-            return self._attend_capped(spec, q, keys, values, first)
+        if spec.softcap is not None or sinks is not None:
+            return self._attend_by_hand(spec, q, keys, values, first, sinks)
         group = q.shape[1] // len(keys)
         bias = None if is_plain else self._mask(first, spec.window).to(q.dtype)
         if bias is not None and q.is_cuda and group > 1:
@@ -226,18 +239,24 @@ class _PromptRows:
         )
         return out[0].transpose(0, 1)
 
-    def _attend_capped(
-        self, spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, first: int
+    def _attend_by_hand(
+        self,
+        spec: AttentionSpec,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        first: int,
+        sinks: Tensor | None,
     ) -> Tensor:
         num_tokens, num_heads, head_dim = q.shape
         kv_heads = len(keys)
         # (T, H, D) to (K, G, T, D) to (K, G · T, D).
         grouped = q.view(num_tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         grouped = grouped.reshape(kv_heads, -1, head_dim)
-        # (K, G, T, keys).
-        scores = _scores(grouped, keys, spec, None).view(kv_heads, -1, num_tokens, keys.shape[1])
+        # (H, T, keys).
+        scores = _scores(grouped, keys, spec, None).view(num_heads, num_tokens, keys.shape[1])
         scores += self._mask(first, spec.window)
-        weights = torch.softmax(scores, dim=-1).to(values.dtype)
+        weights = softmax_with_sinks(scores, sinks).to(values.dtype)
         out = torch.bmm(weights.view(kv_heads, -1, keys.shape[1]), values)
         # (K, G · T, D) back to (T, H, D).
         out = out.view(kv_heads, -1, num_tokens, head_dim).permute(2, 0, 1, 3)
@@ -279,7 +298,15 @@ class _RunningRows:
         """Whether the step's rows are these sequences, in this order."""
         return self._part.rows == list(range(num_rows))
 
-    def attend(self, layer: int, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        spec: AttentionSpec,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """q (B, H, D), k and v (B, K, D) to (B, H, D)."""
         count, num_heads, head_dim = q.shape
         kv_heads = self._num_kv_heads
@@ -298,8 +325,15 @@ class _RunningRows:
             out = out.view(count, kv_heads, -1, head_dim)
             grouped = grouped.view(count, kv_heads, -1, head_dim)
             for prompt in self._prompts:
-                prompt.blend(layer, spec, grouped, out, mass)
-        return out.view(count, num_heads, head_dim)
+                prompt_mass = prompt.blend(layer, spec, grouped, out, mass)
+                if sinks is not None:
+                    mass[prompt.members] = torch.logaddexp(prompt_mass, mass[prompt.members])
+        out = out.view(count, num_heads, head_dim)
+        if sinks is None:
+            return out
+        # 4. What the sinks leave of it: exp(mass) / (exp(mass) + exp(sink)).
+        share = torch.sigmoid(mass.reshape(count, num_heads) - sinks.float())
+        return (out.float() * share[..., None]).to(out.dtype)
 
     def _new_token_places(self) -> Tensor:
         """(B · K,) which vectors of a layer of the slab, in a row, are to hold the new token's."""
@@ -333,23 +367,24 @@ class _SharedRows:
 
     def __init__(self, shared: SharedPrompt, positions: np.ndarray, device: torch.device) -> None:
         self._span = shared.span
-        self._members = torch.tensor(shared.members, device=device)
+        self.members = torch.tensor(shared.members, device=device)
         self._positions = torch.tensor(positions, device=device)
         self._last = int(positions.max())
         self._device = device
 
     def blend(
         self, layer: int, spec: AttentionSpec, q: Tensor, own: Tensor, own_mass: Tensor
-    ) -> None:
+    ) -> Tensor:
         """Mix the prompt's part into `own` (B, K, G, D).
 
-        `own_mass` (B, K, G) is the log of the summed exponentials of the slot's scores.
+        `own_mass` (B, K, G) is the log of the summed exponentials of the slot's scores; the answer
+        (members, K, G) that of the prompt's.
         """
         keys, values = self._span.keys[layer], self._span.values[layer]
         kv_heads, num_tokens, head_dim = keys.shape
-        count = len(self._members)
+        count = len(self.members)
         # (members, K, G, D) to (K, members · G, D): one product for all samples of the prompt.
-        grouped = q[self._members].transpose(0, 1).reshape(kv_heads, -1, head_dim)
+        grouped = q[self.members].transpose(0, 1).reshape(kv_heads, -1, head_dim)
         bias = None
         if spec.window is not None and self._last >= spec.window:
             key = torch.arange(num_tokens, device=self._device)
@@ -361,10 +396,9 @@ class _SharedRows:
         mass = mass.view(kv_heads, count, -1).transpose(0, 1)
         out = out.view(kv_heads, count, -1, head_dim).transpose(0, 1)
         # The prompt's share of the probability: exp(mass) / (exp(mass) + exp(own_mass)).
-        share = torch.sigmoid(mass - own_mass[self._members])[..., None]
-        own[self._members] = torch.lerp(own[self._members].float(), out.float(), share).to(
-            own.dtype
-        )
+        share = torch.sigmoid(mass - own_mass[self.members])[..., None]
+        own[self.members] = torch.lerp(own[self.members].float(), out.float(), share).to(own.dtype)
+        return mass
 
 
 def _attend(

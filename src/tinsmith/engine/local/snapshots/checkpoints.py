@@ -356,7 +356,7 @@ def _untrained(name: str, shape: torch.Size) -> Tensor:
     """A module that the adapter leaves alone: B zero, and an A from which it can still learn."""
     if _is_b(name):
         return torch.zeros(shape)
-    bound = 1 / math.sqrt(shape[1])
+    bound = 1 / math.sqrt(shape[-1])
     return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(0))
 
 

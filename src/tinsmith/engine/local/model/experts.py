@@ -1,0 +1,95 @@
+"""Layers of experts of a `transformers` model, computed by `expert_linear`.
+
+All models of `transformers` hold their experts in one form: the weights of all of them in one
+tensor of three dimensions, and a forward pass that is given each token's experts and their
+weights. What the router does is the model's own.
+
+An adapter shares the factor on the hidden side between all experts, and has one of the other for
+each: gate (`w1`) and up (`w3`) have one A and a B each, down (`w2`) has an A each and one B.
+Routers have no adapter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from tinsmith.engine.local.model.expert_linear import ExpertWeights, Routing, expert_linear
+from tinsmith.engine.local.model.families import ExpertFactors, Projection
+from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.model.rope import UnsupportedModelError
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether this is a layer of experts in the form that `transformers` gives them."""
+    return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "down_proj"))
+
+
+class Experts:
+    """One layer of experts, called `name` in its model."""
+
+    def __init__(self, name: str, module: Any) -> None:
+        if getattr(module, "has_post_expert_norm", False):
+            raise UnsupportedModelError("its experts norm what they compute")
+        self._name = name
+        self._module = module
+
+    def projections(self) -> tuple[Projection, Projection]:
+        """What adapters extend."""
+        num_experts, inner, hidden = self._down.weight.shape
+        letters = ("w1", "w3") if self._module.has_gate else ("w1",)
+        up = Projection(
+            layer=None,
+            name=f"{self._name}.up",
+            part="mlp",
+            inputs=hidden,
+            modules=tuple(f"{self._name}.{letter}" for letter in letters),
+            outputs=(inner,) * len(letters),
+            experts=ExpertFactors(a=1, b=num_experts),
+        )
+        down = Projection(
+            layer=None,
+            name=f"{self._name}.down",
+            part="mlp",
+            inputs=inner,
+            modules=(f"{self._name}.w2",),
+            outputs=(hidden,),
+            experts=ExpertFactors(a=num_experts, b=1),
+        )
+        return up, down
+
+    def run(self, x: Tensor, choices: Tensor, shares: Tensor, adapters: AdapterSegments) -> Tensor:
+        """(T, hidden) from x (T, hidden) and each token's experts and their shares (T, k)."""
+        up, down, module = self._up, self._down, self._module
+        routing = Routing(choices, len(up.weight))
+        # Dispatch: (T, hidden) to (S, hidden), sorted by expert.
+        rows = x.index_select(0, routing.tokens)
+        # Up and down: (S, hidden) to (S, inner) to (S, hidden).
+        rows = expert_linear(rows, up, routing, adapters, (None, f"{self._name}.up"))
+        rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+        rows = expert_linear(rows, down, routing, adapters, (None, f"{self._name}.down"))
+        # Combine: (S, hidden) to (T, k, hidden), weighed and summed to (T, hidden).
+        parts = routing.restored(rows).view(*choices.shape, -1)
+        return (parts * shares[..., None]).sum(dim=1).to(x.dtype)
+
+    @property
+    def _up(self) -> ExpertWeights:
+        module = self._module
+        if not module.has_gate:
+            return self._weights("up_proj", (slice(None),))
+        if not module.is_concatenated:
+            return self._weights("gate_up_proj", (slice(0, None, 2), slice(1, None, 2)))
+        inner = self._down.weight.shape[1]
+        return self._weights("gate_up_proj", (slice(inner), slice(inner, None)))
+
+    @property
+    def _down(self) -> ExpertWeights:
+        return self._weights("down_proj", (slice(None),))
+
+    def _weights(self, name: str, columns: tuple[slice, ...]) -> ExpertWeights:
+        module = self._module
+        weight: Tensor = getattr(module, name)
+        if not module.is_transposed:
+            weight = weight.transpose(1, 2)
+        return ExpertWeights(weight, getattr(module, f"{name}_bias", None), columns)

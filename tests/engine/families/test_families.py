@@ -1,0 +1,189 @@
+"""Every family that runs through `transformers`' modules: exact, packed, shared and sampled.
+
+Tiny random models of each type in float32. The reference is `transformers` itself, with the
+adapter's product added to the weights, and autograd through that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.sample.sampling_reference import (
+    CPU,
+    DETERMINISTIC,
+    answer,
+    answers,
+    assert_trainer_agrees,
+    job_of,
+    tokens_of,
+)
+from tests.engine.train.training_reference import (
+    RAGGED,
+    RELATIVE,
+    Reference,
+    assert_close,
+    make_datum,
+    run,
+    succeed,
+)
+from tests.support.tiny_families import save_tiny
+from tinsmith.engine.base import Pass
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.model.base_models import BaseModels
+from tinsmith.engine.local.model.batch import PackedAttention
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.lora import Adapter, AdapterSegments
+from tinsmith.engine.local.sample.generation import Generator
+from tinsmith.engine.local.snapshots import checkpoints
+from tinsmith.engine.local.train.adamw import adamw_step
+from tinsmith.types import AdamParams
+
+FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3", "kimi_k2")
+
+NewAdapter = Callable[..., Adapter]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Decoder]:
+    """The `transformers` model, and ours loaded from what it saved."""
+    folder = tmp_path_factory.mktemp(request.param)
+    reference = save_tiny(request.param, folder)
+    return reference, load(folder)
+
+
+def load(folder: Path) -> Decoder:
+    return BaseModels(LocalEngineConfig(device="cpu", models={"tiny": str(folder)})).get("tiny")
+
+
+def packed_logits(decoder: Decoder, sequences: list[Tensor]) -> list[Tensor]:
+    lengths = [len(sequence) for sequence in sequences]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    segments = AdapterSegments.whole(sum(lengths))
+    with torch.no_grad():
+        attention = PackedAttention(decoder.config, lengths)
+        hidden = decoder.hidden(torch.cat(sequences), positions, attention, segments)
+        return list(decoder.unembed(hidden, segments).split(lengths))
+
+
+def test_packed_logits_are_those_of_transformers(family: tuple[Any, Decoder]) -> None:
+    """Sequences longer than a window too; within 1e-5 of the largest logit."""
+    reference, decoder = family
+    sequences = [torch.tensor(tokens_of(length, length)) for length in (9, 1, 20, 33)]
+    for sequence, found in zip(sequences, packed_logits(decoder, sequences), strict=True):
+        with torch.no_grad():
+            expected = reference(sequence[None]).logits[0]
+        assert (found - expected).abs().max() <= RELATIVE * expected.abs().max()
+
+
+def test_every_factor_has_the_gradient_of_autograd_through_merged_weights(
+    family: tuple[Any, Decoder], new_adapter: NewAdapter
+) -> None:
+    reference, decoder = family
+    adapter = new_adapter(decoder)
+    loss, _, expected = Reference(reference, adapter).run(RAGGED)
+    output = succeed(decoder, RAGGED, adapter)
+    assert output.metrics["loss:sum"] == pytest.approx(loss, rel=RELATIVE)
+    assert adapter.grad is not None
+    wanted, found = adapter.layout.views(expected), adapter.layout.views(adapter.grad)
+    for key, factors in wanted.items():
+        assert_close(found[key].a, factors.a, 3 * RELATIVE)
+        for found_b, b in zip(found[key].b, factors.b, strict=True):
+            assert_close(found_b, b, 3 * RELATIVE)
+
+
+def tenants(decoder: Decoder, new_adapter: NewAdapter) -> dict[str, Adapter]:
+    """Adapters of several ranks, one of which leaves the experts alone."""
+    return {
+        "a": new_adapter(decoder, fill_seed=21),
+        "b": new_adapter(decoder, fill_seed=22, rank=3),
+        "c": new_adapter(decoder, fill_seed=23, train_mlp=False),
+    }
+
+
+def gradients(
+    decoder: Decoder, adapters: dict[str, Adapter], config: LocalEngineConfig
+) -> dict[str, Tensor]:
+    """Of one call with a pass of each."""
+    passes = [
+        Pass(
+            adapter_id=name, data=[make_datum(12 + n, n), make_datum(5, 9)], loss_fn="cross_entropy"
+        )
+        for n, name in enumerate(adapters)
+    ]
+    run(decoder, passes, adapters, config)
+    found = {}
+    for name, adapter in adapters.items():
+        assert adapter.grad is not None
+        found[name], adapter.grad = adapter.grad, None
+    return found
+
+
+@pytest.mark.parametrize("config", [CPU, DETERMINISTIC], ids=["packed", "deterministic"])
+def test_tenants_of_one_batch_have_the_gradients_that_each_has_alone(
+    family: tuple[Any, Decoder], new_adapter: NewAdapter, config: LocalEngineConfig
+) -> None:
+    """Bit for bit in deterministic mode."""
+    _, decoder = family
+    adapters = tenants(decoder, new_adapter)
+    together = gradients(decoder, adapters, config)
+    for number, (name, adapter) in enumerate(adapters.items()):
+        data = [make_datum(12 + number, number), make_datum(5, 9)]
+        succeed(decoder, data, adapter, config)
+        assert adapter.grad is not None
+        if config.deterministic:
+            assert torch.equal(adapter.grad, together[name])
+        else:
+            assert_close(adapter.grad, together[name])
+
+
+def test_sampled_tokens_have_the_logprobs_of_the_trainer(
+    family: tuple[Any, Decoder], new_adapter: NewAdapter
+) -> None:
+    """Alone, and as several samples of one prompt among other tenants; beyond a window."""
+    _, decoder = family
+    adapters = tenants(decoder, new_adapter)
+    prompt = tokens_of(11)
+    jobs = [
+        (job_of(name, prompt, num_samples=count, max_tokens=14, seed=5), adapters[name])
+        for name, count in (("a", 3), ("b", 1), ("c", 2))
+    ]
+    for name, response in answers(Generator(decoder, CPU), jobs).items():
+        assert_trainer_agrees(decoder, prompt, response, adapters[name])
+
+
+def test_tenants_sample_what_each_samples_alone(
+    family: tuple[Any, Decoder], new_adapter: NewAdapter
+) -> None:
+    """In deterministic mode: the same tokens, and log-probabilities to the last bit."""
+    _, decoder = family
+    adapters = tenants(decoder, new_adapter)
+    jobs = [(job_of(name, tokens_of(7), seed=5), adapter) for name, adapter in adapters.items()]
+    together = answers(Generator(decoder, DETERMINISTIC), jobs)
+    for job, adapter in jobs:
+        (alone,) = answer(Generator(decoder, DETERMINISTIC), job, adapter).sequences
+        (beside,) = together[job.job_id].sequences
+        assert alone.tokens == beside.tokens
+        assert (alone.logprobs_np == beside.logprobs_np).all()
+
+
+def test_a_snapshot_continues_bit_for_bit(
+    family: tuple[Any, Decoder], new_adapter: NewAdapter, tmp_path: Path
+) -> None:
+    _, decoder = family
+    adapter, restored = new_adapter(decoder), new_adapter(decoder, fill_seed=None)
+    succeed(decoder, RAGGED, adapter, DETERMINISTIC)
+    adamw_step(adapter, AdamParams(learning_rate=0.01))
+    checkpoints.save(adapter, tmp_path / "one", "exact")
+    checkpoints.load(restored, tmp_path / "one", "exact")
+    for one in (adapter, restored):
+        succeed(decoder, RAGGED, one, DETERMINISTIC)
+        adamw_step(one, AdamParams(learning_rate=0.01))
+    assert torch.equal(adapter.flat, restored.flat)

@@ -1,0 +1,92 @@
+"""Adapters of published models have as many parameters as the hosted service's.
+
+The figures are those that `tinker_cookbook.hyperparam_utils.get_lora_param_count` of release 0.5.8
+gives for rank 1, by part; the shapes those of the models' public `config.json`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinsmith.engine.local.model import foreign
+from tinsmith.engine.local.model.lora import Layout
+from tinsmith.engine.local.model.rope import UnsupportedModelError
+from tinsmith.types import LoraConfig
+
+_QWEN3_MOE = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151_936}
+
+PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
+    "Qwen/Qwen3-30B-A3B": (
+        "qwen3_moe",
+        {
+            **_QWEN3_MOE,
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+        },
+        {"mlp": 14_450_688, "attn": 835_584, "unembed": 153_984},
+    ),
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": (
+        "qwen3_moe",
+        {
+            **_QWEN3_MOE,
+            "hidden_size": 4096,
+            "moe_intermediate_size": 1536,
+            "num_attention_heads": 64,
+            "num_hidden_layers": 94,
+            "num_key_value_heads": 4,
+        },
+        {"mlp": 56_598_528, "attn": 3_176_448, "unembed": 156_032},
+    ),
+    "openai/gpt-oss-20b": (
+        "gpt_oss",
+        {"num_hidden_layers": 24, "num_local_experts": 32},
+        {"mlp": 6_842_880, "attn": 497_664, "unembed": 203_968},
+    ),
+    "openai/gpt-oss-120b": (
+        "gpt_oss",
+        {"num_hidden_layers": 36, "num_local_experts": 128},
+        {"mlp": 40_124_160, "attn": 746_496, "unembed": 203_968},
+    ),
+    "deepseek-ai/DeepSeek-V3.1": (
+        "deepseek_v3",
+        {},
+        {"mlp": 94_307_328, "attn": 2_440_000, "unembed": 136_448},
+    ),
+    # Its own type is not among those of transformers; the modules are DeepSeek's.
+    "moonshotai/Kimi-K2-Thinking": (
+        "deepseek_v3",
+        {
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "n_routed_experts": 384,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "topk_group": 1,
+            "vocab_size": 163_840,
+        },
+        {"mlp": 144_583_680, "attn": 1_940_288, "unembed": 171_008},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_adapter_has_as_many_parameters_as_the_hosted_services(
+    name: str, tmp_path: Path
+) -> None:
+    from transformers import CONFIG_MAPPING
+
+    model_type, settings, expected = PUBLISHED[name]
+    CONFIG_MAPPING[model_type](**settings).save_pretrained(tmp_path)
+    config = foreign.read_config(tmp_path, UnsupportedModelError("not one of our own"))
+    found = {part: Layout(config, LoraConfig(rank=1, **only_train(part))).size for part in expected}
+    assert found == expected
+
+
+def only_train(part: str) -> dict[str, bool]:
+    return {f"train_{name}": name == part for name in ("attn", "mlp", "unembed")}

@@ -1,0 +1,150 @@
+"""A tiny random model of each model type beyond our own decoder: one table for all tests.
+
+Every one has 97 tokens and a few layers, and everything that makes its type what it is: routers
+that choose, groups of experts, sinks, windows, latent vectors, recurrent layers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 97
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_DELTA_RULE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_SHARED_EXPERT: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+
+TINY_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        **_SHARED_EXPERT,
+        "intermediate_size": 48,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [0],
+        "decoder_sparse_step": 1,
+    },
+    "qwen3_moe": {
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "head_dim": 8,
+    },
+    "mixtral": {
+        "intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+    },
+    "olmoe": {"intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        "intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "sliding_window": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
+    "deepseek_v3": {
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 12,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_key_value_heads": 4,
+    },
+    "qwen3_next": {**_SHARED_EXPERT, **_DELTA_RULE, "intermediate_size": 48},
+    "qwen3_5_text": {**_DELTA_RULE, "intermediate_size": 48},
+    "qwen3_5_moe_text": {**_SHARED_EXPERT, **_DELTA_RULE},
+    "nemotron_h": {
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "head_dim": 8,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "moe", "attention", "mamba"],
+        "moe_shared_expert_intermediate_size": 16,
+        "n_shared_experts": 1,
+    },
+}
+"""By `model_type`: what differs from the settings that all have."""
+
+_BUILT_AS = {"kimi_k2": "deepseek_v3"}
+"""Types that `transformers` has under another name."""
+
+
+def build_tiny(model_type: str, **changes: Any) -> Any:
+    """A `transformers` model with random weights, vectors included."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    settings = {**_COMMON, **TINY_FAMILIES[model_type], **changes}
+    config = CONFIG_MAPPING[model_type](**settings)
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            is_vector = tensor.ndim == 1 or name.endswith("_bias")
+            if is_vector and name in model.state_dict():
+                tensor.add_(torch.randn_like(tensor) * 0.2)
+    return model.eval()
+
+
+def save_tiny(model_type: str, folder: Path, **changes: Any) -> Any:
+    """Write such a model as `transformers` does, and return it."""
+    model = build_tiny(_BUILT_AS.get(model_type, model_type), **changes)
+    model.save_pretrained(folder)
+    if model_type in _BUILT_AS:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": model_type}))
+    return model
