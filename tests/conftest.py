@@ -1,7 +1,9 @@
 """Keeps the environment clean, and skips what this machine cannot run."""
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,6 +15,13 @@ def _no_credentials_from_the_environment() -> None:
         if name.startswith(("TINKER_", "TINSMITH_")) and name != "TINSMITH_TEST_CACHE":
             del os.environ[name]
     os.environ["TINSMITH_CREDENTIALS_FILE"] = os.devnull + "/none"  # theirs is not read either
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _garbage_is_its_makers() -> Iterator[None]:
+    """What a module leaves unclosed is complained of there, not in a test that runs later."""
+    yield
+    gc.collect()
 
 
 def pytest_configure() -> None:
