@@ -1,6 +1,6 @@
 """The walks of docs/architecture.md against what really happens.
 
-Four calls are traced through client, server and local engine, all in this process. A walk names
+Four calls are traced through client, server and local engine, all in one process. A walk names
 modules, and folders for all modules in them. It must name every one that is entered and none that
 is not, and in each part (client, server, engine) first visits come in its order, except for what a
 step that begins with "Meanwhile" names. When modules move, change the page and nothing here.
@@ -8,16 +8,13 @@ step that begins with "Meanwhile" names. When modules move, change the page and 
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-import tinsmith
-from tinsmith.types import Datum, ModelInput, SamplingParams
 
 pytest.importorskip("torch", reason="the walks go through the local engine")
 
@@ -27,12 +24,6 @@ ASIDE = ("types/", "errors.py", "memory.py", "disk.py", "server/metrics.py", "se
          "server/serving.py", "server/service.py")  # fmt: skip
 """The vocabulary, and what runs beside every request: counting, housekeeping."""
 
-DATA = [
-    Datum(
-        model_input=ModelInput.from_ints([5, 6, 7]),
-        loss_fn_inputs={"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]},
-    )
-]
 HEADINGS = {
     "forward_backward": "## One request, end to end",
     "sample": "## A sample",
@@ -42,45 +33,17 @@ HEADINGS = {
 
 
 @pytest.fixture(scope="module")
-def walks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[str]]]:
+def walks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     from chaos import tiny_model
-    from tests.support.walks import Trace, running
 
     folder = tmp_path_factory.mktemp("walks")
     (folder / "model").mkdir()
     tiny_model.build(folder / "model")
-    before = sys.getprofile()
-    trace = Trace()
-    try:
-        with running(folder / "data", folder / "model") as house:
-            service = tinsmith.ServiceClient(base_url=house.url, api_key=house.key)
-            training = service.create_lora_training_client("tiny", rank=4, seed=1)
-            base = service.create_sampling_client(base_model="tiny")
-
-            def learn() -> None:
-                training.forward_backward(DATA, "cross_entropy").result(60)
-
-            def sample(client: tinsmith.SamplingClient) -> None:
-                params = SamplingParams(max_tokens=3, seed=1)
-                client.sample(ModelInput.from_ints([5, 6, 7]), 1, params).result(60)
-
-            def rebuild() -> None:
-                house.kill_engine()
-                learn()
-
-            calls: dict[str, Callable[[], Any]] = {
-                "forward_backward": learn,
-                "sample": lambda: sample(base),
-                "save": lambda: sample(training.save_weights_and_get_sampling_client()),
-                "rebuild": rebuild,
-            }
-            learn()
-            sample(base)
-            yield {name: trace.of(call) for name, call in calls.items()}
-            service.close("success")
-    finally:
-        trace.end()
-        sys.setprofile(before)
+    command = [sys.executable, "-m", "tests.support.walks", folder / "data", folder / "model"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def _steps(heading: str) -> list[str]:
