@@ -78,3 +78,17 @@ def test_on_cuda_in_bfloat16_sampler_and_trainer_agree_on_the_real_model(
     job = job_of("a", prompt, max_tokens=100, num_samples=4, seed=1)
     response = answer(Generator(decoder, LocalEngineConfig(device="cuda")), job)
     assert_trainer_agrees(decoder, prompt, response, tolerance=1e-2)
+
+
+def test_the_sampler_s_share_of_memory_does_not_depend_on_what_came_first(
+    cuda: torch.device, model_folder: Callable[[str], Path]
+) -> None:
+    decoder = Decoder.load(model_folder("llama"), device=cuda, dtype=torch.bfloat16)
+    config = LocalEngineConfig(device="cuda")
+    fresh = Generator(decoder, config).max_cache_bytes
+    free, _ = torch.cuda.mem_get_info(cuda)
+    left_by_a_large_pass = torch.empty(free * 8 // 10, dtype=torch.uint8, device=cuda)
+    del left_by_a_large_pass
+    later = Generator(decoder, config).max_cache_bytes
+    assert abs(later - fresh) <= 0.1 * fresh
+    torch.cuda.empty_cache()

@@ -80,8 +80,8 @@ class LocalEngineConfig:
     """Largest rank that a model may ask for."""
 
     kv_cache_bytes: int | None = None
-    """Memory for the keys and values of running samples. None is 1 GiB on the CPU and a third of
-    what is free on CUDA."""
+    """Memory for the keys and values of running samples. None is 1 GiB on the CPU and, on CUDA,
+    a third of what the base model leaves."""
 
     max_running_samples: int = 256
     """Most sequences that are decoded at the same time."""

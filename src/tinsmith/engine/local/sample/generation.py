@@ -23,7 +23,7 @@ import torch
 
 from tinsmith.detokenizer import Detokenize
 from tinsmith.engine.base import Failure, SampleEvent, SampleJob, TokensSampled
-from tinsmith.engine.local import kernels
+from tinsmith.engine.local import device_memory, kernels
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.foreign import is_foreign
@@ -68,7 +68,7 @@ class Generator:
         is_cuda = decoder.device.type == "cuda"
         self._scheduler = Scheduler(
             CacheShape.of(decoder.config, decoder.device, decoder.dtype),
-            cache_bytes=config.kv_cache_bytes or _default_cache_bytes(decoder.device),
+            cache_bytes=config.kv_cache_bytes or _default_cache_bytes(decoder),
             max_running=config.max_running_samples,
             prefill_tokens=prefill_tokens or (8192 if is_cuda else 256),
             is_deterministic=config.deterministic,
@@ -92,6 +92,11 @@ class Generator:
     def num_waiting(self) -> int:
         """Sequences that have no row yet, or whose prompt is being read."""
         return self._scheduler.num_waiting
+
+    @property
+    def max_cache_bytes(self) -> int:
+        """Most memory that keys and values may take."""
+        return self._scheduler.max_cache_bytes
 
     @property
     def cache_bytes(self) -> int:
@@ -241,8 +246,7 @@ def _decode_step(
     return DecodeStep(decoder, config.max_running_samples, use_graphs=use_graphs)
 
 
-def _default_cache_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free // 3
+def _default_cache_bytes(decoder: Decoder) -> int:
+    if decoder.device.type == "cuda":
+        return (device_memory.ours(decoder.device) - decoder.nbytes) // 3
     return 1 << 30

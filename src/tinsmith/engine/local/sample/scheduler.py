@@ -68,6 +68,10 @@ class Scheduler:
         return len(self._parked) + sum(prefill.num_sequences for prefill in prefills)
 
     @property
+    def max_cache_bytes(self) -> int:
+        return self._cache.max_bytes
+
+    @property
     def cache_bytes(self) -> int:
         return self._cache.nbytes
 

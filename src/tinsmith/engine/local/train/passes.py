@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.base import Failure, FinishedPass, Pass
+from tinsmith.engine.local import device_memory
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.adapted_linear import finish_gradients
 from tinsmith.engine.local.model.batch import Item, PackedAttention, plan
@@ -179,9 +180,9 @@ class _Limits:
         score_rows = logits_rows
         if is_cuda and config.logits_bytes is None:
             # Losses are worked out on the CPU: the fewer times the device waits for it, the better.
-            free = torch.cuda.mem_get_info(decoder.device)[0]
+            unused = device_memory.unused(decoder.device)
             row_bytes = decoder.dtype.itemsize * decoder.config.vocab_size
-            score_rows = max(logits_rows, min(4 * logits_bytes, free // 4) // row_bytes)
+            score_rows = max(logits_rows, min(4 * logits_bytes, unused // 4) // row_bytes)
         return cls(
             batch_tokens=config.micro_batch_tokens or (16_384 if is_cuda else 2048),
             logits_rows=logits_rows,

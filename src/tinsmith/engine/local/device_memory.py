@@ -1,0 +1,21 @@
+"""What a CUDA device has for us, whatever was done on it before.
+
+torch keeps the memory of work that has ended for later work. To the device such memory is taken;
+to us it is free. Shares that count only what the device calls free depend on which work came
+first: a sampler that was first used after a large pass had a tenth of its cache, for good.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def ours(device: torch.device) -> int:
+    """All that this process has or can have, in use or not."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device)
+
+
+def unused(device: torch.device) -> int:
+    """What can still be allocated."""
+    return ours(device) - torch.cuda.memory_allocated(device)
