@@ -92,6 +92,7 @@ BODIES: dict[str, Any] = {
         "timeout": 0.0,
     },
     "cancel_future": {"request_id": "{sample_request_id}"},
+    "post_run_metrics": {"step": 3, "metrics": {"reward": 0.5}},
     "set_ttl": {"ttl_seconds": 7200},
     "publish": {},
     "openai_completions": {"model": "{tinker_path}", "prompt": "a"},
@@ -106,6 +107,7 @@ PATH_IDS = {
     "run_id": "model_id",
     "sampler_id": "sampler_id",
     "weights_id": "weights_id",
+    "key_id": "key_id",
     "kind": None,
     "sha256": None,
     "name": None,
@@ -137,7 +139,7 @@ ELSEWHERE = {
     # No client sends it, and no route reads it.
     ("copy_weights", "session_id"),
 }
-DESTROYING = {"delete_checkpoint", "delete_own_key", "finish_session"}
+DESTROYING = {"delete_checkpoint", "delete_own_key", "revoke_key", "finish_session"}
 KEYED = {name: row for name, row in ENDPOINTS.items() if row.access == "key"}
 
 
@@ -167,6 +169,8 @@ def _url(path: str, ids: dict[str, str]) -> str:
 
 def _alike(value: str) -> str:
     """A random id of the same form."""
+    if value.isdigit():
+        return str(10**6 + secrets.randbelow(10**6))
     return re.sub(
         r"[0-9a-f]{4,}", lambda found: secrets.token_hex(len(found[0]))[: len(found[0])], value
     )
@@ -197,6 +201,7 @@ async def _ids_of(api: Api) -> dict[str, str]:
         "sampler_id": sampler,
         "loss_id": (await api.result(uploaded["request_id"]))["loss_id"],
         "weights_id": weights_id,
+        "key_id": str((await api.get("/auth/apikey/me")).json()["key_id"]),
     }
 
 
@@ -252,7 +257,7 @@ ATTEMPTS = [
 @pytest.fixture
 async def users(start_server: StartServer) -> tuple[Api, dict[str, str], Api, dict[str, str]]:
     """An owner and somebody else, with one of everything each."""
-    server = await start_server(custom_loss_server_side=True)
+    server = await start_server(custom_loss_server_side=True, event_stream_seconds=0.0)
     other = await server.other_user()
     return server.api, await _ids_of(server.api), other, await _ids_of(other)
 
@@ -287,7 +292,7 @@ async def test_an_owner_is_not_hindered_by_the_attempts(
     for name, wanted in ATTEMPTS:
         await _ask(other, name, {**own, wanted: victim[wanted]})
     names = [name for name in dict(ATTEMPTS) if name not in DESTROYING]
-    for name in [*names, "delete_checkpoint", "finish_session"]:
+    for name in [*names, "delete_checkpoint", "finish_session", "revoke_key"]:
         response = await _ask(owner, name, victim)
         if name.startswith("openai_"):
             assert "tokenizer" in response.text, "the fake model has none; the id was accepted"
@@ -344,5 +349,6 @@ async def test_lists_and_counts_hold_ones_own_only(
         response = await other.http.get(f"{row.full_path}?{query}", headers=other.headers)
         assert response.status_code == 200, f"{row.path}: {response.text}"
         for value in victim.values():
-            assert value not in response.text, f"{row.path} shows another's {value}"
+            written = f'"key_id":{value},' if value.isdigit() else value
+            assert written not in response.text, f"{row.path} shows another's {value}"
         assert own["weights_id"] != victim["weights_id"]

@@ -121,7 +121,7 @@ class House:
             self.engines.append(engine)
             return engine
 
-        def announce(url: str, key: str | None) -> None:
+        def announce(url: str, key: str | None, link: str | None) -> None:
             self.url, self.key = url, key or ""
             self._up.set()
 

@@ -190,6 +190,9 @@ class ServerConfig:
     """How many ended operations of a model stay in its log when their results are gone; a number
     from before those is refused when it comes again."""
 
+    event_stream_seconds: float = 3600.0
+    """How long a stream of events stays open; a browser then opens another by itself."""
+
     signed_url_seconds: int = 3600
     """How long a download URL is good for."""
 
@@ -207,6 +210,9 @@ class ServerConfig:
 
     key_max_stored_bytes: int | None = None
     """Most bytes of one owner's checkpoints and unnamed samplers."""
+
+    key_max_posted_bytes: int = 1024**3
+    """Most bytes of metrics that one owner posts to his runs."""
 
     pjwt_auth_enabled: bool = False
     """Whether clients exchange their key for short-lived tokens."""

@@ -54,6 +54,7 @@ GAUGES: dict[str, str] = {
     "engine_restarts": "How often an engine was started again after it died.",
     "engine_up": "1 while an engine serves, 0 while none does.",
     "event_loop_lag_seconds": "How late the server lately came to do what was due.",
+    "event_streams": "Streams of events that are open.",
     "live_models": "Models that the server keeps track of, in the engine or on disk.",
     "loaded_models": "Models in the engine's memory.",
     "queued_operations": "Training operations that wait for their turn.",

@@ -21,6 +21,9 @@ from tinsmith.errors import EngineError
 from tinsmith.server.chat.text import TextModels
 from tinsmith.server.checkpoints import Checkpoints
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.console.browsers import Browsers
+from tinsmith.server.console.events import Events
+from tinsmith.server.console.posting import Posted
 from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.edge.admission import Admission
 from tinsmith.server.edge.auth import KEY_CHANGES, Auth
@@ -39,6 +42,7 @@ from tinsmith.server.sampling.loaded import LoadedSamplers
 from tinsmith.server.sampling.requests import Sampling
 from tinsmith.server.sampling.samplers import Samplers
 from tinsmith.server.sessions import Sessions
+from tinsmith.server.store.records import ModelRecord, StepRecord, StepSource
 from tinsmith.server.store.store import Store
 from tinsmith.server.trash import Trash
 from tinsmith.server.usage import Usage
@@ -77,6 +81,9 @@ class Service:
         self.workers = Workers()
         changes = Path(config.data_dir) / KEY_CHANGES
         self.auth = Auth(store, secret, is_required=config.auth, changes=changes)
+        self.browsers = Browsers(store, self.auth)
+        self.events = Events(store)
+        self.posted = Posted(store, config.key_max_posted_bytes)
         self.folder = DataFolder(config.data_dir)
         self.trash = Trash(self.folder.trash)
         self.weights = WeightsFolders(self.folder.weights, store, self.trash)
@@ -121,6 +128,7 @@ class Service:
             snapshots=self.snapshots,
             usage=self.usage,
             metrics=metrics,
+            on_step=self.recorded,
         )
         self.scheduler = Scheduler(
             store=store,
@@ -134,6 +142,9 @@ class Service:
         )
         self.retrieved: dict[str, float] = {}
         """Results of training operations that were fetched, not yet written down."""
+        self._undrawn: set[tuple[str, StepSource]] = set()
+        """Runs with steps that are not in their curves' blocks yet."""
+        self.started_at = time.time()
         self.url = ""
         """What clients call this server; set once it listens."""
         self.is_draining = False
@@ -158,6 +169,7 @@ class Service:
         """No longer hold questions open; called when the server has been asked to stop."""
         self.is_draining = True
         self.promises.close()
+        self.events.close()
         self.sampling.begin_drain()
 
     async def stop(self) -> None:
@@ -224,6 +236,7 @@ class Service:
         retrieved, self.retrieved = self.retrieved, {}
         await self.store.log.mark_retrieved(retrieved)
         await self.usage.flush()
+        await self.draw_curves()
         await self.sessions.sweep()
         await self.sessions.sweep_samplers()
         await self.checkpoints.delete_expired()
@@ -232,6 +245,17 @@ class Service:
         self.sampling.expire()
         self.promises.expire(retrieved_before=now - 60, finished_before=now - 600)
         self.models.forget_idle(self.engines.generation, now - _FORGET_SECONDS)
+
+    def recorded(self, model: ModelRecord, step: StepRecord) -> None:
+        """An end, or metrics that a client posted, is on disk."""
+        self._undrawn.add((model.model_id, step.source))
+        self.events.recorded(model, step)
+
+    async def draw_curves(self) -> None:
+        """Draw together the steps that were recorded since the last time."""
+        undrawn, self._undrawn = self._undrawn, set()
+        for model_id, source in undrawn:
+            await self.store.curves.draw(model_id, source)
 
     async def tidy_results(self) -> None:
         """What is done every minute or so, because it looks at everything that is kept."""
@@ -290,6 +314,7 @@ class Service:
             ),
             "running_samples": lambda: self.sampling.num_running,
             "sample_result_bytes": lambda: self.sampling.promises.nbytes,
+            "event_streams": lambda: self.events.num_readers,
             "engine_up": lambda: float(self.engines.is_up),
             "engine_restarts": lambda: self.engines.num_restarts,
             "engine_busy_seconds": lambda: self.engines.health.busy_seconds,

@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +29,7 @@ from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.store import Store
+from tinsmith.wire.endpoints import CONSOLE_LOGIN_LINK
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,9 @@ SECURITY_HEADERS = {
 _SILENT_SECONDS = 60
 """How long a client may leave what was sent to it unread before its connection is closed."""
 
-Announce = Callable[[str, str | None], None]
-"""Hears the server's URL and, at the first start, the key that was made."""
+Announce = Callable[[str, str | None, str | None], None]
+"""Hears the server's URL, at the first start the key that was made, and a link that lets one
+browser into the console."""
 
 ReportModels = Callable[[Capabilities], None]
 """Hears which models are served and which are refused, when the engine knows and it is news."""
@@ -96,10 +99,23 @@ async def serve(
             # As many as the system allows: who does not fit waits for seconds before trying again.
             backlog=65_535,
         )
-        server = _Server(settings, service, lambda: announce(url, key))
+        link = await console_link(service)
+        server = _Server(settings, service, lambda: announce(url, key, link))
         with _quiet_signals(server):
             async with collected_rarely():
                 await server.serve(sockets=[listener])
+
+
+async def console_link(service: Service) -> str | None:
+    """A link that works once, for the oldest key that is good; None when there is none. Without
+    authentication the console is open to whoever reaches the server."""
+    if not service.config.auth:
+        return f"{service.url}/"
+    good = [key for key in await service.store.keys.list() if key.is_good(time.time())]
+    if not good:
+        return None
+    token = service.browsers.new_link(good[0].key_id)
+    return f"{service.url}{CONSOLE_LOGIN_LINK.full_path}?token={token}"
 
 
 async def claim_store(config: ServerConfig, metrics: Metrics | None = None) -> Store:

@@ -12,20 +12,35 @@ from tinsmith.server.store.store import Store
 class Usage:
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._counts: dict[tuple[str, int, str, str, str], int] = defaultdict(int)
+        self._counts: dict[tuple[str, int, str, str, str, str], int] = defaultdict(int)
 
-    def count(self, owner: str, base_model: str, session_id: str, kind: str, amount: int) -> None:
+    def count(
+        self,
+        owner: str,
+        base_model: str,
+        session_id: str,
+        kind: str,
+        amount: int,
+        model_id: str = "",
+    ) -> None:
+        """`model_id` is the run that it was for, where there is one."""
         if amount:
             hour = int(time.time() // 3600)
-            self._counts[owner, hour, base_model, session_id, kind] += amount
+            self._counts[owner, hour, base_model, session_id, kind, model_id] += amount
 
     async def flush(self) -> None:
         counts, self._counts = self._counts, defaultdict(int)
         entries = [
             UsageRecord(
-                owner=owner, hour=hour, base_model=model, session_id=session, kind=kind, count=count
+                owner=owner,
+                hour=hour,
+                base_model=base_model,
+                session_id=session_id,
+                kind=kind,
+                count=count,
+                model_id=model_id,
             )
-            for (owner, hour, model, session, kind), count in counts.items()
+            for (owner, hour, base_model, session_id, kind, model_id), count in counts.items()
         ]
         if not entries:
             return

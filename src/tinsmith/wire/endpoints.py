@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from tinsmith import types as t
+from tinsmith.types import observing as o
 from tinsmith.types.protocol import EVENT_STREAM, JSON, PROTOBUF
 from tinsmith.types.runs import TrainingRunDetails
 from tinsmith.types.sampling import SamplerInfo
@@ -78,6 +79,8 @@ class Endpoint(Generic[Req, Resp]):
     """The request holds tokens, tensors or texts. Others end at `Limits.max_control_bytes`."""
     is_long: bool = False
     """The answer can be long, so it is encoded in a thread."""
+    is_for_browsers: bool = False
+    """Whether a browser that was let in may do this, too; looking (GET) it always may."""
     prefix: str = API
 
     @property
@@ -221,11 +224,11 @@ LIST_MODEL_CHECKPOINTS = Endpoint("GET", "/models/{run_id}/checkpoints",
     NOTHING, t.CheckpointsListResponse,
     "A run's checkpoints, at the path that old clients use.", is_long=True)
 PUBLISH = Endpoint("POST", _CHECKPOINT + "/publish", NOTHING, NOTHING,
-    "Let everybody read a checkpoint.")
+    "Let everybody read a checkpoint.", is_for_browsers=True)
 UNPUBLISH = Endpoint("DELETE", _CHECKPOINT + "/publish", NOTHING, NOTHING,
-    "Let only the owner read a checkpoint.")
+    "Let only the owner read a checkpoint.", is_for_browsers=True)
 SET_TTL = Endpoint("PUT", _CHECKPOINT + "/ttl", t.SetCheckpointTtlRequest, NOTHING,
-    "When a checkpoint expires, from now.")
+    "When a checkpoint expires, from now.", is_for_browsers=True)
 EXTERNAL_WEIGHTS_URLS = Endpoint("GET", _CHECKPOINT + "/external_weights_urls",
     NOTHING, t.ExternalWeightsUrlsResponse,
     "Where each file of a checkpoint can be fetched, and until when.")
@@ -233,7 +236,7 @@ ARCHIVE = Endpoint("GET", _CHECKPOINT + "/archive", NOTHING, t.CheckpointArchive
 
     "Where a checkpoint can be fetched as a tar file; a redirect for who accepts application/gzip.")
 DELETE_CHECKPOINT = Endpoint("DELETE", _CHECKPOINT, NOTHING, NOTHING,
-    "Delete a checkpoint.")
+    "Delete a checkpoint.", is_for_browsers=True)
 GET_FILE = Endpoint("GET", "/files/{weights_id}/{name:path}", NOTHING, object,
     "One file of some weights.", C.REDIRECT, gives=("application/octet-stream",), access="signed")
 GET_ARCHIVE = Endpoint("GET", "/archives/{weights_id}.tar", NOTHING, object,
@@ -254,6 +257,46 @@ USAGE_EVENTS = Endpoint("GET", "/billing/usage/events", NOTHING, t.BillingUsageR
 CURRENT_STORAGE = Endpoint("GET", "/billing/usage/checkpoints/current",
     NOTHING, t.CurrentCheckpointStorageUsageResponse,
     "Bytes that checkpoints take up now.", query=("project_id",))
+
+# --- looking at runs ------------------------------------------------------------------------------
+
+GET_RUN_METRICS = Endpoint("GET", _RUN + "/metrics", NOTHING, o.RunMetricsResponse,
+    "A run's curves: all of its metrics or those in `keys`, in at most `points` points each.",
+    query=("keys", "points", "after"))
+POST_RUN_METRICS = Endpoint("POST", _RUN + "/metrics", o.PostMetricsRequest, NOTHING,
+    "Add metrics of the client's own to a run, under a step.", C.TELEMETRY)
+LIST_RUN_OPERATIONS = Endpoint("GET", _RUN + "/operations", NOTHING, o.RunOperationsResponse,
+    "A run's operations, the last ones first: all, or those with a `status`.",
+    query=("limit", "before", "status"), is_long=True)
+GET_RUN_QUEUE = Endpoint("GET", _RUN + "/queue", NOTHING, o.RunQueueResponse,
+    "What of a run is waiting, for whom, and why.")
+LIST_RUN_EXAMPLES = Endpoint("GET", _RUN + "/examples", NOTHING, o.RunExamplesResponse,
+    "Sequences that were trained on, where the server keeps any.", query=("step", "limit"),
+    is_long=True)
+LIST_RUN_SAMPLERS = Endpoint("GET", _RUN + "/samplers", NOTHING, o.RunSamplersResponse,
+    "What was sampled from a run's weights: how much, how long, how likely.", is_long=True)
+CONSOLE_USAGE = Endpoint("GET", "/console/usage", NOTHING, o.ConsoleUsageResponse,
+    "What the caller has used, `by` run, model or day.", query=("by",), is_long=True)
+CONSOLE_SERVER = Endpoint("GET", "/console/server", NOTHING, o.ConsoleServerResponse,
+    "How the server and its engine are, and which of the caller's runs have work.")
+CONSOLE_KEYS = Endpoint("GET", "/console/keys", NOTHING, o.ConsoleKeysResponse,
+    "The keys of the caller's account.")
+REVOKE_KEY = Endpoint("DELETE", "/console/keys/{key_id}", NOTHING, NOTHING,
+    "Revoke a key of the caller's account.", is_for_browsers=True)
+CONSOLE_AUDIT = Endpoint("GET", "/console/audit", NOTHING, t.AuditLogResponse,
+    "What was done with the account on a day.", query=("event_type", "day"), is_long=True)
+CONSOLE_EVENTS = Endpoint("GET", "/console/events", NOTHING, object,
+    "What happens in the caller's runs, or in one `run`, as server-sent events: step, operation, "
+    "checkpoint and run. `Last-Event-ID` goes on where a stream ended.",
+    query=("run",), gives=(EVENT_STREAM,))
+CONSOLE_LOGIN = Endpoint("POST", "/console/login", NOTHING, NOTHING,
+    "Let a browser in with a key: `{\"key\": …}` gives it a cookie.", repeat=Repeat.ANEW,
+    access="anyone", prefix=OUTSIDE)
+CONSOLE_LOGIN_LINK = Endpoint("GET", "/console/login", NOTHING, object,
+    "Let a browser in with the link that `tinsmith serve` prints, once.", query=("token",),
+    access="anyone", prefix=OUTSIDE)
+CONSOLE_LOGOUT = Endpoint("POST", "/console/logout", NOTHING, NOTHING,
+    "Let a browser in no longer.", access="anyone", prefix=OUTSIDE)
 
 # --- sampling -------------------------------------------------------------------------------------
 
@@ -288,10 +331,10 @@ OPENAI_MODELS = Endpoint("GET", "/models", NOTHING, object,
     "Base models and the caller's sampler checkpoints.", prefix=OPENAI_API, is_long=True)
 OPENAI_COMPLETIONS = Endpoint("POST", "/completions", dict, object,
     "Complete prompts.", repeat=Repeat.ANEW, gives=(JSON, EVENT_STREAM), prefix=OPENAI_API,
-    has_data=True)
+    has_data=True, is_for_browsers=True)
 OPENAI_CHAT_COMPLETIONS = Endpoint("POST", "/chat/completions", dict, object,
     "Answer a conversation.", repeat=Repeat.ANEW, gives=(JSON, EVENT_STREAM), prefix=OPENAI_API,
-    has_data=True)
+    has_data=True, is_for_browsers=True)
 
 # --- for those who run the server -----------------------------------------------------------------
 

@@ -15,12 +15,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import orjson
 
 from tinsmith import types
+from tinsmith.types import observing
 from tinsmith.types.convert import Bounds, Tagged
 from tinsmith.types.model import Model, dump
 from tinsmith.types.non_finite import WORDS, NonFinite
 from tinsmith.types.optimizer import OptimStepRequest
 
 Schema = dict[str, Any]
+
+_OURS = observing.__name__
+"""Messages beside the protocol, which the package does not export."""
 
 _WORD = {"enum": list(WORDS)}
 _RESULT_NUMBER = {"anyOf": [{"type": "number"}, _WORD]}
@@ -152,8 +156,9 @@ _BY_HAND: dict[type, Schema] = {
 def schema() -> Schema:
     """The document: every message under `$defs`, sorted by name."""
     definitions: dict[str, Schema] = {cls.__name__: body for cls, body in _BY_HAND.items()}
-    for name in types.__all__:
-        value = getattr(types, name)
+    official = {name: getattr(types, name) for name in types.__all__}
+    ours = {n: v for n, v in vars(observing).items() if getattr(v, "__module__", "") == _OURS}
+    for name, value in (official | ours).items():
         if isinstance(value, type) and issubclass(value, Model):
             definitions[name] = message_schema(value)
     return {

@@ -48,7 +48,7 @@ def test_there_is_a_store_of_every_earlier_version() -> None:
     assert {file.stem for file in OLD.iterdir()} == earlier
 
 
-@pytest.mark.parametrize("version", ["0001", "0002", "0003"])
+@pytest.mark.parametrize("version", ["0001", "0002", "0003", "0004"])
 async def test_everything_in_an_earlier_store_is_read(tmp_path: Path, version: str) -> None:
     file = _open(tmp_path, version)
     with sqlite3.connect(file) as database:
@@ -59,6 +59,11 @@ async def test_everything_in_an_earlier_store_is_read(tmp_path: Path, version: s
         # These left the log.
         counts["operations"] -= database.execute(
             "SELECT count(*) FROM operations WHERE kind IN ('create_custom_loss', 'unload_model')"
+        ).fetchone()[0]
+        # What ended is a point of its run's curves.
+        counts["steps"] = database.execute(
+            "SELECT count(*) FROM operations WHERE status <> 'pending' "
+            "AND kind NOT IN ('create_custom_loss', 'unload_model', 'refused')"
         ).fetchone()[0]
     database.close()
     store = Store(sqlite_url(file), tmp_path / "blobs")
@@ -84,6 +89,9 @@ async def test_everything_in_an_earlier_store_is_read(tmp_path: Path, version: s
         assert [k.owner for k in await store.keys.list()] == ["owner"]
         usage = await store.account.list_usage("owner", 0, 10**9)
         assert sorted(dataclasses.replace(u, hour=0).count for u in usage) == [4, 12]
+        ended = await store.steps.newest(MODEL, 10**6, 100)
+        assert [s.seq_id for s in ended] == [o.seq_id for o in reversed(log) if o.finished_at]
+        assert all(s.at == o.finished_at for s, o in zip(reversed(ended), log, strict=False))
     finally:
         await store.close()
 

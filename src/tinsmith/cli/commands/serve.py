@@ -80,28 +80,33 @@ def command(
             options["models"] = parse_models(models)
         config = load_config(config_file, options)
 
-        def announce(url: str, key: str | None) -> None:
-            _announce(output, config, url, key)
+        def announce(url: str, key: str | None, link: str | None) -> None:
+            _announce(output, config, url, key, link)
 
         uvloop.run(serve(config, engine_factory(config), announce, _report_models))
     except TinkerError as error:
         raise click.ClickException(str(error)) from None
 
 
-def _announce(output: Output, config: ServerConfig, url: str, key: str | None) -> None:
+def _announce(
+    output: Output, config: ServerConfig, url: str, key: str | None, link: str | None
+) -> None:
     """The address and how to get in: a new key, where to make one, or that none is needed."""
     from tinsmith.transport.tokens import NO_KEY
 
     if not config.auth:
         key = NO_KEY
     if output.is_json:
-        output.show_json({"base_url": url, "api_key": key})
+        output.show_json({"base_url": url, "api_key": key, "console_url": link})
     else:
         click.echo(f"Tinsmith serves at {url}")
         click.echo(f"export TINKER_BASE_URL={url}")
         if key is not None:
             click.echo(f"export TINKER_API_KEY={key}")
         click.echo(_about_key(config, key))
+        if link is not None:
+            once = ", once and within 15 minutes" if config.auth else ""
+            click.echo(f"See it in a browser{once}: {link}")
     sys.stdout.flush()
 
 

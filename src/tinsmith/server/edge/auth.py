@@ -80,21 +80,17 @@ class Auth:
         """The caller behind a key or token."""
         if not credential:
             return None
-        expires_at = None
         if credential.startswith(TOKEN_PREFIX):
             claims = self._verified(credential)
-            if claims is None:
-                return None
-            key_id, expires_at = claims["key_id"], claims["exp"]
-            await self._refresh(is_known=key_id in self._by_id)
-            key = self._by_id.get(key_id)
-        else:
-            digest = hash_key(credential)
-            await self._refresh(is_known=digest in self._by_hash)
-            key = self._by_hash.get(digest)
-        if key is None or not key.is_good(time.time()):
-            return None
-        return Caller(key.owner, key.key_id, key.name, key.note, expires_at)
+            return None if claims is None else await self.of_key(claims["key_id"], claims["exp"])
+        digest = hash_key(credential)
+        await self._refresh(is_known=digest in self._by_hash)
+        return _caller(self._by_hash.get(digest), None)
+
+    async def of_key(self, key_id: int, expires_at: int) -> Caller | None:
+        """The caller behind what was given out for a key until a moment, while the key is good."""
+        await self._refresh(is_known=key_id in self._by_id)
+        return _caller(self._by_id.get(key_id), expires_at)
 
     def issue_token(self, caller: Caller, seconds: int) -> str:
         """A token that stands for the caller for a while; one for a token ends when that does."""
@@ -170,6 +166,12 @@ class Auth:
 
     def _sign(self, text: str) -> bytes:
         return hmac.new(self._secret, text.encode(errors="replace"), hashlib.sha256).digest()
+
+
+def _caller(key: KeyRecord | None, expires_at: int | None) -> Caller | None:
+    if key is None or not key.is_good(time.time()):
+        return None
+    return Caller(key.owner, key.key_id, key.name, key.note, expires_at)
 
 
 def credential_in(headers: Mapping[str, str]) -> str | None:

@@ -35,9 +35,11 @@ T = TypeVar("T")
 WAIT = {"retry-after-ms": "1000", "retry-after": "1"}
 _UNFOLD_IN_THREAD_BYTES = 256 * 1024
 OWNER, HAS_DATA, _BODY_BYTES = "tinsmith.owner", "tinsmith.has_data", "tinsmith.body_bytes"
-_BODY_START = "tinsmith.body_start"
-"""What a request's scope holds for us: whose it is, whether its body may be large, and the memory
-that the body was given."""
+FOR_BROWSERS, _BODY_START = "tinsmith.for_browsers", "tinsmith.body_start"
+"""What a request's scope holds for us: whose it is, whether its body may be large, the memory that
+the body was given, and whether a browser's cookie counts."""
+
+COOKIE = "tinsmith_session"
 
 
 class Refusal(Exception):
@@ -170,7 +172,7 @@ async def while_known(
     """A stream's events for as long as the caller's key is good; then `goodbye` and no more."""
     async with aclosing(events):
         async for event in events:
-            if await service.auth.caller(request.headers) is None:
+            if await caller_of(service, request) is None:
                 yield goodbye
                 return
             yield event
@@ -197,8 +199,24 @@ async def gone(request: Request) -> None:
         pass
 
 
-async def known_caller(service: Service, request: Request) -> Caller:
+async def caller_of(service: Service, request: Request) -> Caller | None:
+    """Who asks, by a key or a token; or by a browser's cookie, where the route takes one."""
     caller = await service.auth.caller(request.headers)
+    if caller is None and request.scope.get(FOR_BROWSERS) and COOKIE in request.cookies:
+        if request.method != "GET" and not _is_own_page(request):
+            raise Refusal(403, "a browser's cookie counts for requests of this server's own pages")
+        caller = await service.browsers.caller(request.cookies[COOKIE])
+    return caller
+
+
+def _is_own_page(request: Request) -> bool:
+    """Whether the browser says so. That `Origin` is this server has been checked for all routes."""
+    site = request.headers.get("sec-fetch-site")
+    return site == "same-origin" if site is not None else "origin" in request.headers
+
+
+async def known_caller(service: Service, request: Request) -> Caller:
+    caller = await caller_of(service, request)
     if caller is None:
         raise Refusal(
             401,
@@ -243,7 +261,7 @@ async def guarded(
     return answer(errors(status, detail), status, headers)
 
 
-def query_int(request: Request, name: str, default: int, *, most: int) -> int:
+def query_int(request: Request, name: str, default: int, *, least: int = 0, most: int) -> int:
     text = request.query_params.get(name)
     if text is None:
         return default
@@ -251,8 +269,8 @@ def query_int(request: Request, name: str, default: int, *, most: int) -> int:
         value = int(text)
     except ValueError:
         raise ValidationError(f"expected a number, got {text[:40]!r}", name) from None
-    if not 0 <= value <= most:
-        raise ValidationError(f"must be between 0 and {most}, got {value}", name)
+    if not least <= value <= most:
+        raise ValidationError(f"must be between {least} and {most}, got {value}", name)
     return value
 
 

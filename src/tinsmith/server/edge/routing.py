@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import (
+    FOR_BROWSERS,
     HAS_DATA,
     OWNER,
     WAIT,
@@ -107,6 +108,7 @@ def _authorised(
     assert row.access == "key", f"{row.path} is open"
 
     async def authorised(service: Service, request: Request) -> Response:
+        request.scope[FOR_BROWSERS] = row.method == "GET" or row.is_for_browsers
         caller = await known_caller(service, request)
         name_connection(request, caller)
         request.scope[HAS_DATA] = row.has_data

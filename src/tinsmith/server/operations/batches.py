@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 from tinsmith.engine.base import Engine, Failure, Pass, Step
@@ -101,9 +102,9 @@ class PassBatch(_Batch):
             return
         async for finished in engine.run_passes(items):
             operation = running[finished.index]
-            is_usual = items[finished.index].custom_loss is None
-            self._charge(operation, finished.seconds, is_usual=is_usual)
-            self.end_with(operation, finished.result, pass_done)
+            item = items[finished.index]
+            self._charge(operation, finished.seconds, is_usual=item.custom_loss is None)
+            self.end_with(operation, finished.result, partial(pass_done, item))
 
     async def _pass_of(self, operation: Operation) -> Pass | Failure:
         assert isinstance(operation.kind, PassKind)

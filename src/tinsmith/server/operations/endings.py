@@ -8,8 +8,10 @@ so that what had taken effect is always a beginning of the log.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
+from collections.abc import Callable
 
 from tinsmith.engine.base import Failure
 from tinsmith.server.futures import Promises
@@ -20,7 +22,7 @@ from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.snapshots import Snapshots
 from tinsmith.server.store.errors import OverQuotaError, StoreConflictError, StoreUnavailableError
-from tinsmith.server.store.records import Finish
+from tinsmith.server.store.records import Finish, ModelRecord, StepRecord
 from tinsmith.server.store.store import Store
 from tinsmith.server.usage import Usage
 from tinsmith.server.weights import WeightsFolders
@@ -29,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
 _CONFLICT = "what this request made contradicts what is there already"
+
+OnStep = Callable[[ModelRecord, StepRecord], None]
+"""Hears of every end when it is on disk."""
 
 
 class Endings:
@@ -42,6 +47,7 @@ class Endings:
         snapshots: Snapshots,
         usage: Usage,
         metrics: Metrics,
+        on_step: OnStep,
     ) -> None:
         self._store = store
         self._weights = weights
@@ -50,6 +56,7 @@ class Endings:
         self._snapshots = snapshots
         self._usage = usage
         self._metrics = metrics
+        self._on_step = on_step
 
     def end(self, model: LiveModel, operation: Operation, finish: Finish) -> None:
         """An operation is over: record that, then answer those who wait."""
@@ -85,7 +92,7 @@ class Endings:
         while model.finishes:
             batch = model.finishes[:size]
             try:
-                await self._store.log.finish(batch)
+                steps = await self._store.log.finish(batch)
             except StoreUnavailableError as error:
                 logger.warning("the ends of %s wait: %s", model.model_id, error)
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -101,6 +108,8 @@ class Endings:
             size = len(model.finishes)
             for finish in batch:
                 self._promises.resolve(finish.request_id, outcome_of(finish), finish.finished_at)
+            for step in steps:
+                self._on_step(model.record, step)
         model.committing = None
 
     async def _unrecordable(self, model: LiveModel, finish: Finish, error: Exception) -> Finish:
@@ -119,12 +128,17 @@ class Endings:
         logger.error("the end of %s cannot be recorded", finish.request_id, exc_info=error)
         if finish.status == "failed":
             await asyncio.sleep(_RETRY_SECONDS)  # not even this one: do not try without pause
+        step = finish.step
         return Finish(
             request_id=finish.request_id,
             status="failed",
             finished_at=finish.finished_at,
             error=problem,
             category=category,
+            step=step
+            and dataclasses.replace(
+                step, status="failed", metrics="{}", weight_sum=None, error=problem, made=None
+            ),
         )
 
     def _count_tokens(self, model: LiveModel, operation: Operation) -> None:
@@ -135,5 +149,6 @@ class Endings:
             record.session_id or "",
             "training",
             operation.num_tokens,
+            record.model_id,
         )
         self._metrics.count("trained_tokens", operation.num_tokens)

@@ -241,6 +241,7 @@ class Executor:
             base_model=model.record.base_model,
             weights_id=weights.weights_id,
             created_at=time.time(),
+            model_id=model.model_id,
         )
         response = SaveWeightsForSamplerResponseInternal(
             sampling_session_id=sampler_id, type="save_weights_for_sampler"

@@ -76,6 +76,10 @@ class LiveModels:
         self._models[record.model_id] = model
         return model
 
+    def find(self, model_id: str) -> LiveModel | None:
+        """A model if it is in use; the store is not asked."""
+        return self._models.get(model_id)
+
     def is_live(self, model_id: str) -> bool:
         return model_id in self._models or model_id in self._reading
 

@@ -70,6 +70,8 @@ class Operation:
     """How often the engine died while this was under way."""
     disk_troubles: int = 0
     """How often its files could not be written."""
+    started_at: float | None = None
+    """When it was last taken from its queue."""
 
     @property
     def seq_id(self) -> int:

@@ -119,6 +119,35 @@ class Scheduler:
     def is_batch_running(self) -> bool:
         return any(isinstance(work, PassBatch) for work in self._works.values())
 
+    def ahead_of(self, model: LiveModel) -> tuple[int, int]:
+        """How many models are served before one that waits for its turn, and the tokens of what
+        they have ready and of what is running."""
+        had = self._had(model)
+        ahead = [
+            other
+            for other in self._models
+            if other is not model
+            and not other.is_busy
+            and other.queue.head() is not None
+            and self._had(other) < had
+        ]
+        ready = [each for other in ahead for each in other.queue.front(0)]
+        return len(ahead), sum(operation.num_tokens for operation in self.running() + ready)
+
+    def running(self) -> list[Operation]:
+        """The operations in the engine's hands."""
+        return [
+            operation
+            for work in self._works.values()
+            if isinstance(work, PassBatch | StepBatch | Single)
+            for operation in work.unfinished
+        ]
+
+    def _had(self, model: LiveModel) -> tuple[float, float]:
+        """What the owner and the model have had of the engine: who has had least goes first."""
+        shares = self._shares
+        return shares.of_owner(model.owner), shares.of_model(model.owner, model.model_id)
+
     # Choosing
 
     def _start_ready(self) -> None:
@@ -218,7 +247,8 @@ class Scheduler:
 
     def _take(self, model: LiveModel) -> Operation:
         operation = model.queue.take()
-        self._metrics.observe("wait_seconds", time.time() - operation.record.created_at)
+        operation.started_at = time.time()
+        self._metrics.observe("wait_seconds", operation.started_at - operation.record.created_at)
         return operation
 
     def _start_work(self, work: Work, *, is_alone: bool) -> None:

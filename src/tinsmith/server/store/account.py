@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import sqlalchemy as sa
 
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import Database, row_of
 from tinsmith.server.store.records import AuditRecord, UsageRecord
+
+# A sum of integers is a decimal in Postgres.
+_SUM = sa.cast(sa.func.sum(schema.usage.c.count), sa.BigInteger).label("count")
 
 
 class Account:
@@ -41,11 +45,31 @@ class Account:
         await self._database.execute_many(adding, [row_of(entry) for entry in usage])
 
     async def list_usage(self, owner: str, first_hour: int, end_hour: int) -> Sequence[UsageRecord]:
+        """What was used in each hour, the runs of a session together."""
         table = schema.usage
-        query = sa.select(table).where(
+        together = [c for c in table.c if c.name not in ("count", "model_id")]
+        query = sa.select(*together, _SUM).where(
             table.c.owner == owner, table.c.hour >= first_hour, table.c.hour < end_hour
         )
         return await self._database.all(
             UsageRecord,
-            query.order_by(table.c.hour, table.c.session_id, table.c.base_model, table.c.kind),
+            query.group_by(*together).order_by(
+                table.c.hour, table.c.session_id, table.c.base_model, table.c.kind
+            ),
+        )
+
+    async def usage_by(
+        self, owner: str, by: Literal["run", "model", "day"]
+    ) -> Sequence[tuple[str, str, int]]:
+        """What was used of each kind, by the run, the base model or the day (counted from 1970)."""
+        table = schema.usage
+        column: sa.ColumnElement[Any] = {
+            "run": table.c.model_id,
+            "model": table.c.base_model,
+            "day": table.c.hour // 24,
+        }[by]
+        query = sa.select(column.label("by"), table.c.kind, _SUM).where(table.c.owner == owner)
+        return await self._database.all(
+            lambda by, kind, count: (str(by), kind, count),
+            query.group_by(column, table.c.kind).order_by(column, table.c.kind),
         )

@@ -106,6 +106,17 @@ class Checkpoints:
 
         return await self._database.in_thread(read)
 
+    async def storage_by_run(self, owner: str) -> Sequence[tuple[str, int]]:
+        """The bytes of each run's checkpoints."""
+        table = schema.checkpoints
+        # A sum of integers is a decimal in Postgres.
+        size = sa.cast(sa.func.sum(table.c.size_bytes), sa.BigInteger).label("size")
+        query = sa.select(table.c.model_id, size).where(table.c.owner == owner)
+        return await self._database.all(
+            lambda model_id, size: (model_id, size),
+            query.group_by(table.c.model_id).order_by(table.c.model_id),
+        )
+
 
 def put_checkpoint(connection: sa.Connection, checkpoint: CheckpointRecord) -> None:
     """Enter a checkpoint, in the place of an earlier one of its name."""

@@ -19,7 +19,8 @@ from tinsmith.server.store.errors import (
     StoreDamagedError,
     StoreUnavailableError,
 )
-from tinsmith.server.store.records import Finish, ModelRecord, OperationRecord
+from tinsmith.server.store.records import Finish, ModelRecord, OperationRecord, StepRecord
+from tinsmith.server.store.steps import Steps
 from tinsmith.server.store.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -43,10 +44,11 @@ _LIGHT_COLUMNS = [c for c in schema.operations.c if c.name not in ("payload", "r
 
 
 class Log:
-    def __init__(self, database: Database, blobs: Blobs, weights: Weights) -> None:
+    def __init__(self, database: Database, blobs: Blobs, weights: Weights, steps: Steps) -> None:
         self._database = database
         self._blobs = blobs
         self._weights = weights
+        self._steps = steps
 
     async def record(
         self, operation: OperationRecord, model: ModelRecord | None = None
@@ -85,15 +87,19 @@ class Log:
                 await self._blobs.delete([values["payload_file"]])
         return recorded, is_new
 
-    async def finish(self, finishes: Sequence[Finish]) -> None:
-        """Record ends, all or none. An operation that has ended already is left as it is."""
+    async def finish(self, finishes: Sequence[Finish]) -> list[StepRecord]:
+        """Record ends, all or none; what stays of them. An operation that has ended already is
+        left as it is."""
         rows = [await self._end_row(finish) for finish in finishes]
 
-        def write(connection: sa.Connection) -> None:
-            for finish, row in zip(finishes, rows, strict=True):
+        def write(connection: sa.Connection) -> list[StepRecord]:
+            ended = (
                 self._finish_one(connection, finish, row)
+                for finish, row in zip(finishes, rows, strict=True)
+            )
+            return [step for step in ended if step is not None]
 
-        await self._database.write(write)
+        return await self._database.write(write)
 
     async def _end_row(self, finish: Finish) -> dict[str, Any]:
         row: dict[str, Any] = {
@@ -113,10 +119,12 @@ class Log:
             row["result"] = None
         return row
 
-    def _finish_one(self, connection: sa.Connection, finish: Finish, row: dict[str, Any]) -> None:
+    def _finish_one(
+        self, connection: sa.Connection, finish: Finish, row: dict[str, Any]
+    ) -> StepRecord | None:
         ended = connection.execute(_ENDED, {"of_request": finish.request_id, **row})
         if ended.rowcount != 1:
-            return
+            return None
         if finish.weights is not None:
             made = finish.checkpoint or finish.sampler
             if made is not None:
@@ -128,6 +136,9 @@ class Log:
             connection.execute(sa.insert(schema.samplers).values(row_of(finish.sampler)))
         if finish.audit is not None:
             connection.execute(sa.insert(schema.audit).values(row_of(finish.audit)))
+        if finish.step is None:
+            return None
+        return self._steps.add(connection, dataclasses.replace(finish.step, error=row["error"]))
 
     async def get(self, request_id: str) -> OperationRecord | None:
         table = schema.operations
@@ -150,6 +161,16 @@ class Log:
             table.c.model_id == model_id, table.c.seq_id > after_seq_id
         )
         return await self._database.all(OperationRecord, query.order_by(table.c.seq_id))
+
+    async def pending(self, model_id: str, before: int, limit: int) -> Sequence[OperationRecord]:
+        """The last operations below a number that have not ended, without payloads."""
+        table = schema.operations
+        query = sa.select(*_LIGHT_COLUMNS).where(
+            table.c.model_id == model_id, table.c.status == "pending", table.c.seq_id < before
+        )
+        return await self._database.all(
+            OperationRecord, query.order_by(table.c.seq_id.desc()).limit(limit)
+        )
 
     async def find(self, model_id: str, seq_id: int) -> OperationRecord | None:
         """The operation with a number, without payload and result."""

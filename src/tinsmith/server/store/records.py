@@ -186,6 +186,8 @@ class SamplerRecord:
     weights_id: str | None = None
     num_clients: int = 1
     created_at: float
+    model_id: str | None = None
+    """The run that the weights come from, where it is the owner's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +224,108 @@ class UsageRecord:
     session_id: str
     kind: str
     count: int
+    model_id: str = ""
+    """The run that they were for; empty where there is none."""
+
+
+StepSource = Literal["operation", "posted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """A point of a run's curves: an operation that ended, or metrics that a client posted.
+
+    Written in the commit that ends the operation, and kept when its result and its entry in the log
+    are gone.
+    """
+
+    entry_id: int = 0
+    """Counts up over all runs in the order of recording; where a reader of events goes on."""
+    model_id: str
+    source: StepSource = "operation"
+    seq_id: int
+    """The operation's number, or the step that the client gave."""
+    at: float
+    """When it ended."""
+    kind: str
+    status: OperationStatus = "done"
+    loss_fn: str | None = None
+    num_tokens: int = 0
+    weight_sum: float | None = None
+    """Sum of the weights of a supervised pass."""
+    wait_seconds: float = 0.0
+    run_seconds: float = 0.0
+    metrics: str = "{}"
+    """JSON: a number by name; those that are not finite as words."""
+    error: str | None = None
+    made: str | None = None
+    """The checkpoint, or the id of the sampler, that it brought into being."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRecord:
+    """The steps of a run from `block * size` on, `size` of them, drawn together."""
+
+    model_id: str
+    source: StepSource
+    size: int
+    block: int
+    summary: str
+    """JSON; see `blocks`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkRecord:
+    """Up to where a run's steps are in blocks."""
+
+    model_id: str
+    source: StepSource
+    up_to: int
+    """The first number that is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleRecord:
+    """What one sequence of a pass, or of a sample, held; kept only where the owner of the server
+    has switched that on."""
+
+    entry_id: int = 0
+    owner: str
+    model_id: str
+    seq_id: int
+    kind: Literal["trained", "sampled"]
+    at: float
+    num_bytes: int
+    body: bytes
+    """JSON: tokens, and per token what is known of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerStatsRecord:
+    """What a sampler has given so far."""
+
+    sampler_id: str
+    owner: str
+    num_requests: int
+    num_sequences: int
+    prompt_tokens: int
+    sampled_tokens: int
+    longest_tokens: int
+    logprob_sum: float
+    num_stopped: int
+    """Sequences that ended by themselves; the others ran into their limit of tokens."""
+    first_at: float
+    last_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrowserSessionRecord:
+    """A browser that was let in with a key. Only the hash of its cookie is kept."""
+
+    cookie_hash: str
+    key_id: int
+    created_at: float
+    expires_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +345,8 @@ class Finish:
     checkpoint: CheckpointRecord | None = None
     sampler: SamplerRecord | None = None
     audit: AuditRecord | None = None
+    step: StepRecord | None = None
+    """What stays of it when the result is gone."""
 
 
 @dataclass(frozen=True, slots=True)

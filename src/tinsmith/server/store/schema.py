@@ -38,7 +38,10 @@ metadata = MetaData(
     }
 )
 
-Types = dict[str, type[TypeEngine[Any]]]
+Types = dict[str, type[TypeEngine[Any]] | TypeEngine[Any]]
+
+_ROW_NUMBER = BigInteger().with_variant(Integer, "sqlite")
+"""SQLite numbers its rows by a column of exactly this type."""
 
 _TYPES: dict[type, type[TypeEngine[Any]]] = {
     str: Text,
@@ -161,6 +164,31 @@ audit = _table(
 usage = _table(
     "usage",
     records.UsageRecord,
-    ("owner", "hour", "base_model", "session_id", "kind"),
+    ("owner", "hour", "base_model", "session_id", "kind", "model_id"),
     types={"hour": Integer},
 )
+
+steps = _table(
+    "steps",
+    records.StepRecord,
+    ("entry_id",),
+    UniqueConstraint("model_id", "source", "seq_id"),
+    types={"entry_id": _ROW_NUMBER},
+)
+
+step_blocks = _table("step_blocks", records.BlockRecord, ("model_id", "source", "size", "block"))
+
+step_marks = _table("step_marks", records.MarkRecord, ("model_id", "source"))
+
+examples = _table(
+    "examples",
+    records.ExampleRecord,
+    ("entry_id",),
+    Index(None, "owner", "entry_id"),
+    Index(None, "model_id", "seq_id"),
+    types={"entry_id": _ROW_NUMBER},
+)
+
+sampler_stats = _table("sampler_stats", records.SamplerStatsRecord, ("sampler_id",))
+
+browser_sessions = _table("browser_sessions", records.BrowserSessionRecord, ("cookie_hash",))

@@ -12,7 +12,9 @@ import sqlalchemy as sa
 
 from tinsmith.server.store.account import Account
 from tinsmith.server.store.blobs import Blobs
+from tinsmith.server.store.browsers import Browsers
 from tinsmith.server.store.checkpoints import Checkpoints
+from tinsmith.server.store.curves import Curves
 from tinsmith.server.store.database import Database
 from tinsmith.server.store.identity import Identity
 from tinsmith.server.store.keys import Keys
@@ -21,6 +23,7 @@ from tinsmith.server.store.losses import CustomLosses
 from tinsmith.server.store.models import Models
 from tinsmith.server.store.samplers import Samplers
 from tinsmith.server.store.sessions import Sessions
+from tinsmith.server.store.steps import Steps
 from tinsmith.server.store.weights import Weights
 from tinsmith.server.store.writer import OnCommit, Writer, Writes
 
@@ -43,11 +46,14 @@ class Store:
         blobs = Blobs(blob_folder, self.database.in_thread)
         self.identity = Identity(self.database)
         self.keys = Keys(self.database)
+        self.browsers = Browsers(self.database)
         self.sessions = Sessions(self.database)
         self.samplers = Samplers(self.database)
         self.models = Models(self.database, blobs)
         self.weights = Weights(self.database, max_owner_bytes)
-        self.log = Log(self.database, blobs, self.weights)
+        self.steps = Steps(self.database)
+        self.curves = Curves(self.database)
+        self.log = Log(self.database, blobs, self.weights, self.steps)
         self.checkpoints = Checkpoints(self.database, self.weights)
         self.losses = CustomLosses(self.database)
         self.account = Account(self.database)

@@ -1,0 +1,183 @@
+"""What happens in runs, told to whoever looks: events of what has just been recorded.
+
+An event is made when the end that it tells of is on disk, and only if somebody looks. Its id is the
+number of the entry in the store, so a reader who was away is first told what the store has after
+the last id he saw; he misses nothing and hears nothing twice. A reader who does not read is let go
+and comes back the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from tinsmith.server.store.records import ModelRecord, StepRecord
+from tinsmith.server.store.store import Store
+from tinsmith.types.observing import RunOperation
+from tinsmith.wire import json
+
+GATHER_SECONDS = 0.2
+"""How long events are gathered, so that many cost one message to each reader."""
+
+ALIVE_SECONDS = 1.0
+"""How often a stream with nothing to tell is awake, to see whether its reader still may listen."""
+
+MAX_REPEATED = 2000
+"""A reader who has missed more is told to read the curves again instead."""
+
+MAX_PENDING_BYTES = 2**20
+"""A reader who lets more than this wait is let go."""
+
+_ALIVE = b": alive\n\n"
+_ROUNDS_PER_ALIVE = 15
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    run: str | None
+    pending: list[tuple[int, bytes]] = field(default_factory=list)
+    num_bytes: int = 0
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Events:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._readers: dict[str, set[_Reader]] = {}
+        """By owner; only owners who look."""
+        self._is_closed = False
+
+    @property
+    def num_readers(self) -> int:
+        return sum(len(readers) for readers in self._readers.values())
+
+    @property
+    def pending_bytes(self) -> int:
+        """What waits to be read."""
+        return sum(r.num_bytes for readers in self._readers.values() for r in readers)
+
+    def recorded(self, model: ModelRecord, step: StepRecord) -> None:
+        """An end, or metrics that a client posted, is on disk."""
+        readers = self._readers.get(model.owner)
+        if not readers:
+            return
+        message = _message(step)
+        for reader in readers:
+            is_wanted = reader.run in (None, step.model_id)
+            if is_wanted and reader.num_bytes <= MAX_PENDING_BYTES:
+                reader.pending.append((step.entry_id, message))
+                reader.num_bytes += len(message)
+                reader.wake.set()
+
+    def close(self) -> None:
+        """End all streams; those that begin now end at once."""
+        self._is_closed = True
+        for readers in self._readers.values():
+            for reader in readers:
+                reader.wake.set()
+
+    async def stream(
+        self, owner: str, run: str | None, after: int | None, seconds: float
+    ) -> AsyncGenerator[bytes, None]:
+        """Events of an owner's runs, or of one of them, from now on or after an entry, for so many
+        seconds. Yields at least every second, nothing where there is nothing to tell."""
+        end = time.monotonic() + seconds
+        reader = _Reader(run)
+        self._readers.setdefault(owner, set()).add(reader)
+        try:
+            yield b"retry: 1000\n\n"
+            last = 0
+            if after is not None:
+                # Whatever is recorded from here on is pending already, perhaps a second time.
+                last, missed = await self._missed(owner, run, after)
+                yield missed
+            rounds = 0
+            while reader.num_bytes <= MAX_PENDING_BYTES and not self._is_closed:
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
+                rounds += 1
+                await _woken(reader, min(left, ALIVE_SECONDS))
+                told, reader.pending, reader.num_bytes = reader.pending, [], 0
+                news = b"".join(message for number, message in told if number > last)
+                yield news or (b"" if rounds % _ROUNDS_PER_ALIVE else _ALIVE)
+        finally:
+            self._readers[owner].discard(reader)
+            if not self._readers[owner]:
+                del self._readers[owner]
+
+    async def _missed(self, owner: str, run: str | None, after: int) -> tuple[int, bytes]:
+        """What was recorded after an entry, and the number of the last one."""
+        steps = await self._store.steps.since(after, owner, run, MAX_REPEATED + 1)
+        if len(steps) <= MAX_REPEATED:
+            last = steps[-1].entry_id if steps else after
+            return last, b"".join(_message(step) for step in steps)
+        last = await self._store.steps.last_entry()
+        reason = "too much has happened since; read the curves again"
+        return last, _event("reset", {"reason": reason}, last)
+
+
+async def _woken(reader: _Reader, seconds: float) -> None:
+    """Return when there is something to tell, gathered for a moment, or after some seconds."""
+    try:
+        async with asyncio.timeout(seconds):
+            await reader.wake.wait()
+    except TimeoutError:
+        return
+    await asyncio.sleep(GATHER_SECONDS)
+    reader.wake.clear()
+
+
+def _message(step: StepRecord) -> bytes:
+    """The events of one entry. The id stands in the last: they are heard together or not at all."""
+    events: list[tuple[str, Any]] = []
+    if step.source == "operation":
+        events.append(("operation", {"run": step.model_id, **operation_of(step).to_wire()}))
+        if step.status == "done" and step.seq_id == 0:
+            events.append(("run", {"run": step.model_id}))
+        if step.made is not None and "/" in step.made:
+            events.append(("checkpoint", {"run": step.model_id, "checkpoint": step.made}))
+    if step.metrics != "{}":
+        events.append(
+            (
+                "step",
+                {
+                    "run": step.model_id,
+                    "seq": step.seq_id,
+                    "kind": step.kind,
+                    "axis": "seq" if step.source == "operation" else "step",
+                    "t": step.at,
+                    "metrics": orjson.Fragment(step.metrics),
+                },
+            )
+        )
+    last = len(events) - 1
+    return b"".join(
+        _event(name, data, step.entry_id if number == last else None)
+        for number, (name, data) in enumerate(events)
+    )
+
+
+def _event(name: str, data: Any, number: int | None) -> bytes:
+    head = b"" if number is None else b"id: %d\n" % number
+    return head + b"event: %b\ndata: %b\n\n" % (name.encode(), json.encode(data))
+
+
+def operation_of(step: StepRecord) -> RunOperation:
+    """An operation that has ended."""
+    started = step.at - step.run_seconds
+    return RunOperation(
+        seq=step.seq_id,
+        kind=step.kind,
+        status=step.status,
+        submitted=started - step.wait_seconds,
+        started=started,
+        ended=step.at,
+        tokens=step.num_tokens,
+        error=step.error,
+    )

@@ -1,0 +1,165 @@
+"""Looking at a run: its curves, operations, queue, examples and samplers; for its owner alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, cast, get_args
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinsmith.errors import ValidationError
+from tinsmith.server.console.events import operation_of
+from tinsmith.server.console.queue import standing
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.http import answer, not_found, query_int
+from tinsmith.server.edge.routing import bare_route, route
+from tinsmith.server.service import Service
+from tinsmith.server.store.blocks import Summary
+from tinsmith.server.store.records import ModelRecord, OperationRecord, OperationStatus, StepRecord
+from tinsmith.types.observing import (
+    MAX_KEY_CHARACTERS,
+    MAX_STEP,
+    PostMetricsRequest,
+    RunExamplesResponse,
+    RunOperation,
+    RunOperationsResponse,
+    RunQueueResponse,
+    RunSamplersResponse,
+)
+from tinsmith.wire import endpoints
+
+MAX_POINTS = 5000
+
+
+async def get_metrics(service: Service, caller: Caller, request: Request) -> Response:
+    run = await _owned_run(service, caller, request)
+    points = max(1, query_int(request, "points", 500, most=MAX_POINTS))
+    after = query_int(request, "after", -1, least=-1, most=MAX_STEP)
+    wanted = request.query_params.get("keys")
+    operations = await service.store.curves.read(run.model_id, "operation", after, points)
+    posted = await service.store.curves.read(run.model_id, "posted", after, points)
+    keys = None if wanted is None else {key for key in wanted.split(",") if key}
+    return await asyncio.to_thread(_metrics_answer, operations, posted, keys)
+
+
+def _metrics_answer(
+    operations: Sequence[Summary], posted: Sequence[Summary], wanted: set[str] | None
+) -> Response:
+    """A name that the server and the client both use is the server's; the client's has a prefix."""
+    ours = {key for summary in operations for key in summary.ranges}
+    theirs = {key for summary in posted for key in summary.ranges}
+    names = {("posted/" + key if key in ours else key): key for key in theirs}
+    keys = sorted(ours | names.keys())
+    series = {
+        key: _series(posted, names[key], "step")
+        if key in names
+        else _series(operations, key, "seq")
+        for key in keys
+        if wanted is None or key in wanted
+    }
+    return answer({"keys": keys, "series": series})
+
+
+def _series(summaries: Sequence[Summary], key: str, axis: str) -> dict[str, Any]:
+    """Plain lists: a message would look at each of many thousands of numbers."""
+    points = [(s.x, s.t, s.ranges[key]) for s in summaries if key in s.ranges]
+    return {
+        "axis": axis,
+        "x": [x for x, _, _ in points],
+        "t": [t for _, t, _ in points],
+        "mean": [values[1] for _, _, values in points],
+        "min": [values[2] for _, _, values in points],
+        "max": [values[3] for _, _, values in points],
+    }
+
+
+async def post_metrics(
+    service: Service, caller: Caller, request: Request, message: PostMetricsRequest
+) -> None:
+    run = await _owned_run(service, caller, request)
+    for key in message.metrics:
+        if not key or len(key) > MAX_KEY_CHARACTERS or "," in key:
+            raise ValidationError(
+                f"{key[:80]!r} cannot be a metric's name: use 1 to {MAX_KEY_CHARACTERS} "
+                "characters without a comma",
+                "metrics",
+            )
+    step = StepRecord(
+        model_id=run.model_id, source="posted", seq_id=message.step, at=time.time(), kind="posted"
+    )
+    service.recorded(run, await service.posted.post(caller.owner, step, message.metrics))
+
+
+async def list_operations(
+    service: Service, caller: Caller, request: Request
+) -> RunOperationsResponse:
+    run = await _owned_run(service, caller, request)
+    limit = query_int(request, "limit", 100, most=1000)
+    before = query_int(request, "before", MAX_STEP, most=MAX_STEP)
+    status = _status(request)
+    store, found = service.store, list[RunOperation]()
+    if status in (None, "pending"):
+        started = {o.record.request_id: o.started_at for o in service.scheduler.running()}
+        for pending in await store.log.pending(run.model_id, before, limit):
+            found.append(_pending(pending, started.get(pending.request_id)))
+    if status != "pending":
+        ended = await store.steps.newest(run.model_id, before, limit, status)
+        found += map(operation_of, ended)
+    # One that ended between the two questions is in both.
+    by_number = {operation.seq: operation for operation in found}
+    newest_first = sorted(by_number, reverse=True)[:limit]
+    return RunOperationsResponse(operations=[by_number[number] for number in newest_first])
+
+
+def _status(request: Request) -> OperationStatus | None:
+    status = request.query_params.get("status")
+    if status is not None and status not in get_args(OperationStatus):
+        raise ValidationError(f"must be pending, done or failed, got {status[:40]!r}", "status")
+    return cast("OperationStatus | None", status)
+
+
+def _pending(operation: OperationRecord, started: float | None) -> RunOperation:
+    return RunOperation(
+        seq=operation.seq_id,
+        kind=operation.kind,
+        status="pending",
+        submitted=operation.created_at,
+        started=started,
+        tokens=operation.num_tokens,
+    )
+
+
+async def get_queue(service: Service, caller: Caller, request: Request) -> RunQueueResponse:
+    run = await _owned_run(service, caller, request)
+    return standing(service, service.models.find(run.model_id))
+
+
+async def list_examples(service: Service, caller: Caller, request: Request) -> RunExamplesResponse:
+    await _owned_run(service, caller, request)
+    return RunExamplesResponse(examples=[], is_recorded=False)
+
+
+async def list_samplers(service: Service, caller: Caller, request: Request) -> RunSamplersResponse:
+    await _owned_run(service, caller, request)
+    return RunSamplersResponse(samplers=[])
+
+
+async def _owned_run(service: Service, caller: Caller, request: Request) -> ModelRecord:
+    run_id = request.path_params["run_id"]
+    run = await service.store.models.get(run_id)
+    if run is None or run.owner != caller.owner:
+        raise not_found("training run", run_id)
+    return run
+
+
+ROUTES = [
+    bare_route(endpoints.GET_RUN_METRICS, get_metrics),
+    route(endpoints.POST_RUN_METRICS, post_metrics),
+    bare_route(endpoints.LIST_RUN_OPERATIONS, list_operations),
+    bare_route(endpoints.GET_RUN_QUEUE, get_queue),
+    bare_route(endpoints.LIST_RUN_EXAMPLES, list_examples),
+    bare_route(endpoints.LIST_RUN_SAMPLERS, list_samplers),
+]

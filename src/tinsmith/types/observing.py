@@ -1,0 +1,135 @@
+"""Looking at a run from outside: its curves, its operations, its place in the queue, its samplers.
+
+Beside the protocol: the hosted service has no such calls.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from tinsmith.types.convert import Bounds
+from tinsmith.types.model import Request, Response
+
+MAX_POSTED_KEYS = 256
+MAX_KEY_CHARACTERS = 200
+MAX_STEP = 2**53
+
+
+class Series(Response):
+    """One metric over a run. Where several steps share a point, `mean`, `min` and `max` are theirs;
+    null stands for numbers that are not finite."""
+
+    axis: Literal["seq", "step"]
+    """What `x` counts: the run's operations, or the steps that the client gave."""
+    x: list[int]
+    t: list[float]
+    """When, in seconds since 1970."""
+    mean: list[float | None]
+    min: list[float | None]
+    max: list[float | None]
+
+
+class RunMetricsResponse(Response):
+    keys: list[str]
+    series: dict[str, Series]
+
+
+class PostMetricsRequest(Request):
+    step: Annotated[int, Bounds(ge=0, lt=MAX_STEP)]
+    metrics: dict[str, float]
+
+
+class RunOperation(Response):
+    """An operation of a run; moments in seconds since 1970."""
+
+    seq: int
+    kind: str
+    status: Literal["pending", "done", "failed"]
+    submitted: float
+    started: float | None = None
+    ended: float | None = None
+    tokens: int
+    error: str | None = None
+
+
+class RunOperationsResponse(Response):
+    operations: list[RunOperation]
+
+
+class RunQueueResponse(Response):
+    __explicit_null__ = frozenset({"place"})
+
+    waiting: int
+    """Operations of the run that have not started."""
+    place: int | None = None
+    """How many runs are served before this one, plus one; null when it does not wait for a turn."""
+    ahead_tokens: int
+    """Tokens of what runs now and of what is served before."""
+    reason: str
+    """Why nothing of the run is running, in a sentence."""
+
+
+class RunExamplesResponse(Response):
+    examples: list[dict[str, Any]]
+    is_recorded: bool
+    """Whether this server keeps examples at all."""
+
+
+class RunSamplersResponse(Response):
+    samplers: list[dict[str, Any]]
+
+
+class ConsoleUsageItem(Response):
+    by: str
+    """The run, the base model or the day."""
+    training_tokens: int = 0
+    prefill_tokens: int = 0
+    cached_prefill_tokens: int = 0
+    sampled_tokens: int = 0
+    stored_bytes: int = 0
+    """Of the checkpoints; by run only."""
+
+
+class ConsoleUsageResponse(Response):
+    usage: list[ConsoleUsageItem]
+
+
+class RunInQueue(Response):
+    run: str
+    waiting: int
+    is_running: bool
+
+
+class ConsoleServerResponse(Response):
+    version: str
+    url: str
+    started: float
+    status: str
+    """"ready", or why not."""
+    device: str
+    memory_bytes: int
+    restarts: int
+    running_samples: int
+    models: list[str]
+    refused_models: list[dict[str, str]]
+    queues: list[RunInQueue]
+    """The caller's runs that have something under way."""
+
+
+class ConsoleKey(Response):
+    key_id: int
+    name: str
+    note: str
+    created: float
+    expires: float | None = None
+    revoked: float | None = None
+    is_current: bool
+    """Whether this is asked with it."""
+
+
+class ConsoleKeysResponse(Response):
+    keys: list[ConsoleKey]
+
+
+class ConsoleLoginRequest(Request):
+    key: Annotated[str, Bounds(min_length=1, max_length=10_000)]

@@ -1,0 +1,136 @@
+"""Live events: whoever looks is told within a second, misses nothing, and sees only his own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from tests.support.event_stream import listening
+from tinsmith.server.console import events
+
+if TYPE_CHECKING:
+    import pytest
+
+    from tests.support.in_process_server import Api, StartServer, TestServer
+
+
+async def _until_heard(server: TestServer) -> None:
+    await server.until(lambda: server.service.events.num_readers == 1)
+
+
+async def test_a_step_is_told_within_a_second_of_its_end(server: TestServer, api: Api) -> None:
+    run = await api.model()
+    async with listening(server.app, f"run={run}", x_api_key=api.key) as stream:
+        await _until_heard(server)
+        loss = (await api.output(await api.send_pass(run, 1))).metrics["loss:sum"]
+        began = time.monotonic()
+        ended = await stream.next("operation")
+        step = await stream.next("step")
+        assert time.monotonic() - began < 1.0
+        assert (ended.data["seq"], ended.data["status"]) == (1, "done")
+        assert (step.data["run"], step.data["seq"]) == (run, 1)
+        assert step.data["metrics"]["loss:sum"] == loss
+        assert ended.id is None and step.id is not None, "both are heard, or none"
+
+
+async def test_runs_checkpoints_and_posted_metrics_are_told(server: TestServer, api: Api) -> None:
+    async with listening(server.app, x_api_key=api.key) as stream:
+        await _until_heard(server)
+        run = await api.model()
+        assert (await stream.next("run")).data == {"run": run}
+        saved = await api.ok("/save_weights", {"model_id": run, "seq_id": 1, "path": "mine"})
+        await api.result(saved["request_id"])
+        assert (await stream.next("checkpoint")).data["checkpoint"] == "weights/mine"
+        await api.post(f"/training_runs/{run}/metrics", {"step": 3, "metrics": {"reward": 0.5}})
+        step = await stream.next("step")
+        assert (step.data["axis"], step.data["seq"]) == ("step", 3)
+        assert step.data["metrics"] == {"reward": 0.5}
+
+
+async def test_a_stream_goes_on_where_the_last_one_ended_also_after_a_restart(
+    start_server: StartServer,
+) -> None:
+    server = await start_server()
+    api = server.api
+    run = await api.model()
+    async with listening(server.app, f"run={run}", x_api_key=api.key) as stream:
+        await _until_heard(server)
+        await api.result(await api.send_pass(run, 1))
+        last = (await stream.next("step")).id
+    assert last is not None
+    await api.result(await api.send_pass(run, 2))
+    await server.stop()
+    server = await start_server()
+    await server.api.result(await server.api.send_pass(run, 3))
+    again = {"x_api_key": api.key, "last_event_id": last}
+    async with listening(server.app, f"run={run}", **again) as stream:
+        await _until_heard(server)
+        await server.api.result(await server.api.send_pass(run, 4))
+        heard = [await stream.next("step") for _ in range(3)]
+    assert [event.data["seq"] for event in heard] == [2, 3, 4], "no gap, and none twice"
+
+
+async def test_a_reader_who_was_away_for_long_is_told_to_begin_again(
+    server: TestServer, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "MAX_REPEATED", 2)
+    run = await api.model()
+    for number in range(1, 5):
+        await api.result(await api.send_pass(run, number))
+    async with listening(server.app, x_api_key=api.key, last_event_id="0") as stream:
+        reset = await stream.next()
+        assert reset.name == "reset" and reset.id == "5"
+        await api.result(await api.send_pass(run, 5))
+        assert (await stream.next("step")).data["seq"] == 5
+
+
+async def test_a_reader_who_does_not_read_is_let_go(
+    server: TestServer, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "MAX_PENDING_BYTES", 1000)
+    run = await api.model()
+    stream = server.service.events.stream("owner", None, None, 3600.0)
+    assert await anext(stream)
+    for number in range(1, 20):
+        await api.result(await api.send_pass(run, number))
+    assert server.service.events.pending_bytes < 2500, "no more is kept for it"
+    assert [message async for message in stream] == []
+    assert server.service.events.num_readers == 0
+
+
+async def test_a_stream_ends_when_its_key_is_revoked(server: TestServer) -> None:
+    other = await server.other_user()
+    async with listening(server.app, x_api_key=other.key) as stream:
+        await _until_heard(server)
+        response = await other.http.delete("/api/v1/auth/apikey/me", headers=other.headers)
+        assert response.status_code == 204
+        assert [event.name for event in await stream.ended(3.0)] == ["goodbye"]
+    assert server.service.events.num_readers == 0
+
+
+async def test_streams_end_when_the_server_stops(server: TestServer, api: Api) -> None:
+    async with listening(server.app, x_api_key=api.key) as stream:
+        await _until_heard(server)
+        server.service.begin_drain()
+        assert await stream.ended(1.0) == []
+
+
+async def test_nobody_hears_of_anothers_runs(server: TestServer, api: Api) -> None:
+    other = await server.other_user()
+    run = await api.model()
+    async with listening(server.app, x_api_key=other.key, last_event_id="0") as stream:
+        await _until_heard(server)
+        await api.result(await api.send_pass(run, 1))
+        own = await other.model()
+        assert (await stream.next()).data["run"] == own
+    response = await other.get("/console/events", run=run)
+    assert response.status_code == 404
+
+
+async def test_an_id_that_is_none_is_refused(server: TestServer, api: Api) -> None:
+    response = await api.http.get(
+        "/api/v1/console/events", headers={**api.headers, "last-event-id": "x"}
+    )
+    assert response.status_code == 400 and "Last-Event-ID" in response.json()["detail"]
+    await asyncio.sleep(0)
