@@ -27,6 +27,8 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _DELTA_RULE: dict[str, Any] = {
+    # A token's first output is a number times its value, and is normed: near zero, rounding is all.
+    "initializer_range": 0.05,
     "num_hidden_layers": 4,
     "head_dim": 16,
     "linear_num_value_heads": 4,

@@ -44,7 +44,19 @@ from tinsmith.engine.local.snapshots import checkpoints
 from tinsmith.engine.local.train.adamw import adamw_step
 from tinsmith.types import AdamParams
 
-FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3", "kimi_k2")
+FAMILIES = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "gpt_oss",
+    "deepseek_v3",
+    "kimi_k2",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "nemotron_h",
+)
 
 NewAdapter = Callable[..., Adapter]
 

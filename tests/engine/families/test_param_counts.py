@@ -17,6 +17,13 @@ from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.types import LoraConfig
 
 _QWEN3_MOE = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151_936}
+_QWEN3_5 = {
+    "head_dim": 256,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "vocab_size": 248_320,
+}
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "Qwen/Qwen3-30B-A3B": (
@@ -71,6 +78,69 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
             "vocab_size": 163_840,
         },
         {"mlp": 144_583_680, "attn": 1_940_288, "unembed": 171_008},
+    ),
+    "Qwen/Qwen3.5-4B": (
+        "qwen3_5_text",
+        {
+            **_QWEN3_5,
+            "hidden_size": 2560,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "linear_num_value_heads": 32,
+        },
+        {"mlp": 1_130_496, "attn": 897_024, "unembed": 250_880},
+    ),
+    "Qwen/Qwen3.5-27B": (
+        "qwen3_5_text",
+        {
+            **_QWEN3_5,
+            "hidden_size": 5120,
+            "intermediate_size": 17_408,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 4,
+            "linear_num_value_heads": 48,
+        },
+        {"mlp": 4_325_376, "attn": 2_965_504, "unembed": 253_440},
+    ),
+    "Qwen/Qwen3.5-35B-A3B": (
+        "qwen3_5_moe_text",
+        {
+            **_QWEN3_5,
+            "hidden_size": 2048,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "linear_num_value_heads": 32,
+        },
+        {"mlp": 16_281_600, "attn": 1_013_760, "unembed": 250_368},
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (
+        "nemotron_h",
+        {
+            "vocab_size": 131_072,
+            "hidden_size": 2688,
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "mamba_num_heads": 64,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
+            "n_shared_experts": 1,
+        },
+        {"mlp": 11_346_176, "attn": 584_832, "unembed": 133_760},
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,7 @@ class Reference:
             name: tensor.detach().clone().requires_grad_()
             for name, tensor in adapter.named_tensors()
         }
+        self.rows = fused_rows(adapter)
         # Tied models list the matrix once, under the embedding's name.
         self.weights = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
 
@@ -105,8 +107,10 @@ class Reference:
                 if update.ndim == 3:
                     self._add_to_experts(weights, module, update)
                     continue
-                whole = weights[module + ".weight"].float() + update
-                weights[module + ".weight"] = whole.to(self.dtype)
+                weight, first = self.rows.get(module, (module, 0))
+                whole = weights[weight + ".weight"].float().clone()
+                whole[first : first + len(update)] += update
+                weights[weight + ".weight"] = whole.to(self.dtype)
         out = torch.func.functional_call(self.model, weights, (tokens[None],), tie_weights=False)
         return out.logits[0]
 
@@ -157,6 +161,18 @@ class Reference:
             names.append((name, flat[offset : offset + tensor.numel()].view(tensor.shape)))
         assert torch.equal(original, self.adapter.flat)
         return names
+
+
+def fused_rows(adapter: Adapter) -> dict[str, tuple[str, int]]:
+    """Modules whose weight is some rows of another's: that one's name, and the first row."""
+    found = {}
+    for place in adapter.layout.places.values():
+        projection = place.projection
+        if projection.layer is None and len(projection.modules) > 1:
+            firsts = itertools.accumulate(projection.outputs, initial=0)
+            for module, first in zip(projection.modules, firsts, strict=False):
+                found[module] = (projection.name, first)
+    return found
 
 
 def assert_close(actual: Tensor, expected: Tensor, relative: float = RELATIVE) -> None:

@@ -127,7 +127,7 @@ class BaseModels:
             config, folder = self.config(name), self.folder(name)
             self._make_room(name, folder)
             logger.info("loading %s from %s", name, folder)
-            if foreign.is_foreign(config):
+            if isinstance(config, foreign.ForeignConfig):
                 self._loaded[name] = foreign.load(folder, config, self._device, self._dtype)
             else:
                 self._loaded[name] = Decoder.load(folder, self._device, self._dtype)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
+from tinsmith.engine.local.model.recurrence import FreshStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class PackedAttention:
     """
 
     def __init__(self, config: DecoderConfig, lengths: Sequence[int]) -> None:
+        self.sequences = FreshStates(lengths)
         self._config = config
         self._lengths = list(lengths)
         self._bounds: Bounds | None = None

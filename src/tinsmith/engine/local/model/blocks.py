@@ -31,10 +31,16 @@ from tinsmith.engine.local.model.pointwise import (
     swiglu,
     swiglu_backward,
 )
+from tinsmith.engine.local.model.recurrence import SequenceStates
 
 
 class Attention(Protocol):
     """What the tokens of a batch see. Scale, softcap and window are in `config.layers[layer]`."""
+
+    @property
+    def sequences(self) -> SequenceStates:
+        """The same tokens for recurrent layers."""
+        ...
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None

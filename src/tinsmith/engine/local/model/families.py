@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tinsmith.engine.local.model.pointwise import Activation
+from tinsmith.engine.local.model.recurrence import StateShape
 from tinsmith.engine.local.model.rope import Rope, UnsupportedModelError, read_rope
 from tinsmith.errors import EngineError
 
@@ -102,6 +103,8 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     final_softcap: float | None = None
     projections: tuple[Projection, ...] = ()
+    state: StateShape | None = None
+    """What recurrent layers keep of a sequence, where there are any."""
 
     @property
     def num_layers(self) -> int:

@@ -2,13 +2,12 @@
 
 `transformers` lets a model's attention be a function of ours, and positions be given; that is
 all our packed batches need, so such a model trains and samples through the same interface as
-`decoder.Decoder`, only slower. Linear layers inside its blocks become `lora_linear`.
-
-Layers of experts become `experts.Experts`.
+`decoder.Decoder`, only slower. Linear layers inside its blocks become `lora_linear`, layers of
+experts `experts.Experts`, and the recurrent layers we know (`recurrent_layers`) are computed by us.
 
 What the model asks of attention is found out by watching one forward pass without weights.
-Whatever does not fit (recurrent layers, projections that are not linear layers, another way of
-attending) is refused, and when a model is loaded its logits are compared with
+Whatever does not fit (other recurrent layers, projections that are not linear layers, another way
+of attending) is refused, and when a model is loaded its logits are compared with
 those of an untouched copy of its code: a model that would be slightly wrong is not served.
 """
 
@@ -18,7 +17,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +40,8 @@ from tinsmith.engine.local.model.families import (
 )
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.model.recurrence import StateShape
+from tinsmith.engine.local.model.recurrent_layers import RecurrentLayer, recurrent_layer
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.sources import quiet_transformers
 
@@ -53,6 +54,12 @@ _PROBE_TOKENS = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignConfig(DecoderConfig):
     """The shape of a model that runs through `transformers`' modules."""
+
+    attending: tuple[int, ...]
+    """The model's own numbers of the layers that attend; `layers` describes these."""
+
+    recurring: tuple[int, ...]
+    """Those of the recurrent layers."""
 
 
 def is_foreign(config: DecoderConfig) -> bool:
@@ -76,7 +83,7 @@ def read_config(folder: Path, reason: UnsupportedModelError) -> ForeignConfig:
 
 
 def load(
-    folder: Path, config: DecoderConfig, device: torch.device, dtype: torch.dtype
+    folder: Path, config: ForeignConfig, device: torch.device, dtype: torch.dtype
 ) -> ForeignDecoder:
     """The model in memory, after its logits were found equal to those of its own code."""
     from transformers import AutoModelForCausalLM
@@ -114,7 +121,9 @@ def load(
 class ForeignDecoder(Decoder):
     """A `transformers` model behind the interface of our decoder."""
 
-    def __init__(self, config: DecoderConfig, model: Any) -> None:
+    config: ForeignConfig
+
+    def __init__(self, config: ForeignConfig, model: Any) -> None:
         self.config = config
         self.device = model.device
         self.dtype = model.dtype
@@ -125,8 +134,9 @@ class ForeignDecoder(Decoder):
         for projection in config.projections:
             if projection.part != "unembed" and projection.experts is None:
                 module = model.get_submodule(projection.name)
-                module.forward = functools.partial(_adapted_forward, module, projection.name)
+                module.forward = functools.partial(_adapted_forward, module, projection)
         _replace_experts(model)
+        _replace_recurrent_layers(model)
 
     @property
     def packed_bytes(self) -> int:
@@ -149,7 +159,7 @@ class ForeignDecoder(Decoder):
         checkpoint_layers: bool = False,
     ) -> Tensor:
         """As in `Decoder`; activations are kept whether or not layers are to be checkpointed."""
-        with _calling(_ForwardCall(self.config.head_dim, attention, adapters)):
+        with _calling(_ForwardCall(self.config, attention, adapters)):
             output = self._model.base_model(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False
             )
@@ -167,25 +177,33 @@ class _Call(Protocol):
         """From x (T, d), and the experts of each token and their shares (T, k)."""
         ...
 
+    def recur(self, layer: RecurrentLayer, module: nn.Module, x: Tensor) -> Tensor: ...
+
 
 class _ForwardCall:
     """What the modules need to know during one forward pass."""
 
-    def __init__(self, head_dim: int, attention: Attention, adapters: AdapterSegments) -> None:
-        self.head_dim = head_dim
+    def __init__(
+        self, config: ForeignConfig, attention: Attention, adapters: AdapterSegments
+    ) -> None:
+        self.config = config
         self.attention = attention
         self.adapters = adapters
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        layer: Any = module.layer_idx
+        layer = self.config.attending.index(_number(module))
         size = v.shape[-1]
-        q, k, v = (_widened(x[0].transpose(0, 1), self.head_dim) for x in (q, k, v))
+        q, k, v = (_widened(x[0].transpose(0, 1), self.config.head_dim) for x in (q, k, v))
         return self.attention(layer, q, k, v, options.get("s_aux"))[None, ..., :size]
 
     def run_experts(self, experts: Experts, x: Tensor, choices: Tensor, shares: Tensor) -> Tensor:
         return experts.run(x, choices, shares, self.adapters)
+
+    def recur(self, layer: RecurrentLayer, module: nn.Module, x: Tensor) -> Tensor:
+        place = self.config.recurring.index(_number(module))
+        return layer.forward(module, x[0], self.attention.sequences, place)[None]
 
 
 def _widened(heads: Tensor, head_dim: int) -> Tensor:
@@ -195,18 +213,19 @@ def _widened(heads: Tensor, head_dim: int) -> Tensor:
 
 
 class _ProbeCall:
-    """Watches what each layer asks of attention."""
+    """Watches what each layer asks of attention, and which layers are recurrent."""
 
     def __init__(self, num_tokens: int) -> None:
         self.adapters = AdapterSegments.whole(num_tokens)
         self.specs: dict[int, AttentionSpec] = {}
         self.shapes: set[tuple[int, int, int]] = set()
+        self.states: dict[int, StateShape] = {}
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        layer = getattr(module, "layer_idx", None)
-        if not isinstance(layer, int) or layer in self.specs:
+        layer = _number(module)
+        if layer in self.specs:
             raise UnsupportedModelError("its attention layers are not numbered")
         if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
             raise UnsupportedModelError("its keys and values differ in number")
@@ -225,6 +244,17 @@ class _ProbeCall:
     def run_experts(self, experts: Experts, x: Tensor, choices: Tensor, shares: Tensor) -> Tensor:
         # Which experts are chosen depends on numbers that are not there.
         return torch.empty_like(x)
+
+    def recur(self, layer: RecurrentLayer, module: nn.Module, x: Tensor) -> Tensor:
+        self.states[_number(module)] = layer.state_shape(module)
+        return torch.empty_like(x)
+
+
+def _number(module: nn.Module) -> int:
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise UnsupportedModelError("its attention layers are not numbered")
+    return layer
 
 
 _CURRENT: ContextVar[_Call] = ContextVar("foreign_call")
@@ -246,10 +276,16 @@ def _attention_function(
     return _CURRENT.get().attend(module, query, key, value, options), None
 
 
-def _adapted_forward(module: nn.Linear, name: str, x: Tensor) -> Tensor:
+def _adapted_forward(module: nn.Linear, projection: Projection, x: Tensor) -> Tensor:
     adapters = _CURRENT.get().adapters
     flat = x.reshape(-1, module.in_features)
-    y = lora_linear(flat, Linear(module.weight, module.bias), adapters, None, name)
+    num_adapted = sum(projection.outputs)
+    weight, bias = module.weight, module.bias
+    first = Linear(weight[:num_adapted], None if bias is None else bias[:num_adapted])
+    y = lora_linear(flat, first, adapters, None, projection.name)
+    if num_adapted < module.out_features:
+        others = F.linear(flat, weight[num_adapted:], None if bias is None else bias[num_adapted:])
+        y = torch.cat([y, others], dim=1)
     return y.view(*x.shape[:-1], module.out_features)
 
 
@@ -264,6 +300,20 @@ def _experts_forward(experts: Experts, x: Tensor, choices: Tensor, shares: Tenso
     return _CURRENT.get().run_experts(experts, x, choices, shares)
 
 
+def _replace_recurrent_layers(model: nn.Module) -> None:
+    for module in model.modules():
+        layer = recurrent_layer(module)
+        if layer is not None:
+            module.forward = functools.partial(_recurrent_forward, layer, module)
+
+
+def _recurrent_forward(
+    layer: RecurrentLayer, module: nn.Module, hidden_states: Tensor, **options: object
+) -> Tensor:
+    """As `transformers` calls it, which offers a cache and a mask that we have no use for."""
+    return _CURRENT.get().recur(layer, module, hidden_states)
+
+
 def _build_empty(folder: Path) -> Any:
     """The model without memory for its weights, calling our attention."""
     from transformers import AttentionInterface, AutoModelForCausalLM
@@ -273,6 +323,7 @@ def _build_empty(folder: Path) -> Any:
         _transformers_config(folder), attn_implementation=ATTENTION_NAME
     ).eval()
     _replace_experts(model)
+    _replace_recurrent_layers(model)
     return model
 
 
@@ -299,10 +350,7 @@ def _describe(model: Any, architecture: str) -> ForeignConfig:
     positions = torch.zeros_like(tokens)
     with _calling(probe), torch.no_grad():
         model.base_model(input_ids=tokens, position_ids=positions, use_cache=False)
-    if sorted(probe.specs) != list(range(settings.num_hidden_layers)):
-        raise UnsupportedModelError(
-            f"{len(probe.specs)} of its {settings.num_hidden_layers} layers attend in the usual way"
-        )
+    _check_layers(settings, {*probe.specs, *probe.states})
     if len(probe.shapes) != 1:
         raise UnsupportedModelError("its layers differ in the number or size of heads")
     ((heads, kv_heads, head_dim),) = probe.shapes
@@ -317,7 +365,10 @@ def _describe(model: Any, architecture: str) -> ForeignConfig:
         head_dim=head_dim,
         max_context_length=settings.max_position_embeddings,
         norm_eps=0.0,
-        layers=tuple(probe.specs[layer] for layer in range(settings.num_hidden_layers)),
+        layers=tuple(probe.specs[layer] for layer in sorted(probe.specs)),
+        attending=tuple(sorted(probe.specs)),
+        recurring=tuple(sorted(probe.states)),
+        state=_common_state(list(probe.states.values())),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         is_tied=bool(settings.tie_word_embeddings),
         final_softcap=getattr(settings, "final_logit_softcapping", None),
@@ -332,6 +383,26 @@ def _refuse_unknown_experts(model: Any) -> None:
     has_some = any(getattr(settings, name, None) for name in names)
     if has_some and not any(is_experts(module) for module in model.modules()):
         raise UnsupportedModelError("its experts are not in the form that transformers gives them")
+
+
+def _check_layers(settings: Any, known: set[int]) -> None:
+    """Refuse a model some of whose layers may mix tokens in a way that was not seen."""
+    kinds = getattr(settings, "layers_block_type", None) or ()
+    without_mixing = {layer for layer, kind in enumerate(kinds) if kind in ("mlp", "moe")}
+    num_layers = settings.num_hidden_layers
+    if known | without_mixing != set(range(num_layers)):
+        raise UnsupportedModelError(
+            f"{len(known)} of its {num_layers} layers attend in the usual way or are recurrent "
+            "in one that we know"
+        )
+
+
+def _common_state(states: list[StateShape]) -> StateShape | None:
+    if not states:
+        return None
+    if len(set(states)) != 1:
+        raise UnsupportedModelError("its recurrent layers differ in the size of their states")
+    return replace(states[0], num_layers=len(states))
 
 
 def _refuse_changing_rope(settings: Any) -> None:
@@ -349,6 +420,13 @@ _NOT_ADAPTED = ("q_b_proj", "kv_b_proj", "shared_expert_gate")
 that are of low rank themselves, and the weight of a shared expert."""
 
 
+def _part(model: nn.Module, name: str) -> Part:
+    """By the words of its module's path and class; some call every kind of layer a mixer."""
+    path = name.rpartition(".")[0]
+    kind = type(model.get_submodule(path)).__name__
+    return "attn" if "att" in f"{path} {kind}".lower() else "mlp"
+
+
 def _projections(model: Any) -> Iterator[Projection]:
     """What is adapted inside the blocks, and the unembedding under the name `lm_head`."""
     _refuse_unknown_experts(model)
@@ -357,14 +435,22 @@ def _projections(model: Any) -> Iterator[Projection]:
         raise UnsupportedModelError("its unembedding is not an ordinary linear layer")
     found: set[Part] = set()
     head_name = ""
+    computed_by_us: tuple[str, ...] = ()
     for name, module in model.named_modules():
+        layer = recurrent_layer(module)
         if module is head:
             head_name = name
         elif is_experts(module):
             found.add("mlp")
             yield from Experts(name, module).projections()
+        elif layer is not None:
+            found.add("attn")
+            yield from layer.projections(name, module)
+            computed_by_us += (f"{name}.",)
+        elif name.startswith(computed_by_us):
+            continue
         elif isinstance(module, nn.Linear) and name.rpartition(".")[2] not in _NOT_ADAPTED:
-            part: Part = "attn" if "att" in name.rpartition(".")[0].lower() else "mlp"
+            part = _part(model, name)
             found.add(part)
             yield Projection(
                 layer=None,

@@ -14,6 +14,7 @@ D head size, T tokens of a chunk or span, R slots of a slab, C its capacity in t
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +31,7 @@ from tinsmith.engine.local.model.batch import (
     softmax_with_sinks,
 )
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
+from tinsmith.engine.local.sample.cached_states import CachedStates
 from tinsmith.engine.local.sample.kvcache import Slab, Span
 
 _MASKED = -1e30
@@ -79,6 +81,7 @@ class CachedAttention:
         prompts: list[PromptChunk],
         running: list[SlabRows],
     ) -> None:
+        self._parts = prompts, running, device
         self._layers = config.layers
         self._num_kv_heads = config.num_kv_heads
         num_rows = sum(part.stop - part.start for part in prompts)
@@ -91,6 +94,10 @@ class CachedAttention:
         self._is_whole = (
             not prompts and len(running) == 1 and self._running[0].is_in_order(num_rows)
         )
+
+    @functools.cached_property
+    def sequences(self) -> CachedStates:
+        return CachedStates(*self._parts)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None

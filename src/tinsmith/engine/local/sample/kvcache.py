@@ -1,4 +1,7 @@
-"""The memory that sampling keeps of tokens already seen: keys and values, under one byte budget.
+"""The memory that sampling keeps of tokens already seen, under one byte budget.
+
+That is keys and values of every token, and for models with recurrent layers a state of fixed size,
+which stands for all tokens up to where it is.
 
 Two kinds of room, because prompts and continuations live differently. A *span* holds one prompt: it
 is filled once, never changes, may be read by many sequences at a time, and is kept for later
@@ -11,7 +14,8 @@ and the copying.
 This module hands out room and counts bytes; who gives way when there is none is the generator's
 affair, which may also `force` its way past the budget for a sequence that runs alone.
 
-Shapes: L layers, R rows of a slab, K key/value heads, C capacity in tokens, D head size.
+Shapes: L layers that attend, R rows of a slab, K key/value heads, C capacity in tokens, D head
+size, P recurrent layers, n numbers in the state of one.
 """
 
 from __future__ import annotations
@@ -23,13 +27,14 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.local.model.families import DecoderConfig
+from tinsmith.engine.local.model.recurrence import StateShape
 
 _SMALLEST_SLOT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What one token costs, and where it is kept."""
+    """What a token and a state cost, and where they are kept."""
 
     num_layers: int
     num_kv_heads: int
@@ -37,6 +42,7 @@ class CacheShape:
     max_context_length: int
     device: torch.device
     dtype: torch.dtype
+    state: StateShape | None = None
 
     @classmethod
     def of(cls, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> CacheShape:
@@ -47,11 +53,17 @@ class CacheShape:
             config.max_context_length,
             device,
             dtype,
+            config.state,
         )
 
     @property
     def bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """What a span or a slot takes beside its tokens."""
+        return 0 if self.state is None else self.state.nbytes
 
     def slot_capacity(self, num_tokens: int) -> int:
         """The smallest slot that holds so many tokens."""
@@ -66,23 +78,31 @@ class CacheShape:
         size = (self.num_layers, *rows, self.num_kv_heads, capacity, self.head_dim)
         return torch.zeros(size, device=self.device, dtype=self.dtype)
 
+    def zero_states(self, num_rows: int) -> Tensor:
+        """(P, rows, n): states in which sequences begin."""
+        layers, size = (0, 0) if self.state is None else (self.state.num_layers, self.state.size)
+        return torch.zeros(layers, num_rows, size, device=self.device)
+
 
 class Span:
-    """The keys and values (L, K, C, D) of one prompt."""
+    """The keys and values (L, K, C, D) of one prompt, and the state (P, 1, n) at its end."""
 
     def __init__(self, shape: CacheShape, num_tokens: int) -> None:
         self.keys = shape.zeros(num_tokens)
         self.values = shape.zeros(num_tokens)
+        self.states = shape.zero_states(1)
         self.num_tokens = num_tokens
         self.num_users = 0
         """Sequences and prefills that read or fill it; the cache of prefixes is none of them."""
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return self.keys.nbytes + self.values.nbytes + self.states.nbytes
 
     def copy_prefix(self, other: Span, num_tokens: int) -> None:
-        """Take over the first tokens of another span."""
+        """Take over the first tokens of another span; with states, all of its tokens."""
+        assert not len(self.states) or num_tokens == other.num_tokens, "states are at the end only"
+        self.states.copy_(other.states)
         self.keys[:, :, :num_tokens] = other.keys[:, :, :num_tokens]
         self.values[:, :, :num_tokens] = other.values[:, :, :num_tokens]
 
@@ -102,7 +122,7 @@ class Slot:
 
 
 class Slab:
-    """Slots of one capacity: keys and values (L, R, K, C, D).
+    """Slots of one capacity: keys and values (L, R, K, C, D), and states (P, R, n).
 
     The first rows are those of running sequences, without holes; behind them are the paused ones.
     """
@@ -114,6 +134,7 @@ class Slab:
         self._shape = shape
         self.keys = shape.zeros(0, capacity)
         self.values = shape.zeros(0, capacity)
+        self.states = shape.zero_states(0)
 
     @property
     def num_rows(self) -> int:
@@ -121,7 +142,7 @@ class Slab:
 
     @property
     def bytes_per_row(self) -> int:
-        return self.capacity * self._shape.bytes_per_token
+        return self.capacity * self._shape.bytes_per_token + self._shape.state_bytes
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +154,9 @@ class Slab:
         values = self._shape.zeros(num_rows, self.capacity)
         keys[:, :used] = self.keys[:, :used]
         values[:, :used] = self.values[:, :used]
-        self.keys, self.values = keys, values
+        states = self._shape.zero_states(num_rows)
+        states[:, :used] = self.states[:, :used]
+        self.keys, self.values, self.states = keys, values, states
 
     def take(self) -> Slot:
         """A slot among the running ones."""
@@ -170,6 +193,7 @@ class Slab:
             moved = slice(0, right.num_tokens)
             tensor[:, one, :, moved] = tensor[:, other, :, moved]
             tensor[:, other, :, : left.num_tokens] = kept
+        self.states[:, [one, other]] = self.states[:, [other, one]]
         left.row, right.row = other, one
         self.slots[one], self.slots[other] = right, left
 
@@ -211,10 +235,12 @@ class KVCache:
     def bytes_for_span(self, num_tokens: int, num_slots: int) -> int:
         """What a span and the slots that follow it take."""
         follow = self.shape.slot_capacity(num_tokens + 1 if num_slots == 1 else 1) * num_slots
-        return (num_tokens + follow) * self.shape.bytes_per_token
+        states = (1 + num_slots) * self.shape.state_bytes
+        return (num_tokens + follow) * self.shape.bytes_per_token + states
 
     def bytes_for_slot(self, num_tokens: int) -> int:
-        return self.shape.slot_capacity(num_tokens + 1) * self.shape.bytes_per_token
+        capacity = self.shape.slot_capacity(num_tokens + 1)
+        return capacity * self.shape.bytes_per_token + self.shape.state_bytes
 
     def drop_span(self, span: Span) -> None:
         self._span_bytes -= span.nbytes
@@ -230,7 +256,8 @@ class KVCache:
         return slab.take()
 
     def fill_slot(self, slot: Slot, span: Span, num_tokens: int) -> None:
-        """Copy the first tokens of a span into a slot."""
+        """Copy the first tokens of a span into a slot, and the state at the span's end."""
+        slot.slab.states[:, slot.row] = span.states[:, 0]
         slab, row = slot.slab, slot.row
         slab.keys[:, row, :, :num_tokens] = span.keys[:, :, :num_tokens]
         slab.values[:, row, :, :num_tokens] = span.values[:, :, :num_tokens]
@@ -247,6 +274,7 @@ class KVCache:
         for name in ("keys", "values"):
             source, target = getattr(slot.slab, name), getattr(larger.slab, name)
             target[:, larger.row, :, :used] = source[:, slot.row, :, :used]
+        larger.slab.states[:, larger.row] = slot.slab.states[:, slot.row]
         larger.num_tokens = used
         self.free_slot(slot)
         return larger
@@ -257,6 +285,7 @@ class KVCache:
         if wipe:
             slab.keys[:, slot.row] = 0
             slab.values[:, slot.row] = 0
+            slab.states[:, slot.row] = 0
         slab.give_back(slot)
         if not slab.slots:
             del self._slabs[slab.capacity]

@@ -64,9 +64,10 @@ class MixedStep:
             for sequence in own_running:
                 self._row_of[sequence] = row
                 row += 1
-            tokens.append(np.array([s.tokens[-1] for s in own_running], dtype=np.int64))
+            tokens.append(np.array([s.last_token for s in own_running], dtype=np.int64))
             positions.append(np.array([s.num_past for s in own_running], dtype=np.int64))
-            runs.append((start, row, adapter))
+            if row > start:
+                runs.append((start, row, adapter))
         # (N,) each: tokens and positions of all rows.
         self._tokens = np.concatenate(tokens).astype(np.int64)
         self._positions = np.concatenate(positions)
@@ -80,6 +81,8 @@ class MixedStep:
 
     def run(self) -> None:
         """The forward pass. The cache then holds the step's tokens."""
+        if not len(self._tokens):
+            return  # only prompts of which the cache knew everything
         device = self._decoder.device
         attention = CachedAttention(
             self._decoder.config, device, self._prompt_chunks(), self._slab_rows()
@@ -115,7 +118,7 @@ class MixedStep:
         deciding += [
             (rows.stop - 1, prefill.sequences)
             for prefill, rows in self._rows_of.items()
-            if not prefill.num_left
+            if not prefill.num_left and prefill.decides_next
         ]
         deciding.sort(key=lambda item: item[0])
         for part in _parts(range(len(deciding)), self._max_logit_rows):
@@ -138,7 +141,8 @@ class MixedStep:
         for chunk in self.chunks:
             prefill, rows = chunk.prefill, self._rows_of[chunk.prefill]
             assert prefill.span is not None
-            chunks.append(PromptChunk(rows.start, rows.stop, prefill.span, prefill.num_done))
+            if rows:
+                chunks.append(PromptChunk(rows.start, rows.stop, prefill.span, prefill.num_done))
         return chunks
 
     def _slab_rows(self) -> list[SlabRows]:

@@ -55,8 +55,24 @@ class Prefixes:
     def __contains__(self, span: Span) -> bool:
         return id(span) in self._entries
 
-    def find(self, realm: Realm, tokens: np.ndarray) -> tuple[Span | None, int]:
-        """An entry that shares the longest beginning with `tokens`, and how much of it."""
+    def find(
+        self, realm: Realm, tokens: np.ndarray, *, only_whole: bool = False
+    ) -> tuple[Span | None, int]:
+        """An entry that shares the longest beginning with `tokens`, and how much of it.
+
+        With `only_whole` it is one that `tokens` begins with.
+        """
+        best, longest = self._whole(realm, tokens) if only_whole else self._nearest(realm, tokens)
+        if best is None:
+            return None, 0
+        self._recent[realm.scope].move_to_end(id(best.span))
+        return best.span, longest
+
+    def _whole(self, realm: Realm, tokens: np.ndarray) -> tuple[_Entry | None, int]:
+        found = self._prefixes_of(realm, tokens)
+        return (found[0], len(found[0].tokens)) if found else (None, 0)
+
+    def _nearest(self, realm: Realm, tokens: np.ndarray) -> tuple[_Entry | None, int]:
         order = self._order.get(realm, [])
         place = bisect.bisect_left(order, (_sort_key(tokens), 0))
         best: _Entry | None = None
@@ -66,15 +82,19 @@ class Prefixes:
             shared = shared_prefix(entry.tokens, tokens)
             if shared > longest:
                 best, longest = entry, shared
-        if best is None:
-            return None, 0
-        self._recent[realm.scope].move_to_end(id(best.span))
-        return best.span, longest
+        return best, longest
 
-    def remember(self, realm: Realm, tokens: np.ndarray, span: Span) -> list[Span]:
-        """Keep a prompt; the answer lists unused spans that this makes superfluous."""
-        covered = [entry.span for entry in self._prefixes_of(realm, tokens)]
-        covered = [old for old in covered if not old.num_users]
+    def remember(
+        self, realm: Realm, tokens: np.ndarray, span: Span, *, only_whole: bool = False
+    ) -> list[Span]:
+        """Keep a prompt; the answer lists unused spans that this makes superfluous.
+
+        Those are what `tokens` begins with; with `only_whole`, the same prompt.
+        """
+        entries = self._prefixes_of(realm, tokens)
+        if only_whole:
+            entries = [entry for entry in entries if len(entry.tokens) == len(tokens)]
+        covered = [entry.span for entry in entries if not entry.span.num_users]
         for old in covered:
             self._remove(old)
         self._entries[id(span)] = _Entry(realm, tokens, span)
@@ -87,7 +107,7 @@ class Prefixes:
         return covered
 
     def _prefixes_of(self, realm: Realm, tokens: np.ndarray) -> list[_Entry]:
-        """The entries whose tokens `tokens` begins with."""
+        """The entries whose tokens `tokens` begins with, the longest first."""
         order, key = self._order.get(realm, []), _sort_key(tokens)
         found = []
         place = _last_up_to(order, key)

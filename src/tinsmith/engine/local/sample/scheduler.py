@@ -51,6 +51,8 @@ class Scheduler:
         self._is_deterministic = is_deterministic
         self._failing = failing
         self._prefixes = Prefixes()
+        self._has_states = shape.state is not None
+        """A prompt can then be continued only where it ends, not after its first tokens."""
         self._cache = KVCache(shape, cache_bytes, self._drop_oldest_prefix)
         self._waiting: FairQueue[Prefill] = FairQueue(lambda prefill: prefill.request.scope)
         self._parked: FairQueue[Sequence] = FairQueue(lambda sequence: sequence.request.scope)
@@ -130,11 +132,18 @@ class Scheduler:
             if other.request.realm != realm or other.first_token != prefill.first_token:
                 continue
             shared = min(shared_prefix(other.tokens, tokens), prefill.reusable)
+            if self._has_states and shared < len(other.tokens):
+                continue
             if shared >= _WORTH_WAITING_FOR and 2 * shared >= other.num_left:
-                _, num_known = self._prefixes.find(realm, tokens)
+                _, num_known = self._known(prefill)
                 if shared - num_known >= _WORTH_WAITING_FOR:
                     return True
         return False
+
+    def _known(self, prefill: Prefill) -> tuple[Span | None, int]:
+        """A remembered prompt, and how many of its tokens need not be computed again."""
+        realm, tokens = prefill.request.realm, prefill.tokens[: prefill.reusable]
+        return self._prefixes.find(realm, tokens, only_whole=self._has_states)
 
     def _try_start(self, prefill: Prefill) -> bool:
         """Start a prefill; one for which there is no room goes back to the head of its lane."""
@@ -156,8 +165,7 @@ class Scheduler:
         """Give a prefill its span, with what the cache knows already; False if there is no room."""
         known, num_known = None, 0
         if not self._is_deterministic:
-            known, num_known = self._prefixes.find(prefill.request.realm, prefill.tokens)
-            num_known = min(num_known, prefill.reusable)
+            known, num_known = self._known(prefill)
         if known is not None:
             known.num_users += 1  # so that making room for the new one cannot drop it
         try:
@@ -196,7 +204,11 @@ class Scheduler:
             chunks[prefill] = min(prefill.num_left, budget)
             budget -= chunks[prefill]
         chunks[oldest] += min(oldest.num_left - chunks[oldest], budget)
-        return [Chunk(prefill, num_tokens) for prefill, num_tokens in chunks.items() if num_tokens]
+        return [
+            Chunk(prefill, num_tokens)
+            for prefill, num_tokens in chunks.items()
+            if num_tokens or not prefill.num_left
+        ]
 
     def _next_oldest(self) -> Prefill:
         """The oldest prompt of the scope that follows the last one."""
@@ -219,8 +231,10 @@ class Scheduler:
                 span.num_users += 1
                 sequence.prompt_span = span
                 self._parked.append(sequence)
-        if prefill.is_fresh and not self._is_deterministic:
-            for old in self._prefixes.remember(prefill.request.realm, prefill.tokens, span):
+        if prefill.is_fresh and len(prefill.tokens) and not self._is_deterministic:
+            realm, tokens = prefill.request.realm, prefill.tokens
+            kept = self._prefixes.remember(realm, tokens, span, only_whole=self._has_states)
+            for old in kept:
                 self._cache.drop_span(old)
         prefill.span = None
         self._leave(span)
@@ -274,8 +288,8 @@ class Scheduler:
         sequence.slot = slot
         span = sequence.prompt_span
         assert span is not None
+        self._cache.fill_slot(slot, span, 0 if shares else span.num_tokens)
         if not shares:
-            self._cache.fill_slot(slot, span, span.num_tokens)
             sequence.prompt_span = None
             self._leave(span)
         return True
@@ -285,7 +299,7 @@ class Scheduler:
         span = sequence.prompt_span
         assert span is not None
         shares = sequence.request.job.num_samples > 1 and not self._is_deterministic
-        shares = shares and span.num_tokens == len(sequence.request.prompt)
+        shares = shares and 0 < span.num_tokens == sequence.request.num_prefilled
         num_tokens = 0 if shares else span.num_tokens
         if self._is_deterministic:
             num_tokens += sequence.request.rule.max_tokens - 1

@@ -37,6 +37,10 @@ class Request:
         self.adapter = adapter
         self.realm = Realm(job.scope, adapter)
         self.prompt = job.prompt.tokens_np()
+        # A state cannot be taken back by a token. The last one is therefore left to each sequence's
+        # first decode step, and what prefill leaves serves the same prompt again, and longer ones.
+        self.num_prefilled = len(self.prompt) - (1 if config.state is not None else 0)
+        """How many of the prompt's tokens prefill reads."""
         room = config.max_context_length - len(self.prompt)
         if room < 0:
             raise ValidationError(
@@ -115,6 +119,11 @@ class Sequence:
         self._top: list[tuple[SequenceOf[int], SequenceOf[float]]] = []
 
     @property
+    def last_token(self) -> int:
+        """What the next decode step reads."""
+        return self.tokens[-1] if self.tokens else int(self.request.prompt[-1])
+
+    @property
     def num_past(self) -> int:
         """How many tokens the cache holds for it."""
         assert self.slot is not None
@@ -164,12 +173,13 @@ class Prefill:
         """`resumed` is the sequence that had to give way."""
         self.request = request
         self._resumed = resumed
-        self.tokens = request.prompt
         self.is_fresh = resumed is None or not resumed.tokens
-        if resumed is not None:
-            sampled = np.array(resumed.tokens, dtype=request.prompt.dtype)
-            self.tokens = np.concatenate([request.prompt, sampled])
-        self.first_token = int(self.tokens[0])
+        sampled = np.array([] if resumed is None else resumed.tokens, dtype=request.prompt.dtype)
+        whole = np.concatenate([request.prompt, sampled])
+        self.decides_next = request.num_prefilled == len(request.prompt)
+        """Whether its last row chooses the sequences' next tokens; else decode steps do."""
+        self.tokens = whole if self.decides_next else whole[:-1]
+        self.first_token = int(whole[0])
         self.span: Span | None = None
         self.num_done = 0
 
@@ -188,5 +198,5 @@ class Prefill:
     @property
     def reusable(self) -> int:
         """How many tokens need not be computed if the cache has them."""
-        last = len(self.tokens) - 1
+        last = len(self.tokens) - 1 if self.decides_next else len(self.tokens)
         return min(last, self.request.scores.first_row) if self.is_fresh else last

@@ -1,0 +1,44 @@
+"""Which modules of `transformers` are recurrent layers that we compute ourselves.
+
+Their own code knows neither where packed sequences begin nor our states, so `foreign` calls ours in
+its place. A recurrent module that is not in this table is not supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from tinsmith.engine.local.model import delta_rule, mamba
+from tinsmith.engine.local.model.families import Projection
+from tinsmith.engine.local.model.recurrence import SequenceStates, StateShape
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentLayer:
+    """How a kind of module is computed."""
+
+    state_shape: Callable[[Any], StateShape]
+    projections: Callable[[str, Any], Iterator[Projection]]
+    """Those of a module by its name: what adapters may extend."""
+
+    forward: Callable[[Any, Tensor, SequenceStates, int], Tensor]
+
+
+_DELTA_RULE = RecurrentLayer(delta_rule.state_shape, delta_rule.projections, delta_rule.forward)
+_MAMBA = RecurrentLayer(mamba.state_shape, mamba.projections, mamba.forward)
+
+_KINDS = {
+    "Qwen3NextGatedDeltaNet": _DELTA_RULE,
+    "Qwen3_5GatedDeltaNet": _DELTA_RULE,
+    "Qwen3_5MoeGatedDeltaNet": _DELTA_RULE,
+    "NemotronHMamba2Mixer": _MAMBA,
+}
+
+
+def recurrent_layer(module: nn.Module) -> RecurrentLayer | None:
+    """How a module is computed, if it is a recurrent layer that we know."""
+    return _KINDS.get(type(module).__name__)
