@@ -121,6 +121,20 @@ def test_equal_prompts_that_arrive_together_are_read_once(decoder: Decoder) -> N
         assert_trainer_agrees(decoder, prompt, response)
 
 
+def test_a_prompt_that_only_begins_like_another_does_not_wait_for_it(decoder: Decoder) -> None:
+    """What the other leaves is of no use: its state is that of its end."""
+    steps = []
+    for others_prompt in (tokens_of(60, 1), tokens_of(50, 2) + tokens_of(10, 3)):
+        generator = Generator(decoder, CPU)
+        generator.submit(job_of("a", others_prompt), None)
+        generator.submit(job_of("b", tokens_of(60, 2)), None)
+        steps.append(0)
+        while generator.busy:
+            generator.step()
+            steps[-1] += 1
+    assert steps[0] == steps[1]
+
+
 @pytest.mark.parametrize("config", [CPU, DETERMINISTIC], ids=["packed", "deterministic"])
 @pytest.mark.parametrize("length", [1, 12])
 def test_a_prompt_that_is_only_scored_ends_though_nothing_is_left_to_read(
@@ -171,6 +185,9 @@ def test_the_memory_of_states_is_counted(decoder: Decoder) -> None:
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
     answer(generator, job_of("a", tokens_of(20), num_samples=3))
     assert generator.cache_bytes == 19 * per_token + state.nbytes
+    empty = Generator(decoder, CPU)
+    answer(empty, job_of("b", tokens_of(1)))
+    assert empty.cache_bytes == 0, "of a prompt of one token there is nothing to remember"
 
 
 def test_an_adapter_that_has_diverged_fails_alone_and_leaves_no_trace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.model.recurrence import StateShape
 from tinsmith.engine.local.sample.kvcache import CacheShape, KVCache, Slot, Span
 from tinsmith.engine.local.sample.prefixes import Prefixes, Realm, shared_prefix
 
@@ -71,6 +73,26 @@ def test_a_full_slot_grows_into_a_larger_one_with_the_same_content() -> None:
     assert content(grown) == {3.0}
     assert cache.grow(grown) is grown
     assert [slab.capacity for slab in cache.slabs] == [128]
+
+
+def test_states_count_as_memory() -> None:
+    """A span and the slots that follow it need one each, and so does every row of a slab."""
+    state = StateShape(num_layers=3, taps=4, channels=6, num_heads=2, key_dim=4, value_dim=5)
+    shape = replace(SHAPE, state=state)
+    needed = (10 + 2 * 64) * TOKEN + 3 * state.nbytes
+    for room, is_enough in ((needed, True), (needed - 1, False)):
+        cache = KVCache(shape, room, lambda: False)
+        span = cache.new_span(10, num_slots=2)
+        assert (span is not None) == is_enough
+    cache = KVCache(shape, needed, lambda: False)
+    assert cache.new_span(10, num_slots=2) is not None
+    slot = cache.new_slot(0)
+    assert slot is not None
+    slab = slot.slab
+    held = slab.keys.nbytes + slab.values.nbytes + slab.states.nbytes
+    assert cache.nbytes == 10 * TOKEN + state.nbytes + held
+    assert held == cache.bytes_for_slot(0)
+    assert cache.new_slot(0) is not None and cache.new_slot(0) is None
 
 
 def test_no_slot_is_larger_than_the_context() -> None:

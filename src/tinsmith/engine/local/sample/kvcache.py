@@ -285,7 +285,6 @@ class KVCache:
         if wipe:
             slab.keys[:, slot.row] = 0
             slab.values[:, slot.row] = 0
-            slab.states[:, slot.row] = 0
         slab.give_back(slot)
         if not slab.slots:
             del self._slabs[slab.capacity]
