@@ -65,8 +65,21 @@ def test_the_openai_client_lists_completes_chats_and_streams(
     assert len(content.content[0].top_logprobs) == 3
     assert whole.usage is not None and whole.usage.prompt_tokens == len("u:hi a:")
     chunks = list(
-        client.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True})
+        client.chat.completions.create(
+            **chat,
+            logprobs=True,
+            top_logprobs=3,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
     )
+    streamed_logprobs = [
+        token
+        for chunk in chunks
+        if chunk.choices and chunk.choices[0].logprobs is not None
+        for token in chunk.choices[0].logprobs.content or []
+    ]
+    assert streamed_logprobs == content.content, "a stream has the alternatives, too"
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content

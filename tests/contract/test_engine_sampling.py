@@ -162,6 +162,14 @@ async def test_a_stream_reports_the_tokens_of_the_final_answer(engine: Engine) -
     assert tokens_of(quiet[0]) == tokens_of(response)  # type: ignore[arg-type]
 
 
+async def test_a_stream_reports_the_alternatives_of_the_final_answer(engine: Engine) -> None:
+    asked = job(seed=2, stream=True, topk_sample_logprobs=3)
+    *events, response = [event async for event in engine.sample(asked)]
+    assert isinstance(response, SampleResponse)
+    streamed = [row for event in events for row in event.topk.to_lists()]  # type: ignore[union-attr]
+    assert streamed == response.sequences[0].topk_logprobs
+
+
 async def test_a_cancelled_job_ends_and_frees_its_place(engine: Engine) -> None:
     asked = job(max_tokens=100, num_samples=50, stream=True)
     stream = engine.sample(asked)

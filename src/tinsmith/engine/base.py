@@ -32,6 +32,7 @@ from tinsmith.types import (
     SampleResponse,
     SamplingParams,
     TensorData,
+    TopkLogprobs,
 )
 
 FailureCategory = Literal["user", "server"]
@@ -180,6 +181,8 @@ class TokensSampled:
     index: int
     tokens: np.ndarray
     logprobs: np.ndarray
+    topk: TopkLogprobs | None = None
+    """The likeliest tokens at each position, where the job asked for them."""
 
 
 SampleEvent = TokensSampled | SampleResponse | Failure

@@ -326,7 +326,10 @@ class FakeEngine(Engine):
                     self._num_decoded += 1
                     if job.stream:
                         yield TokensSampled(
-                            index, np.array([token], np.int32), np.array([logprob], np.float32)
+                            index,
+                            np.array([token], np.int32),
+                            np.array([logprob], np.float32),
+                            continuation.topk(job.topk_sample_logprobs, first=-1),
                         )
                 num_drawn += len(running)
                 if self.config.token_seconds or num_drawn >= _TOKENS_PER_PAUSE:

@@ -106,19 +106,22 @@ class Continuation:
 
     def finish(self, sequence_id: str, k: int) -> SampledSequence:
         assert self.stop_reason is not None, "the sample has ended"
-        topk = None
-        if k:
-            rows = [self._source.top(previous, k) for previous in self._before[:-1]]
-            topk = TopkLogprobs(
-                np.array([ids for ids, _ in rows], dtype=np.int32).reshape(-1, k),
-                np.array([values for _, values in rows], dtype=np.float32).reshape(-1, k),
-            )
         return SampledSequence(
             stop_reason=self.stop_reason,
             sequence_id=sequence_id,
             tokens_np=np.array(self._tokens, dtype=np.int32),
             logprobs_np=np.array(self._logprobs, dtype=np.float32),
-            topk_logprobs_np=topk,
+            topk_logprobs_np=self.topk(k, first=0),
+        )
+
+    def topk(self, k: int, *, first: int) -> TopkLogprobs | None:
+        """The likeliest tokens from position `first` on."""
+        if not k:
+            return None
+        rows = [self._source.top(previous, k) for previous in self._before[:-1][first:]]
+        return TopkLogprobs(
+            np.array([ids for ids, _ in rows], dtype=np.int32).reshape(-1, k),
+            np.array([values for _, values in rows], dtype=np.float32).reshape(-1, k),
         )
 
 

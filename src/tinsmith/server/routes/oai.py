@@ -168,7 +168,8 @@ async def _stream_job(
             if isinstance(event, TokensSampled):
                 new = streams[event.index].add(event.tokens.tolist())
                 asked.num_sampled_tokens += len(event.tokens)
-                logprobs = asked.logprobs(event.tokens.tolist(), event.logprobs.tolist(), text)
+                top = None if event.topk is None else event.topk.to_lists()
+                logprobs = asked.logprobs(event.tokens.tolist(), event.logprobs.tolist(), text, top)
                 if new or logprobs is not None:
                     yield asked.chunk(first + event.index, asked.delta(new), logprobs=logprobs)
             elif isinstance(event, SampleResponse):

@@ -195,6 +195,7 @@ class Generator:
                 sequence.index,
                 np.array(sequence.tokens[-1:], dtype=np.int32),
                 np.array(sequence.logprobs[-1:], dtype=np.float32),
+                sequence.topk(job.topk_sample_logprobs, first=-1),
             )
             self._events.append((job.job_id, event))
 

@@ -148,15 +148,17 @@ class Sequence:
             sequence_id=f"{job.job_id}:{self.index}",
             tokens_np=np.array(self.tokens, dtype=np.int32),
             logprobs_np=np.array(self.logprobs, dtype=np.float32),
-            topk_logprobs_np=self._top_matrix(job.topk_sample_logprobs),
+            topk_logprobs_np=self.topk(job.topk_sample_logprobs, first=0),
         )
 
-    def _top_matrix(self, k: int) -> TopkLogprobs | None:
+    def topk(self, k: int, *, first: int) -> TopkLogprobs | None:
+        """The likeliest tokens from position `first` on."""
         if k <= 0:
             return None
-        token_ids = np.zeros((len(self._top), k), dtype=np.int32)
-        logprobs = np.full((len(self._top), k), MASK_LOGPROB, dtype=np.float32)
-        for row, (ids, values) in enumerate(self._top):
+        top = self._top[first:]
+        token_ids = np.zeros((len(top), k), dtype=np.int32)
+        logprobs = np.full((len(top), k), MASK_LOGPROB, dtype=np.float32)
+        for row, (ids, values) in enumerate(top):
             token_ids[row, : len(ids)] = ids
             logprobs[row, : len(values)] = values
         return TopkLogprobs(token_ids, logprobs)
