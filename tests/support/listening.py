@@ -13,17 +13,26 @@ from tinsmith.server.edge.connections import Connection
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from contextlib import AbstractAsyncContextManager
+
+    from starlette.applications import Starlette
 
     from tests.support.in_process_server import TestServer
+    from tinsmith.server.service import Service
+
+    Listening = tuple[tuple[str, int], ServerState]
+
+
+def listening(server: TestServer) -> AbstractAsyncContextManager[Listening]:
+    """Where it listens, and which connections there are."""
+    return serving_app(server.app, server.service)
 
 
 @contextlib.asynccontextmanager
-async def listening(server: TestServer) -> AsyncIterator[tuple[tuple[str, int], ServerState]]:
-    """Where it listens, and which connections there are."""
-    config = uvicorn.Config(server.app, lifespan="off", log_config=None, ws="none")
+async def serving_app(app: Starlette, service: Service) -> AsyncIterator[Listening]:
+    config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none")
     config.load()
     state = ServerState()
-    service = server.service
     listener = await asyncio.get_running_loop().create_server(
         lambda: Connection(
             config=config,

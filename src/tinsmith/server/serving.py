@@ -20,6 +20,7 @@ from tinsmith.engine.base import Capabilities
 from tinsmith.errors import TinkerError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.data_folder import DataFolder
+from tinsmith.server.edge.answer_headers import FIXED_HEADERS
 from tinsmith.server.edge.app import build_app
 from tinsmith.server.edge.auth import create_key
 from tinsmith.server.edge.connections import Connection
@@ -36,16 +37,6 @@ logger = logging.getLogger(__name__)
 _SHUTDOWN_SECONDS = 35
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FIRST_OWNER = "owner"
-
-SECURITY_HEADERS = {
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-store",
-    "cross-origin-resource-policy": "same-origin",
-}
-"""On every answer. There is no page here: nothing may be shown, framed, kept or guessed at."""
 
 _SILENT_SECONDS = 60
 """How long a client may leave what was sent to it unread before its connection is closed."""
@@ -93,7 +84,7 @@ async def serve(
             # Nothing here asks who called from where, so nobody's word for it is taken.
             proxy_headers=False,
             server_header=False,
-            headers=list(SECURITY_HEADERS.items()),
+            headers=list(FIXED_HEADERS.items()),
             timeout_keep_alive=75,
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
             # As many as the system allows: who does not fit waits for seconds before trying again.

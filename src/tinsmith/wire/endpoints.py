@@ -155,7 +155,7 @@ SESSION_HEARTBEAT = Endpoint("POST", "/session_heartbeat",
     "Say that a session is alive; 410 when it has ended.", C.SESSION)
 SEARCH_SESSIONS = Endpoint("POST", "/sessions/search",
     t.SessionSearchRequest, t.SessionSearchResponse,
-    "Sessions that fit, newest first.", is_long=True)
+    "Sessions that fit, newest first.", is_long=True, is_for_browsers=True)
 LIST_SESSIONS = Endpoint("GET", "/sessions", NOTHING, t.ListSessionsResponse,
     "The ids of the caller's sessions, newest first.", query=(*_PAGE, "access_scope"), is_long=True)
 FINISH_SESSION = Endpoint("POST", "/sessions/{session_id}/finish", t.FinishSessionRequest, NOTHING,

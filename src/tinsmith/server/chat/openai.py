@@ -206,13 +206,13 @@ class Asked:
             return None
         names = [text.token_text(token) for token in tokens]
         rows = [
-            {text.token_text(t): p for t, p in row or ()} for row in top or [None] * len(tokens)
+            [(text.token_text(t), p) for t, p in row or ()] for row in top or [None] * len(tokens)
         ]
         if self.ask.is_chat:
             content = [
                 {
                     **_named(name, logprob),
-                    "top_logprobs": [_named(other, p) for other, p in row.items()],
+                    "top_logprobs": [_named(other, p) for other, p in row],
                 }
                 for name, logprob, row in zip(names, logprobs, rows, strict=True)
             ]
@@ -221,7 +221,7 @@ class Asked:
         return {
             "tokens": names,
             "token_logprobs": logprobs,
-            "top_logprobs": rows if self.ask.top_logprobs else None,
+            "top_logprobs": list(map(dict, rows)) if self.ask.top_logprobs else None,
             "text_offset": offsets[: len(names)],
         }
 

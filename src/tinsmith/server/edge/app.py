@@ -1,4 +1,4 @@
-"""The ASGI application: every route, around one service."""
+"""The ASGI application: every route and the console's pages, around one service."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tinsmith.server.console.pages.routing import page_routes
+from tinsmith.server.edge.answer_headers import with_defaults
 from tinsmith.server.edge.http import answer, detail_body
 from tinsmith.server.edge.openapi import description
 from tinsmith.server.edge.origins import Origins
@@ -72,7 +74,7 @@ class Application(Starlette):
     """
 
     def __init__(self, routes: list[ApiRoute], origins: Origins, **options: Any) -> None:
-        super().__init__(routes=routes, **options)
+        super().__init__(routes=[*routes, *page_routes()], **options)
         self._origins = origins
         self._direct = {
             (route.row.method, route.path): route.respond
@@ -83,6 +85,7 @@ class Application(Starlette):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         respond = None
         if scope["type"] == "http":
+            send = with_defaults(send)
             trouble = self._origins.trouble(scope["method"], Headers(scope=scope))
             if trouble is not None:
                 await answer(detail_body(403, trouble), 403)(scope, receive, send)

@@ -62,11 +62,7 @@ async def login(service: Service, request: Request) -> Response:
 async def follow_login_link(service: Service, request: Request) -> Response:
     cookie = await service.browsers.follow_link(request.query_params.get("token", ""))
     if cookie is None:
-        raise Refusal(
-            403,
-            "this link was used before or is too old; log in with a key, "
-            "or restart `tinsmith serve` for a new link",
-        )
+        return RedirectResponse("/login?reason=link", 303)  # the page says what to do instead
     return _with_cookie(service, RedirectResponse("/", 303), cookie)
 
 

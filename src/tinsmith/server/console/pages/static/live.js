@@ -1,0 +1,40 @@
+// The tab's one stream of events. It resumes where it was, and ends when the session does.
+
+import { get, toLogin } from "./api.js";
+import { $ } from "./dom.js";
+
+const RETRY_MS = 2000;
+
+/**
+ * Listen to events by their name: `{step: (data) => …}`. `run` is the run to hear of, or all.
+ * `reset` is called when events were missed: what is shown has to be asked for anew.
+ */
+export function listen(handlers, run) {
+  let source;
+  const say = (kind, text) => {
+    $("live").hidden = false;
+    if ($("live").textContent === text) return;
+    $("live").className = `live ${kind}`;
+    $("live").textContent = text;
+  };
+  const open = () => {
+    source = new EventSource(`/api/v1/console/events${run ? `?run=${encodeURIComponent(run)}` : ""}`);
+    source.addEventListener("open", () => say("on", "Live"));
+    for (const [name, handle] of Object.entries(handlers)) {
+      source.addEventListener(name, (event) => handle(JSON.parse(event.data)));
+    }
+    source.addEventListener("goodbye", () => toLogin("ended"));
+    source.addEventListener("error", async () => {
+      say("off", "Reconnecting");
+      await get("/api/v1/auth/apikey/me").catch(() => null); // leads to the login page if the key is gone
+      // A browser goes on by itself after a lost connection, with what it missed; not after a refusal.
+      if (source.readyState === EventSource.CLOSED) setTimeout(again, RETRY_MS);
+    });
+  };
+  const again = () => {
+    open();
+    handlers.reset?.();
+  };
+  open();
+  addEventListener("pagehide", () => source.close());
+}

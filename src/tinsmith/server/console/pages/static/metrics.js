@@ -1,0 +1,45 @@
+// The metrics worth a look first, in order, and what to call them. Others have their own names.
+
+const CURATED = [
+  ["loss", "Loss per token"],
+  ["unclipped_grad_l2:mean", "Gradient norm"],
+  ["optim/learning_rate", "Learning rate"],
+  ["kl_q_p:mean", "KL to the sampler"],
+  ["logprob_gap:mean", "Gap between trainer and sampler"],
+  ["clip_fraction:mean", "Clip fraction"],
+  ["entropy:mean", "Entropy"],
+  ["advantage:std", "Spread of advantages"],
+  ["length:mean", "Tokens per sequence"],
+  ["time/tokens_per_second", "Tokens per second"],
+  ["time/wait", "Waiting, seconds"],
+  ["time/compute", "Computing, seconds"],
+];
+
+const TITLES = new Map(CURATED);
+
+export const titleOf = (key) => TITLES.get(key) ?? key;
+
+/** Those of the overview: the loss, what the client posted, and the other curated ones. */
+export function overview(keys, posted) {
+  const [loss, ...rest] = CURATED.map(([key]) => key).filter((key) => keys.includes(key));
+  return [...new Set([loss, ...posted, ...rest])].filter(Boolean);
+}
+
+/** What an ended operation says about time; the server keeps it with the operation. */
+export function timesOf(operation) {
+  const compute = operation.ended - operation.started;
+  const times = { "time/wait": operation.started - operation.submitted, "time/compute": compute };
+  if (operation.tokens && compute > 0) times["time/tokens_per_second"] = operation.tokens / compute;
+  return times;
+}
+
+export const emptySeries = (axis = "seq") => ({ axis, x: [], t: [], mean: [], min: [], max: [] });
+
+/** Add a point to a series; whether it was new. */
+export function push(series, x, t, value) {
+  if (series.x.length && series.x.at(-1) >= x) return false; // told again after a lost connection
+  series.x.push(x);
+  series.t.push(t);
+  for (const name of ["mean", "min", "max"]) series[name].push(value);
+  return true;
+}

@@ -1,0 +1,93 @@
+import { get, path } from "../api.js";
+import { Chart } from "../chart.js";
+import { $, empty, fill, h, link } from "../dom.js";
+import { runName } from "../format.js";
+import { emptySeries, overview, titleOf } from "../metrics.js";
+import { page, trouble } from "../shell.js";
+
+const MOST = 6;
+const POINTS = 500;
+const query = new URLSearchParams(location.search);
+let ids = (query.get("runs") ?? "").split(",").filter(Boolean).slice(0, MOST);
+let known = [];
+let shown = []; // {run, metrics}
+const charts = new Map();
+
+page(async () => {
+  known = (await get("/api/v1/training_runs", { limit: 200 })).training_runs;
+  $("smoothing").addEventListener("input", () => charts.forEach((chart) => chart.set({ smoothing: Number($("smoothing").value) })));
+  $("axis").addEventListener("change", showCurves);
+  $("filter").addEventListener("input", showCurves);
+  $("all").addEventListener("change", showCurves);
+  $("add").addEventListener("change", () => choose([...ids, $("add").value]));
+  await load();
+}, "charts");
+
+async function load() {
+  shown = await Promise.all(ids.map(async (id) => {
+    const [run, metrics] = await Promise.all([get(path("training_runs", id)), get(path("training_runs", id, "metrics"), { points: POINTS })]);
+    return { run, metrics };
+  }));
+  showChoice();
+  showCurves();
+  showDifferences();
+}
+
+async function choose(next) {
+  ids = [...new Set(next)].slice(0, MOST);
+  history.replaceState(null, "", `/compare?runs=${ids.map(encodeURIComponent).join(",")}`);
+  await load().catch((error) => trouble($("charts"), error));
+}
+
+function showChoice() {
+  fill($("chosen"), shown.map(({ run }) => h("li", { class: "tag" }, link(`/training_runs/${encodeURIComponent(run.training_run_id)}`, runName(run)), " ",
+    h("button", { type: "button", class: "small", "aria-label": `Remove ${runName(run)}`, onclick: () => choose(ids.filter((id) => id !== run.training_run_id)) }, "×"))));
+  const others = known.filter((run) => !ids.includes(run.training_run_id));
+  fill($("add"), h("option", { value: "", selected: true, disabled: true }, "Add a run …"), others.map((run) => h("option", { value: run.training_run_id }, runName(run))));
+  $("add").hidden = ids.length >= MOST || !others.length;
+}
+
+function showCurves() {
+  if (!shown.length) return fill($("charts"), empty("Nothing to compare yet", "Add two runs or more above, or choose them on the ", link("/", "runs"), " page."));
+  const wanted = $("filter").value.trim().toLowerCase();
+  const keys = [...new Set(shown.flatMap(({ metrics }) => metrics.keys))];
+  const posted = keys.filter((key) => shown.some(({ metrics }) => metrics.series[key]?.axis === "step"));
+  const wantedKeys = ($("all").checked || wanted ? keys : overview(keys, posted)).filter((key) => `${key} ${titleOf(key)}`.toLowerCase().includes(wanted));
+  if (!wantedKeys.length) return fill($("charts"), empty("No metric to show", keys.length ? "Clear the filter to see all." : "These runs have no steps yet."));
+  fill($("charts"), wantedKeys.map((key) => chartOf(key).element));
+  for (const key of wantedKeys) {
+    const lines = shown.map(({ run, metrics }) => aligned({ label: runName(run), ...(metrics.series[key] ?? emptySeries()) }));
+    const isElapsed = $("axis").value === "elapsed";
+    chartOf(key).set({ lines, isElapsed, axis: isElapsed ? "t" : "x" });
+  }
+}
+
+/** With seconds since the run's own beginning in place of the time of day. */
+function aligned(line) {
+  const start = line.t[0] ?? 0;
+  return $("axis").value === "x" ? line : { ...line, t: line.t.map((t) => t - start) };
+}
+
+function chartOf(key) {
+  if (!charts.has(key)) {
+    const chart = new Chart(titleOf(key), { wide: key === "loss", sync: "compare" });
+    chart.smoothing = Number($("smoothing").value);
+    charts.set(key, chart);
+  }
+  return charts.get(key);
+}
+
+function showDifferences() {
+  const configs = shown.map(({ run }) => ({
+    "Base model": run.base_model, "LoRA rank": String(run.lora_rank), "LoRA seed": String(run.lora_seed ?? "–"), ...run.user_metadata,
+  }));
+  const names = [...new Set(configs.flatMap(Object.keys))];
+  const differ = (name) => new Set(configs.map((config) => config[name] ?? "–")).size > 1;
+  const wanted = $("only").checked ? names.filter(differ) : names;
+  $("only").onchange = showDifferences;
+  if (!shown.length) return fill($("differences"));
+  fill($("differences"), wanted.length ? h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Configuration of each run" }, h("table", {},
+    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Setting"), shown.map(({ run }) => h("th", { scope: "col" }, runName(run))))),
+    h("tbody", {}, wanted.map((name) => h("tr", { class: differ(name) ? "differs" : null }, h("th", { scope: "row" }, name), configs.map((config) => h("td", {}, config[name] ?? "–")))))))
+    : h("p", { class: "muted" }, "These runs have the same configuration."));
+}

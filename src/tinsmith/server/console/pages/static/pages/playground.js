@@ -1,0 +1,250 @@
+import { get } from "../api.js";
+import { $, code, copyButton, empty, fill, h, notify } from "../dom.js";
+import { page } from "../shell.js";
+import { curl, python } from "../snippets.js";
+import { stream } from "../stream.js";
+import { classOf, hideCard, token, tokenBlock, toldOf } from "../tokens.js";
+
+const MOST_LANES = 3;
+const ALTERNATIVES = 5;
+const state = { isChat: true, models: [], lanes: [], turns: [], prompt: "" };
+/* A turn is {user, replies}; a reply belongs to a lane: {text, block, finish, isDone}. */
+let running = new Set(); // the AbortController of each answer under way
+
+page(async () => {
+  const query = new URLSearchParams(location.search);
+  state.models = (await get("/oai/api/v1/models")).data.map((model) => model.id);
+  const wanted = [...query.getAll("checkpoint"), ...query.getAll("model")].slice(0, MOST_LANES);
+  state.lanes = wanted.length ? wanted : state.models.slice(-1);
+  if (query.get("as") === "completion") setMode(false);
+  if (!state.lanes.length) return fill($("lanes"), empty("No model to talk to", "This server serves no model that can be sampled; see the ", h("a", { href: "/server" }, "server"), " page."));
+  controls();
+  show();
+  $("prompt").focus();
+}, "lanes");
+
+// --- controls -----------------------------------------------------------------------------------
+
+function controls() {
+  $("chat-mode").addEventListener("click", () => setMode(true));
+  $("completion-mode").addEventListener("click", () => setMode(false));
+  $("add-model").addEventListener("click", () => {
+    state.lanes.push(state.models.find((model) => !state.lanes.includes(model)) ?? state.lanes[0]);
+    for (const turn of state.turns) turn.replies.push(newReply());
+    keep();
+  });
+  $("clear").addEventListener("click", () => {
+    stopAll();
+    state.turns = [];
+    show();
+  });
+  $("copy-as").addEventListener("click", showCode);
+  $("stop-all").addEventListener("click", stopAll);
+  $("colours").addEventListener("change", () => {
+    document.body.classList.toggle("plain-tokens", !$("colours").checked);
+    $("scale").hidden = !$("colours").checked;
+  });
+  for (const id of ["temperature", "top-p", "max-tokens", "seed", "stop", "system"]) $(id).addEventListener("input", summarise);
+  $("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    submit();
+  });
+  $("prompt").addEventListener("keydown", (event) => {
+    const sends = state.isChat ? !event.shiftKey : event.ctrlKey || event.metaKey;
+    if (event.key === "Enter" && sends && !event.isComposing) {
+      event.preventDefault();
+      submit();
+    }
+  });
+  addEventListener("keydown", (event) => event.key === "Escape" && stopAll());
+  summarise();
+}
+
+function setMode(isChat) {
+  stopAll();
+  state.isChat = isChat;
+  state.turns = [];
+  $("chat-mode").setAttribute("aria-pressed", String(isChat));
+  $("completion-mode").setAttribute("aria-pressed", String(!isChat));
+  $("system-field").hidden = !isChat;
+  $("send").textContent = isChat ? "Send" : "Complete";
+  $("prompt-label").textContent = isChat ? "Message" : "Text to complete";
+  $("prompt").placeholder = isChat ? "Write a message. Enter sends it, Shift and Enter begin a new line." : "Write the beginning of a text. Control and Enter complete it.";
+  keep();
+}
+
+/** Show, and let the address lead back here. */
+function keep() {
+  const query = new URLSearchParams(state.lanes.map((model) => ["model", model]));
+  if (!state.isChat) query.set("as", "completion");
+  history.replaceState(null, "", `/playground?${query}`);
+  show();
+}
+
+function summarise() {
+  const parts = [`temperature ${$("temperature").value || 1}`, `at most ${$("max-tokens").value} tokens`];
+  if ($("seed").value) parts.push(`seed ${$("seed").value}`);
+  if ($("system").value && state.isChat) parts.push("system prompt");
+  $("options-summary").textContent = parts.join(" · ");
+}
+
+function stopAll() {
+  running.forEach((controller) => controller.abort());
+}
+
+// --- asking -------------------------------------------------------------------------------------
+
+function submit() {
+  const text = $("prompt").value;
+  if (!text.trim() || running.size) return;
+  if (state.isChat) {
+    state.turns.push({ user: text, replies: state.lanes.map(newReply) });
+    $("prompt").value = "";
+  } else state.turns = [{ user: text, replies: state.lanes.map(newReply) }];
+  answerTurn(state.turns.length - 1, sharedSeed());
+}
+
+/** Lanes are asked with the same seed, so that they differ by their weights alone. */
+const sharedSeed = () => ($("seed").value === "" ? Math.floor(Math.random() * 2 ** 31) : Number($("seed").value));
+
+function answerTurn(index, seed) {
+  state.turns.length = index + 1;
+  state.turns[index].replies = state.lanes.map(newReply);
+  show();
+  state.lanes.forEach((_, lane) => answer(index, lane, seed));
+}
+
+const newReply = () => ({ text: "", block: tokenBlock("Answer, token by token"), finish: "", isDone: false });
+
+async function answer(index, lane, seed) {
+  const reply = state.turns[index].replies[lane];
+  const controller = new AbortController();
+  running.add(controller);
+  busy();
+  let held = []; // tokens whose text has not come yet: parts of a character, or of a stop text
+  try {
+    const [path, body] = requestOf(index, lane, seed);
+    for await (const event of stream(`/oai/api/v1${path}`, body, controller.signal)) {
+      if (event.error) throw new Error(event.error.message);
+      const choice = event.choices[0];
+      const text = choice.delta?.content ?? choice.text ?? "";
+      held.push(...tokensOf(choice.logprobs));
+      if (text) {
+        reply.text += text;
+        reply.block.append(tokenSpan(text, held));
+        held = [];
+      }
+      if (choice.finish_reason) reply.finish = choice.finish_reason;
+    }
+  } catch (error) {
+    reply.finish = error.name === "AbortError" ? "stopped" : "error";
+    if (error.name !== "AbortError") reply.trouble = error.message;
+  }
+  if (held.length) reply.block.append(tokenSpan(held.map((t) => t.token).join(""), held, "special"));
+  reply.isDone = true;
+  running.delete(controller);
+  busy();
+  showFinish(reply);
+}
+
+function tokenSpan(text, tokens, more = "") {
+  const logprob = tokens.reduce((sum, t) => sum + t.logprob, 0);
+  return token(text, `${tokens.length ? classOf(logprob) : ""} ${more}`, tokens.length ? toldOf(logprob) : [], tokens[0]?.tops ?? []);
+}
+
+/** The tokens of a chunk, whichever endpoint it came from. */
+function tokensOf(logprobs) {
+  if (!logprobs) return [];
+  if (logprobs.content) return logprobs.content.map((t) => ({ token: t.token, logprob: t.logprob, tops: t.top_logprobs.map((o) => [o.token, o.logprob]) }));
+  return logprobs.tokens.map((text, i) => ({ token: text, logprob: logprobs.token_logprobs[i], tops: Object.entries(logprobs.top_logprobs?.[i] ?? {}).sort((a, b) => b[1] - a[1]) }));
+}
+
+function requestOf(index, lane, seed) {
+  const shared = {
+    model: state.lanes[lane], max_tokens: Number($("max-tokens").value), temperature: Number($("temperature").value),
+    top_p: Number($("top-p").value), ...(Number.isFinite(seed) && { seed }), ...($("stop").value && { stop: $("stop").value }), stream: true,
+  };
+  if (!state.isChat) return ["/completions", { ...shared, prompt: state.turns[index].user, logprobs: ALTERNATIVES }];
+  const messages = $("system").value ? [{ role: "system", content: $("system").value }] : [];
+  state.turns.slice(0, index + 1).forEach((turn, i) => {
+    messages.push({ role: "user", content: turn.user });
+    if (i < index) messages.push({ role: "assistant", content: turn.replies[lane].text });
+  });
+  return ["/chat/completions", { ...shared, messages, logprobs: true, top_logprobs: ALTERNATIVES }];
+}
+
+// --- showing ------------------------------------------------------------------------------------
+
+function busy() {
+  $("stop-all").hidden = running.size === 0;
+  $("send").disabled = running.size > 0;
+  $("hint").textContent = running.size ? "Escape stops" : "";
+}
+
+function show() {
+  hideCard();
+  $("add-model").hidden = state.lanes.length >= MOST_LANES;
+  fill($("lanes"), state.lanes.map((model, lane) => h("section", { class: "lane card", "aria-label": `Model ${lane + 1}` },
+    laneHead(model, lane),
+    state.turns.length ? state.turns.map((turn, index) => turnOf(turn, index, lane)) : h("p", { class: "muted hint" }, state.isChat ? "Say something below." : "The text goes on here."))));
+}
+
+function laneHead(model, lane) {
+  const known = state.models.includes(model) ? state.models : [...state.models, model];
+  const select = h("select", { "aria-label": `Model ${lane + 1}`, onchange: (event) => {
+    state.lanes[lane] = event.target.value;
+    keep();
+  } }, known.map((name) => h("option", { value: name, selected: name === model }, name.replace("tinker://", ""))));
+  const remove = h("button", { type: "button", class: "small", "aria-label": `Remove model ${lane + 1}`, onclick: () => {
+    stopAll();
+    state.lanes.splice(lane, 1);
+    for (const turn of state.turns) turn.replies.splice(lane, 1);
+    keep();
+  } }, "Remove");
+  return h("div", { class: "lane-head" }, select, state.lanes.length > 1 ? remove : null);
+}
+
+function turnOf(turn, index, lane) {
+  const reply = turn.replies[lane];
+  reply.end ??= h("p", { class: "reply-end small muted" });
+  showFinish(reply);
+  if (!state.isChat) return h("div", { class: "reply completion" }, h("span", { class: "given" }, turn.user), reply.block, reply.end, again(index));
+  return [
+    h("div", { class: "said" }, h("p", {}, turn.user), h("button", { type: "button", class: "small", onclick: () => edit(index) }, "Edit")),
+    h("div", { class: "reply" }, reply.block, reply.end, index === state.turns.length - 1 ? again(index) : null),
+  ];
+}
+
+const again = (index) => h("button", { type: "button", class: "small", onclick: () => !running.size && answerTurn(index, sharedSeed()) }, "Regenerate");
+
+const ENDS = { length: "Ended: most tokens reached", stopped: "Stopped by you", stop: "" };
+
+function showFinish(reply) {
+  if (!reply.end) return;
+  reply.end.classList.toggle("error", Boolean(reply.trouble));
+  reply.end.textContent = reply.trouble ?? ENDS[reply.finish] ?? "";
+}
+
+function edit(index) {
+  stopAll();
+  $("prompt").value = state.turns[index].user;
+  state.turns.length = index;
+  show();
+  $("prompt").focus();
+}
+
+function showCode() {
+  if (!state.turns.length) return notify(state.isChat ? "Send a message first; the code repeats it." : "Complete a text first; the code repeats it.");
+  const [path, body] = requestOf(state.turns.length - 1, 0, $("seed").value === "" ? undefined : Number($("seed").value));
+  const plain = { ...body };
+  delete plain.stream;
+  const both = [["curl", curl(path, plain)], ["Python", python(path, plain)]];
+  const dialog = h("dialog", { class: "code", "aria-labelledby": "code-title" }, h("form", { method: "dialog" },
+    h("h2", { id: "code-title" }, "The last request as code"),
+    both.map(([name, text]) => [h("div", { class: "code-head" }, h("h3", {}, name), copyButton(text)), h("pre", { tabindex: "0" }, text)]),
+    h("p", { class: "muted small" }, "The key is read from ", code("TINKER_API_KEY"), "."),
+    h("div", { class: "actions" }, h("button", {}, "Close"))));
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
+}

@@ -1,0 +1,209 @@
+import { get, path } from "../api.js";
+import { Chart } from "../chart.js";
+import { $, code, copyButton, empty, fill, h, link, pill, table } from "../dom.js";
+import { ago, bytes, clock, count, duration, moment, number, runName, until } from "../format.js";
+import { listen } from "../live.js";
+import { emptySeries, overview, push, timesOf, titleOf } from "../metrics.js";
+import { statusOf } from "../run_status.js";
+import { page } from "../shell.js";
+
+const POINTS = 500;
+const id = decodeURIComponent(location.pathname.split("/")[2]);
+const here = (...parts) => path("training_runs", id, ...parts);
+const charts = new Map();
+const state = { run: null, keys: [], series: {}, checkpoints: [], queue: null };
+
+page(async () => {
+  state.run = await get(here());
+  showHead();
+  showConfig();
+  controls();
+  await loadCurves();
+  await Promise.all([loadCheckpoints(), loadFailures(), loadQueue()]);
+  listen({ step: heard, operation: ended, checkpoint: soon(loadCheckpoints, 200), run: soon(loadRun, 500), reset: soon(loadCurves, 200) }, id);
+  setInterval(showHead, 5000);
+}, "charts");
+
+async function loadCurves() {
+  const [metrics, { operations }] = await Promise.all([
+    get(here("metrics"), { points: POINTS }), get(here("operations"), { limit: POINTS, status: "done" })]);
+  Object.assign(state, { keys: metrics.keys, series: metrics.series });
+  for (const operation of operations.reverse()) addTimes(operation);
+  showCurves();
+  showHead();
+}
+
+async function loadRun() {
+  state.run = await get(here());
+  showHead();
+}
+
+async function loadQueue() {
+  state.queue = await get(here("queue"));
+  showHead();
+}
+
+// --- at a glance --------------------------------------------------------------------------------
+
+function showHead() {
+  const { run, queue } = state;
+  document.title = `${runName(run)} · Tinsmith`;
+  $("title").textContent = runName(run);
+  const [kind, text] = statusOf(run, queue);
+  if ($("status").textContent !== text) $("status").replaceChildren(pill(kind, text));
+  if (!$("subtitle").firstChild) {
+    fill($("subtitle"), code(id), " ", copyButton(id));
+    const sampler = run.last_sampler_checkpoint?.tinker_path;
+    fill($("actions"),
+      sampler && h("a", { class: "button primary", href: `/playground?mode=checkpoint&checkpoint=${encodeURIComponent(sampler)}` }, "Chat"),
+      h("a", { class: "button", href: `/compare?runs=${encodeURIComponent(id)}` }, "Compare"),
+      h("a", { class: "button", href: `/training_runs/${encodeURIComponent(id)}/operations` }, "Timeline"));
+  }
+  $("queue").hidden = !queue?.waiting;
+  if (queue?.waiting) $("queue").textContent = `${queue.waiting} waiting: ${queue.reason}.`;
+  showNumbers();
+}
+
+function showNumbers() {
+  const loss = state.series.loss;
+  const wait = mean(state.series["time/wait"]);
+  const compute = mean(state.series["time/compute"]);
+  const steps = state.series["optim/step"]?.mean.at(-1);
+  const share = wait + compute > 0 ? `${Math.round((100 * compute) / (wait + compute))} %` : "–";
+  const cells = [
+    ["Optimizer steps", steps === undefined ? "–" : number(steps)],
+    ["Loss per token", number(loss?.mean.at(-1)), loss?.mean.length > 1 ? `from ${number(loss.mean[0], 3)}` : ""],
+    ["Tokens per second", count(state.series["time/tokens_per_second"]?.mean.at(-1))],
+    ["Computing", share, "of the time"],
+    ["Queue", state.queue ? number(state.queue.waiting) : "–", state.queue?.place ? `place ${state.queue.place}` : "waiting"],
+    ["Last request", ago(state.run.last_request_time)],
+  ];
+  fill($("numbers"), cells.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, " ", more ? h("small", {}, more) : null))));
+}
+
+const mean = (series) => (series?.mean.length ? series.mean.reduce((a, b) => a + b, 0) / series.mean.length : 0);
+
+function showConfig() {
+  const { run } = state;
+  const facts = [
+    ["Base model", run.base_model], ["LoRA rank", number(run.lora_rank)], ["LoRA seed", run.lora_seed ?? "–"],
+    ["Owner", run.model_owner], ["Last request", clock(run.last_request_time)],
+    ...Object.entries(run.user_metadata ?? {}),
+  ];
+  fill($("config"), facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]));
+}
+
+// --- curves -------------------------------------------------------------------------------------
+
+function controls() {
+  $("smoothing").addEventListener("input", () => charts.forEach((chart) => chart.set({ smoothing: Number($("smoothing").value) })));
+  $("axis").addEventListener("change", () => charts.forEach((chart) => chart.set({ axis: $("axis").value })));
+  $("filter").addEventListener("input", showCurves);
+  $("all").addEventListener("change", showCurves);
+}
+
+function showCurves() {
+  const wanted = $("filter").value.trim().toLowerCase();
+  const every = $("all").checked || wanted;
+  const keys = (every ? state.keys : overview(state.keys, state.keys.filter(isPosted)))
+    .filter((key) => `${key} ${titleOf(key)}`.toLowerCase().includes(wanted));
+  if (!keys.length) {
+    fill($("charts"), state.keys.length ? empty("No metric fits", "Clear the filter to see all.")
+      : empty("No steps yet", "Curves appear with the first forward_backward."));
+    return;
+  }
+  const elements = keys.map((key) => chartOf(key).element);
+  const isShown = elements.length === $("charts").children.length && elements.every((e, i) => e === $("charts").children[i]);
+  if (!isShown) fill($("charts"), elements);
+  keys.forEach((key) => chartOf(key).update([lineOf(key)], isPosted(key) ? [] : marks()));
+}
+
+const isPosted = (key) => state.series[key]?.axis === "step";
+
+const lineOf = (key) => ({ label: key, ...(state.series[key] ?? emptySeries()) });
+
+function chartOf(key) {
+  if (!charts.has(key)) {
+    const onpick = isPosted(key) ? null : (step) => location.assign(`/training_runs/${encodeURIComponent(id)}/steps/${step}`);
+    const chart = new Chart(titleOf(key), { wide: key === "loss", onpick });
+    chart.set({ smoothing: Number($("smoothing").value), axis: $("axis").value });
+    charts.set(key, chart);
+  }
+  return charts.get(key);
+}
+
+/** Checkpoints on the axis, at the last step before each was made. */
+function marks() {
+  const series = state.series["time/compute"] ?? emptySeries();
+  return state.checkpoints.map((checkpoint) => {
+    const t = moment(checkpoint.time);
+    const index = series.t.findLastIndex((at) => at <= t);
+    return { t, x: index < 0 ? null : series.x[index], label: checkpoint.checkpoint_id };
+  });
+}
+
+function add(values, x, t, axis) {
+  for (const [key, value] of Object.entries(values)) {
+    if (!state.keys.includes(key)) state.keys.push(key);
+    push((state.series[key] ??= emptySeries(axis)), x, t, typeof value === "number" ? value : null);
+  }
+}
+
+function addTimes(operation) {
+  if (operation.status === "done" && operation.started) add(timesOf(operation), operation.seq, operation.ended, "seq");
+}
+
+function heard(step) {
+  state.run.last_request_time = Date.now() / 1000;
+  const name = (key) => (step.axis === "step" && state.series[key]?.axis === "seq" ? `posted/${key}` : key);
+  add(Object.fromEntries(Object.entries(step.metrics).map(([key, value]) => [name(key), value])), step.seq, step.t, step.axis);
+  redraw();
+  if (Object.values(state.series).some((series) => series.x.length > 3 * POINTS)) thinOut();
+}
+
+function ended(operation) {
+  addTimes(operation);
+  if (operation.status === "failed") failed();
+  redraw();
+  seeQueue();
+}
+
+const redraw = soon(() => {
+  showCurves();
+  showHead();
+}, 100);
+const thinOut = soon(loadCurves, 1000);
+const failed = soon(loadFailures, 300);
+const seeQueue = soon(loadQueue, 1000);
+
+/** The function, at most once in so many milliseconds, and always once after the last call. */
+function soon(work, ms) {
+  let timer = null;
+  return () => (timer ??= setTimeout(() => {
+    timer = null;
+    work();
+  }, ms));
+}
+
+// --- checkpoints and failures -------------------------------------------------------------------
+
+async function loadCheckpoints() {
+  state.checkpoints = (await get(here("checkpoints"))).checkpoints;
+  const newest = [...state.checkpoints].sort((a, b) => moment(b.time) - moment(a.time));
+  fill($("checkpoints"), newest.length ? table("Checkpoints of this run", [
+    ["Name", (c) => link(`/checkpoints/${encodeURIComponent(id)}/${encodeURIComponent(c.checkpoint_id)}`, c.checkpoint_id), "name"],
+    ["Size", (c) => bytes(c.size_bytes), "number"],
+    ["Saved", (c) => ago(c.time), "nowrap"],
+    ["Expires", (c) => (c.expires_at ? until(c.expires_at) : "never"), "nowrap"],
+  ], newest) : empty("No checkpoints", "save_weights_and_get_sampling_client() or save_state() makes one."));
+  if (state.keys.length) showCurves();
+}
+
+async function loadFailures() {
+  const { operations } = await get(here("operations"), { status: "failed", limit: 20 });
+  fill($("failures"), operations.length ? table("Failed operations", [
+    ["Operation", (o) => number(o.seq), "number"], ["Kind", (o) => code(o.kind)],
+    ["When", (o) => clock(o.ended), "nowrap"], ["After", (o) => duration(o.ended - (o.started ?? o.submitted)), "number"],
+    ["Error", (o) => o.error, "error"],
+  ], operations) : h("p", { class: "muted" }, "No operation of this run has failed."));
+}

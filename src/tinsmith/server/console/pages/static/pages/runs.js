@@ -1,0 +1,108 @@
+import { get, path } from "../api.js";
+import { sparkline } from "../chart.js";
+import { $, code, empty, fill, h, link, table } from "../dom.js";
+import { ago, number, runName } from "../format.js";
+import { listen } from "../live.js";
+import { statusPill } from "../run_status.js";
+import { page } from "../shell.js";
+
+const PAGE = 50;
+const MOST_COMPARED = 6;
+const runs = new Map();
+const losses = new Map();
+const chosen = new Set();
+let total = 0;
+
+page(async () => {
+  $("search").addEventListener("input", show);
+  $("more").addEventListener("click", () => load(runs.size));
+  await load(0);
+  listen({ step: heard, run: refresh, checkpoint: refresh });
+}, "runs");
+
+async function load(offset) {
+  const found = await get("/api/v1/training_runs", { limit: PAGE, offset });
+  total = found.cursor.total_count;
+  for (const run of found.training_runs) runs.set(run.training_run_id, run);
+  show();
+  await Promise.all(found.training_runs.map((run) => loadLoss(run.training_run_id)));
+}
+
+async function loadLoss(id) {
+  const found = await get(path("training_runs", id, "metrics"), { keys: "loss", points: 60 });
+  losses.set(id, found.series.loss?.mean ?? []);
+  showLoss(id);
+}
+
+let isStale = false;
+function refresh() {
+  if (isStale) return;
+  isStale = true;
+  setTimeout(() => {
+    isStale = false;
+    load(0);
+  }, 500);
+}
+
+function heard(step) {
+  const run = runs.get(step.run);
+  if (!run) return refresh();
+  run.last_request_time = Date.now() / 1000;
+  if (step.metrics?.loss === undefined) return;
+  losses.set(step.run, [...(losses.get(step.run) ?? []), step.metrics.loss].slice(-200));
+  showLoss(step.run);
+}
+
+function show() {
+  const wanted = $("search").value.trim().toLowerCase();
+  const found = [...runs.values()].filter((run) => textOf(run).includes(wanted));
+  $("count").textContent = total ? `${found.length === total ? "" : `${found.length} of `}${total}` : "";
+  $("more").hidden = runs.size >= total;
+  if (!total) return fill($("runs"), noRuns());
+  if (!found.length) return fill($("runs"), empty("No run fits", "Runs are searched by id, base model and metadata", runs.size < total ? "; older ones are not shown yet." : "."));
+  fill($("runs"), table("Runs", [
+    [h("span", { class: "visually-hidden" }, "Choose"), pick, "pick"],
+    ["Run", (run) => [link(`/training_runs/${run.training_run_id}`, runName(run)), h("code", { class: "second" }, run.training_run_id)], "name"],
+    ["Status", (run) => h("span", { data: { status: run.training_run_id } }, statusPill(run))],
+    ["Loss per token", (run) => h("span", { data: { loss: run.training_run_id } }, lossOf(run.training_run_id))],
+    ["Now", (run) => h("span", { data: { now: run.training_run_id } }, newest(run.training_run_id)), "number"],
+    ["Base model", (run) => [run.base_model, h("span", { class: "second" }, `LoRA rank ${run.lora_rank}`)]],
+    ["Metadata", (run) => tags(run)],
+    ["Last request", (run) => ago(run.last_request_time), "nowrap"],
+  ], found));
+}
+
+function showLoss(id) {
+  document.querySelector(`[data-loss="${CSS.escape(id)}"]`)?.replaceChildren(lossOf(id));
+  document.querySelector(`[data-now="${CSS.escape(id)}"]`)?.replaceChildren(newest(id));
+  document.querySelector(`[data-status="${CSS.escape(id)}"]`)?.replaceChildren(statusPill(runs.get(id)));
+}
+
+function lossOf(id) {
+  const values = losses.get(id) ?? [];
+  const label = values.length ? `loss from ${number(values[0])} to ${newest(id)}` : "no loss yet";
+  return sparkline(values, label);
+}
+
+const newest = (id) => number(losses.get(id)?.at(-1));
+
+const tags = (run) => h("div", { class: "tags" },
+  Object.entries(run.user_metadata ?? {}).filter(([key]) => !/^(run_)?name$/.test(key)).slice(0, 6).map(([key, value]) => h("span", { class: "tag" }, `${key}: ${String(value).slice(0, 80)}`)));
+
+const textOf = (run) => [run.training_run_id, run.base_model, ...Object.entries(run.user_metadata ?? {}).flat()].join(" ").toLowerCase();
+
+function pick(run) {
+  const id = run.training_run_id;
+  return h("input", { type: "checkbox", checked: chosen.has(id), "aria-label": `Choose ${runName(run)}`, onchange: (event) => {
+    if (event.target.checked) chosen.add(id);
+    else chosen.delete(id);
+    const ids = [...chosen].slice(-MOST_COMPARED);
+    $("compare").hidden = ids.length < 2;
+    $("compare").href = `/compare?runs=${ids.map(encodeURIComponent).join(",")}`;
+    $("compare").textContent = `Compare ${ids.length}`;
+  } });
+}
+
+const noRuns = () => empty("No runs yet", "A run appears here as soon as a client creates a model.", h("pre", {},
+  `export TINKER_BASE_URL=${location.origin}\n\nimport tinsmith\nservice = tinsmith.ServiceClient()\ntraining = service.create_lora_training_client("…")`),
+  h("br"), "Or run ", code("tinsmith demo"), " beside this server.");

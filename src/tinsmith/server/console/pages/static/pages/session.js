@@ -1,0 +1,30 @@
+import { get, path } from "../api.js";
+import { $, code, empty, fill, h, link, table } from "../dom.js";
+import { ago, runName } from "../format.js";
+import { statusPill } from "../run_status.js";
+import { page } from "../shell.js";
+
+const id = decodeURIComponent(location.pathname.split("/")[2]);
+
+page(async () => {
+  const session = await get(path("sessions", id));
+  document.title = `${session.display_name || "Session"} · Tinsmith`;
+  $("title").textContent = session.display_name || "Session";
+  fill($("subtitle"), code(id));
+  const facts = Object.entries(session.user_metadata ?? {});
+  fill($("facts"), facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+  $("facts").hidden = !facts.length;
+  const [runs, samplers] = await Promise.all([
+    Promise.all(session.training_run_ids.map((run) => get(path("training_runs", run)))),
+    Promise.all(session.sampler_ids.slice(0, 100).map((sampler) => get(path("samplers", sampler)).catch(() => ({ sampler_id: sampler }))))]);
+  fill($("runs"), runs.length ? table("Runs of this session", [
+    ["Run", (run) => [link(`/training_runs/${encodeURIComponent(run.training_run_id)}`, runName(run)), h("code", { class: "second" }, run.training_run_id)], "name"],
+    ["Status", (run) => statusPill(run)],
+    ["Base model", (run) => run.base_model],
+    ["Last request", (run) => ago(run.last_request_time), "nowrap"],
+  ], runs) : empty("No runs", "create_lora_training_client() makes one."));
+  fill($("samplers"), samplers.length ? table("Samplers of this session", [
+    ["Sampler", (s) => code(s.sampler_id), "name"], ["Base model", (s) => s.base_model ?? "no longer there"],
+    ["Checkpoint", (s) => (s.model_path ? code(s.model_path) : "none: the base model")],
+  ], samplers) : empty("No samplers", "create_sampling_client() makes one."));
+}, "runs");

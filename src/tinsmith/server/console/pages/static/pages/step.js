@@ -1,0 +1,55 @@
+import { get, path } from "../api.js";
+import { $, code, empty, fill, h, link } from "../dom.js";
+import { clock, duration, number, runName } from "../format.js";
+import { titleOf } from "../metrics.js";
+import { page } from "../shell.js";
+import { classOf, token, tokenBlock, toldOf } from "../tokens.js";
+
+const [, , id, , step] = location.pathname.split("/").map(decodeURIComponent);
+const at_step = Number(step);
+const here = (...parts) => path("training_runs", id, ...parts);
+const MOST_POINTS = 5000;
+
+page(async () => {
+  const [run, found, { operations }, metrics] = await Promise.all([
+    get(here()), get(here("examples"), { step }), get(here("operations"), { before: at_step + 1, limit: 1 }),
+    get(here("metrics"), { after: at_step - 1, points: MOST_POINTS })]);
+  document.title = `Operation ${step} of ${runName(run)} · Tinsmith`;
+  fill($("crumb"), link(`/training_runs/${encodeURIComponent(id)}`, runName(run)));
+  $("title").textContent = `Operation ${step}`;
+  const place = (to) => `/training_runs/${encodeURIComponent(id)}/steps/${to}`;
+  fill($("actions"), at_step > 0 ? h("a", { class: "button", href: place(at_step - 1), rel: "prev" }, "Previous") : null, h("a", { class: "button", href: place(at_step + 1), rel: "next" }, "Next"));
+  showFacts(operations[0], metrics.series);
+  showExamples(found);
+}, "examples");
+
+function showFacts(operation, series) {
+  const isHere = operation?.seq === at_step;
+  const facts = isHere ? [["Kind", code(operation.kind)], ["Status", operation.error ?? operation.status], ["Ended", operation.ended ? clock(operation.ended) : "not yet"],
+    ["Computed", operation.started && operation.ended ? duration(operation.ended - operation.started) : "–"], ["Tokens", number(operation.tokens)]] : [["Operation", "is no longer in the log"]];
+  for (const [key, values] of Object.entries(series)) {
+    const place = values.axis === "seq" ? values.x.indexOf(at_step) : -1;
+    if (place >= 0) facts.push([titleOf(key), number(values.mean[place], 6)]);
+  }
+  fill($("facts"), facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+}
+
+function showExamples({ examples, is_recorded }) {
+  if (!is_recorded) return fill($("examples"), empty("Examples are not kept", "Data is private, so this is off unless whoever runs the server sets ", code("keep_examples"), "."));
+  if (!examples.length) return fill($("examples"), empty("No examples of this operation", "A few are kept per operation, and the oldest go first when the room for them is full."));
+  fill($("examples"), examples.map(exampleOf));
+}
+
+function exampleOf(example, index) {
+  const block = tokenBlock(`Example ${index + 1}, token by token`);
+  block.append(...example.tokens.map((text, i) => {
+    const weight = example.weights?.[i];
+    const told = [];
+    if (weight !== undefined) told.push(["Weight", number(weight)]);
+    if (example.advantages) told.push(["Advantage", number(example.advantages[i])]);
+    if (example.logprobs?.[i] !== undefined && example.logprobs[i] !== null) told.push(...toldOf(example.logprobs[i]));
+    const isContext = weight === 0 || (example.advantages && example.advantages[i] === 0);
+    return token(text, isContext ? "context" : classOf(example.logprobs?.[i]), told);
+  }));
+  return h("article", { class: "card" }, h("h3", {}, `Example ${index + 1}`), block);
+}

@@ -1,0 +1,49 @@
+import { get } from "../api.js";
+import { $, empty, fill, h, link, table } from "../dom.js";
+import { bytes, count, shortId } from "../format.js";
+import { page } from "../shell.js";
+
+const NAMES = { run: "Run", model: "Base model", day: "Day" };
+
+page(async () => {
+  const by = new URLSearchParams(location.search).get("by");
+  if (NAMES[by]) $("by").value = by;
+  $("by").addEventListener("change", load);
+  await load();
+}, "usage");
+
+async function load() {
+  const by = $("by").value;
+  history.replaceState(null, "", `/usage?by=${by}`);
+  const [{ usage }, storage] = await Promise.all([get("/api/v1/console/usage", { by }), get("/api/v1/billing/usage/checkpoints/current")]);
+  const sum = (name) => usage.reduce((total, item) => total + item[name], 0);
+  const stored = storage.data[0];
+  const cells = [
+    ["Trained", count(sum("training_tokens")), "tokens"], ["Prompts", count(sum("prefill_tokens")), "tokens"],
+    ["Prompts from the cache", count(sum("cached_prefill_tokens")), "tokens"], ["Sampled", count(sum("sampled_tokens")), "tokens"],
+    ["Checkpoints", bytes(stored?.size_bytes ?? 0), `in ${stored?.checkpoint_count ?? 0}`],
+  ];
+  fill($("numbers"), cells.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, " ", h("small", {}, more)))));
+  if (!usage.length) return fill($("usage"), empty("Nothing used yet", "Tokens are counted as they are trained, read and sampled."));
+  const most = Math.max(...usage.map(totalOf), 1);
+  fill($("usage"), table(`Usage by ${NAMES[by].toLowerCase()}`, [
+    [NAMES[by], (item) => (by === "run" && item.by ? link(`/training_runs/${encodeURIComponent(item.by)}`, shortId(item.by)) : item.by || "other"), "name"],
+    ["Trained", (item) => count(item.training_tokens), "number"], ["Prompts", (item) => count(item.prefill_tokens), "number"],
+    ["From the cache", (item) => count(item.cached_prefill_tokens), "number"], ["Sampled", (item) => count(item.sampled_tokens), "number"],
+    ...(by === "run" ? [["Stored", (item) => bytes(item.stored_bytes), "number"]] : []),
+    ["Share", (item) => share(totalOf(item) / most), "when"],
+  ], usage));
+}
+
+const totalOf = (item) => item.training_tokens + item.prefill_tokens + item.cached_prefill_tokens + item.sampled_tokens;
+
+function share(part) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  for (const [name, value] of Object.entries({ class: "bar", viewBox: "0 0 100 8", preserveAspectRatio: "none", "aria-hidden": "true" })) svg.setAttribute(name, value);
+  for (const [kind, width] of [["back", 100], ["run", 100 * part]]) {
+    const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+    for (const [name, value] of Object.entries({ class: kind, width, height: 8 })) rect.setAttribute(name, value);
+    svg.append(rect);
+  }
+  return svg;
+}

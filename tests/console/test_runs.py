@@ -1,0 +1,154 @@
+"""Runs in a browser: found, watched while they learn, compared, and their operations."""
+
+from __future__ import annotations
+
+import threading
+from urllib.parse import unquote
+
+import pytest
+
+from tests.console.conftest import User, expect, train, trained_run
+from tests.support.in_process_server import MODEL
+
+HOSTILE = '<img src=x onerror="document.title=1">'
+
+
+def test_a_live_curve_grows_while_a_model_trains(user: User) -> None:
+    go, stop = threading.Event(), threading.Event()
+    created: list[str] = []
+    is_created = threading.Event()
+
+    def learn() -> None:
+        with user.client() as service:
+            training = service.create_lora_training_client(MODEL, rank=4)
+            train(training, 2)
+            created.append(training.model_id)
+            is_created.set()
+            while not stop.is_set():
+                go.wait(30)
+                go.clear()
+                if not stop.is_set():
+                    train(training, 1)
+
+    learner = threading.Thread(target=learn)
+    learner.start()
+    try:
+        assert is_created.wait(30)
+        page = user.open(f"/training_runs/{created[0]}")
+        plot = page.locator('[data-key="Loss per token"] .plot')
+        expect(plot).to_have_attribute("data-points", "2")
+        expect(page.locator("#live")).to_have_text("Live")
+        before = plot.get_attribute("aria-label")
+        go.set()
+        plot.and_(page.locator('[data-points="3"]')).wait_for(timeout=1500)
+        assert plot.get_attribute("aria-label") != before
+        expect(page.locator("#numbers")).to_contain_text("Optimizer steps3")
+    finally:
+        stop.set()
+        go.set()
+        learner.join(30)
+
+
+def test_the_numbers_of_a_curve_are_a_table_too(user: User) -> None:
+    run = trained_run(user, 4)
+    page = user.open(f"/training_runs/{run}")
+    chart = page.locator('[data-key="Loss per token"]')
+    chart.get_by_role("button", name="Table").click()
+    rows = chart.get_by_role("region", name="Loss per token as numbers").locator("tbody tr")
+    expect(rows).to_have_count(4)
+    shown = float(rows.last.locator("td").nth(2).inner_text())
+    assert shown > float(rows.first.locator("td").nth(2).inner_text()), "it has learned"
+
+
+def test_metrics_can_be_filtered_and_smoothed(user: User) -> None:
+    run = trained_run(user, 3)
+    page = user.open(f"/training_runs/{run}")
+    expect(page.locator("figure.chart").first).to_be_visible()
+    page.get_by_label("Filter metrics").fill("tokens:sum")
+    expect(page.locator("figure.chart")).to_have_count(1)
+    page.get_by_label("Smoothing").fill("0.9")
+    page.get_by_label("Axis").select_option("time")
+    expect(page.locator("figure.chart canvas")).to_be_visible()
+    page.get_by_label("Filter metrics").fill("no such metric")
+    expect(page.get_by_text("No metric fits")).to_be_visible()
+
+
+def test_runs_are_found_by_their_metadata_and_compared(user: User) -> None:
+    first, second = trained_run(user, 2, name="warm"), trained_run(user, 2, name="cold")
+    page = user.open("/")
+    expect(page.get_by_role("row")).to_have_count(3)
+    page.keyboard.press("/")
+    page.keyboard.type("WARM")
+    expect(page.get_by_role("row")).to_have_count(2)
+    page.get_by_label("Search").fill("")
+    page.get_by_label("Choose warm").check()
+    page.get_by_label("Choose cold").check()
+    page.get_by_role("link", name="Compare 2").click()
+    expect(page.locator('[data-key="Loss per token"] .legend')).to_contain_text("warm")
+    expect(page.locator('[data-key="Loss per token"] .plot')).to_have_attribute("data-points", "4")
+    expect(page.locator("tr.differs")).to_contain_text(["LoRA seed", "name"])
+    assert unquote(page.url).endswith(f"?runs={first},{second}")
+
+
+def test_a_new_run_appears_by_itself(user: User) -> None:
+    page = user.open("/")
+    expect(page.get_by_text("No runs yet")).to_be_visible()
+    expect(page.locator("#live")).to_have_text("Live")
+    trained_run(user, 1, name="just made")
+    expect(page.get_by_role("link", name="just made")).to_be_visible()
+
+
+def test_hostile_names_are_shown_as_text(user: User) -> None:
+    run = trained_run(user, 1, name=HOSTILE)
+    page = user.open("/")
+    expect(page.get_by_role("link", name=HOSTILE)).to_be_visible()
+    page.get_by_role("link", name=HOSTILE).click()
+    expect(page.get_by_role("heading", level=1)).to_have_text(HOSTILE)
+    page.goto(f"{user.console.url}/compare?runs={run}")
+    expect(page.get_by_role("link", name=HOSTILE)).to_be_visible()
+    assert page.locator("main img").count() == 0
+
+
+def test_operations_are_listed_with_how_long_they_waited_and_took(user: User) -> None:
+    run = trained_run(user, 2)
+    page = user.open(f"/training_runs/{run}/operations")
+    rows = page.locator("tbody tr")
+    expect(rows).to_have_count(5)
+    expect(rows.first).to_contain_text("optim_step")
+    page.get_by_label("Show").select_option("failed")
+    expect(page.get_by_text("None has this status")).to_be_visible()
+
+
+def test_an_operation_has_a_page_with_its_numbers(user: User) -> None:
+    run = trained_run(user, 1)
+    page = user.open(f"/training_runs/{run}/steps/1")
+    expect(page.get_by_role("heading", name="Operation 1")).to_be_visible()
+    expect(page.locator("#facts")).to_contain_text("forward_backward")
+    expect(page.locator("#facts")).to_contain_text("Loss per token")
+    expect(page.get_by_text("Examples are not kept")).to_be_visible()
+
+
+@pytest.mark.parametrize("path", ["/sessions", "/usage", "/server", "/keys"])
+def test_pages_about_the_account_and_the_server_show_what_is_there(user: User, path: str) -> None:
+    trained_run(user, 1)
+    page = user.open(path)
+    expect(page.locator("main table").first).to_be_visible()
+
+
+def test_a_session_leads_to_its_runs(user: User) -> None:
+    trained_run(user, 1, name="in a session")
+    page = user.open("/sessions")
+    page.locator("tbody a").first.click()
+    expect(page.get_by_role("link", name="in a session")).to_be_visible()
+
+
+def test_the_run_page_is_painted_within_300_ms(user: User) -> None:
+    run = trained_run(user, 20)
+    paints = []
+    for _ in range(5):
+        page = user.open(f"/training_runs/{run}")
+        expect(page.locator("figure.chart").first).to_be_visible()
+        paints.append(
+            page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+        )
+    assert min(paints) < 300, paints

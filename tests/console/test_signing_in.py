@@ -1,0 +1,76 @@
+"""Who is let in, and that a page ends with its session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tests.console.conftest import Console, User, expect, trained_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+
+def test_a_stranger_is_led_to_the_login_and_back_to_where_he_wanted(
+    console: Console, browser: Browser
+) -> None:
+    key = console.new_key("stranger")
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(f"{console.url}/usage?by=day")
+    expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+    page.get_by_label("API key").fill("tml-wrong")
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_role("alert")).to_contain_text("does not know that key")
+    page.get_by_label("API key").fill(key)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Usage")).to_be_visible()
+    assert page.url == f"{console.url}/usage?by=day"
+    assert key not in str(context.cookies()), "a page never holds a key"
+    context.close()
+
+
+def test_signing_out_ends_the_session(user: User) -> None:
+    page = user.open("/")
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+    user.open("/keys")
+    expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+
+
+def test_a_page_and_its_stream_end_when_the_key_is_revoked(user: User) -> None:
+    run = trained_run(user, 1)
+    page = user.open(f"/training_runs/{run}")
+    expect(page.locator("#live")).to_have_text("Live")
+    user.console.revoke_all(user.owner)
+    expect(page.get_by_text("Your session is over")).to_be_visible()
+    assert "next=" in page.url
+
+
+def test_a_session_that_has_expired_is_over(user: User) -> None:
+    page = user.open("/")
+    expect(page.get_by_text("No runs yet")).to_be_visible()
+    page.context.clear_cookies()
+    page.reload()
+    expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+
+
+def test_a_key_can_be_revoked_here_and_the_page_with_it(user: User) -> None:
+    user.console.new_key(user.owner, "for <b>ci</b>")
+    page = user.open("/keys")
+    page.get_by_role("button", name="Revoke for <b>ci</b>").click()
+    page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+    expect(page.get_by_role("row", name="for <b>ci</b>")).to_contain_text("Revoked")
+    page.get_by_role("button", name="Revoke laptop").click()
+    page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+    expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+
+
+def test_two_users_see_only_their_own(new_user: Callable[..., User]) -> None:
+    one, other = new_user(), new_user()
+    run = trained_run(one, 1, "mine", name="of one")
+    expect(one.open("/").get_by_role("link", name="of one")).to_be_visible()
+    expect(other.open("/").get_by_text("No runs yet")).to_be_visible()
+    expect(other.open("/checkpoints").get_by_text("No checkpoints")).to_be_visible()
+    for path in (f"/training_runs/{run}", f"/training_runs/{run}/operations"):
+        expect(other.open(path).get_by_text("Not found")).to_be_visible()
