@@ -26,6 +26,7 @@ from tinsmith.server.futures import Outcome, Promise, Promises
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.sampling.completions import Completions
 from tinsmith.server.sampling.loaded import LoadedSamplers
+from tinsmith.server.sampling.stream_buffer import Patience, buffered
 from tinsmith.server.store.records import SamplerRecord
 from tinsmith.server.usage import Usage
 from tinsmith.types import (
@@ -87,6 +88,8 @@ class Sampling:
         self.completions = Completions(journal)
         self._jobs = Shares(config.max_queued_samples)
         self._prompt_bytes = Shares(config.max_queued_sample_bytes)
+        self.patience = Patience()
+        """With those who read streams."""
         self.num_streams = 0
         """Jobs in the engine's hands, those that others than `submit` started too."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -143,11 +146,13 @@ class Sampling:
     async def stream(
         self, sampler: SamplerRecord, job: SampleJob
     ) -> AsyncGenerator[SampleEvent, None]:
-        """Run a job and pass its events on; leaving the iterator gives the job up."""
+        """Run a job and pass its events on; leaving the iterator gives the job up, and so does
+        reading it too slowly."""
         num_bytes = job.prompt.nbytes
         self._enter(sampler.owner, num_bytes)
         try:
-            async with contextlib.aclosing(self._stream(sampler, job)) as events:
+            stream = buffered(self._stream(sampler, job), self.patience)
+            async with contextlib.aclosing(stream) as events:
                 async for event in events:
                     yield event
         finally:
