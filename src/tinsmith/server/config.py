@@ -132,7 +132,8 @@ class ServerConfig:
     they take longer, up to 2 s; a longer pass runs alone."""
 
     max_loaded_models: int = 32
-    """Most models in the engine's memory; beyond, the one idle longest is put on disk."""
+    """Models in the engine's memory beyond which those that have nothing to do are put on disk
+    within seconds, the one idle longest first. Models at work stay, though they be more."""
 
     max_engine_bytes: int | None = None
     """Memory of the engine beyond which idle models go to disk; None counts models alone."""

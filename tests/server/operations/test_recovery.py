@@ -228,6 +228,36 @@ async def test_idle_models_go_to_disk_and_come_back(
     assert [await api.loss(model, 6) for model in models] == losses
 
 
+async def test_models_beyond_the_limit_that_were_all_at_work_at_once_go_to_disk_afterwards(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(max_loaded_models=2, fake_pass_seconds=0.1)
+    api, models = server.api, server.service.models
+
+    def num_loaded() -> int:
+        return sum(model.generation > 0 for model in models)
+
+    names = [await api.model(seed=n) for n in range(6)]
+    await asyncio.gather(*[api.send_pass(name, n) for n in (1, 2, 3) for name in names])
+    await server.until(lambda: num_loaded() > 4)  # nobody waits for a place
+    await asyncio.gather(*[api.loss(name, 4) for name in names])
+    await server.until(lambda: num_loaded() == 2)
+
+
+async def test_who_holds_few_models_keeps_them_though_they_are_idle_longest(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(max_loaded_models=3)
+    rude, kind = server.api, await server.other_user()
+    model = await kind.model()
+    for _ in range(6):
+        await rude.model()
+    live = await server.service.models.get(model)
+    assert live is not None
+    await server.until(lambda: sum(m.generation > 0 for m in server.service.models) == 3)
+    assert live.generation > 0, "six models of another owner came after it"
+
+
 async def test_weights_without_a_record_go_to_the_trash_at_the_start(
     start_server: StartServer, tmp_path: Path
 ) -> None:

@@ -133,25 +133,41 @@ class Residents:
         self._wake = wake
 
     async def make_room(self, engine: Engine, incoming: LiveModel) -> None:
-        """Mark idle models for the disk, the longest idle first, where there are too many.
+        """Mark idle models for the disk, the longest idle first, where one more is too many.
 
         An owner who holds fewer than the one who brings a model in loses none for it. While the
         engine holds more memory than it should, one goes for each that comes.
         """
-        loaded = [m for m in self._models if m.generation == self._engines.generation]
-        excess = len(loaded) + 1 - self._config.max_loaded_models
+        others = [m for m in self._loaded() if m is not incoming]
+        excess = len(others) + 1 - self._config.max_loaded_models
         limit = self._config.max_engine_bytes
         if limit is not None and (await engine.health()).memory_bytes > limit:
             excess = max(excess, 1)
-        held = Counter(model.owner for model in loaded)
-        idle = [
-            m
-            for m in loaded
-            if not m.is_busy
-            and not len(m.queue)
-            and m is not incoming
-            and held[m.owner] >= held[incoming.owner]
-        ]
-        for model in sorted(idle, key=lambda m: m.last_used_at)[: max(0, excess)]:
+        held = Counter(model.owner for model in [*others, incoming])
+        idle = [m for m in others if _is_idle(m) and held[m.owner] >= held[incoming.owner]]
+        self._put_away(sorted(idle, key=lambda m: m.last_used_at)[: max(0, excess)])
+
+    def put_away_excess(self) -> None:
+        """Mark what is beyond the limit now: models that were all at work at once have come in
+        without others making room. Whoever holds most loses most."""
+        staying = [m for m in self._loaded() if not m.wants_unload]
+        place: Counter[str] = Counter()
+        ranked = []
+        for model in sorted(staying, key=lambda m: m.last_used_at, reverse=True):
+            ranked.append((place[model.owner], model))
+            place[model.owner] += 1
+        ranked.sort(key=lambda each: (-each[0], each[1].last_used_at))
+        idle = [model for _, model in ranked if _is_idle(model)]
+        self._put_away(idle[: max(0, len(staying) - self._config.max_loaded_models)])
+
+    def _loaded(self) -> list[LiveModel]:
+        return [m for m in self._models if m.generation == self._engines.generation]
+
+    def _put_away(self, models: list[LiveModel]) -> None:
+        for model in models:
             model.wants_unload = True
             self._wake(model)
+
+
+def _is_idle(model: LiveModel) -> bool:
+    return not model.is_busy and not len(model.queue)

@@ -105,6 +105,7 @@ class Scheduler:
                 watched_at = time.monotonic()
                 for model in self._gaps.over(self._models):
                     self._start(None, self._end_gap(model), [model])
+                self._residents.put_away_excess()
                 self.wake_all()  # time alone makes snapshots due
             self._wake.clear()
             if self._engines.is_up:
