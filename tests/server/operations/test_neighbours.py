@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from tests.support.in_process_server import Api, StartServer, TestServer
     from tinsmith.engine.base import FinishedPass, Pass, Step
+    from tinsmith.server.store.records import StepRecord
 
 BAD_RATE = 0.125
 """A learning rate by which engines of these tests know the step of the one who misbehaves."""
@@ -170,10 +171,10 @@ async def _unrecordable_ends(server: TestServer, rude: Api, folder: Path) -> Non
     plain = log.finish
     ids = {await rude.send_pass(model, number) for number in (3, 2)}
 
-    async def finish(finishes: Sequence[Any]) -> None:
+    async def finish(finishes: Sequence[Any]) -> list[StepRecord]:
         if any(each.request_id in ids and each.status == "done" for each in finishes):
             raise ValueError("this cannot be written")
-        await plain(finishes)
+        return await plain(finishes)
 
     log.finish = finish  # type: ignore[method-assign]  # a store that cannot write one's text
     await rude.send_pass(model, 1)
