@@ -186,6 +186,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., DyingServer]]:
 POINTS = [
     "commit",
     "publish_file",
+    "mark",
     "write_file",
     "create_folder",
     "create_draft",

@@ -15,6 +15,7 @@ from tinsmith.cli.server import storage
 from tinsmith.server.config import ServerConfig, build_config
 from tinsmith.server.data_folder import DataFolder, ForeignStoreError
 from tinsmith.server.serving import claim_store, open_store
+from tinsmith.server.store import schema
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.records import AuditRecord
 from tinsmith.server.trash import Trash
@@ -114,6 +115,39 @@ async def test_an_older_copy_of_the_database_is_refused(
     await _refused(left, "the database is an older copy")
 
 
+async def test_an_older_copy_made_a_moment_before_the_server_was_killed_is_refused(
+    start_server: StartServer, database_url: str, tmp_path: Path
+) -> None:
+    """No epoch lies between them; one operation was answered after the copy was made."""
+    server = await start_server(database_url=database_url)
+    await _trained(server)
+    before = await server.service.store.identity.get()
+    await server.api.session()
+    after = await server.service.store.identity.get()
+    assert before is not None and after is not None
+    assert (before.epoch, before.position + 1) == (after.epoch, after.position)
+    left = tmp_path / "left"  # what a killed server leaves
+    shutil.copytree(server.service.config.data_dir, left)
+    await server.stop()
+    config = _with(server.service.config, data_dir=left)
+    await _set(config, epoch=before.epoch, position=before.position)
+    await _refused(config, "the database is an older copy")
+    await _set(config, epoch=after.epoch, position=after.position)
+    await (await claim_store(config)).close()
+
+
+@pytest.mark.parametrize("content", [None, b"", bytes(21)])
+async def test_a_power_cut_that_loses_the_folders_position_is_no_mismatch(
+    left: ServerConfig, content: bytes | None
+) -> None:
+    position = left.data_dir / "position"
+    assert int(position.read_text()) > 0
+    position.unlink()
+    if content is not None:
+        position.write_bytes(content)
+    await (await claim_store(left)).close()
+
+
 async def test_an_older_copy_of_the_folder_is_refused(left: ServerConfig, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(left.data_dir, copy)
@@ -145,10 +179,12 @@ async def _identity(config: ServerConfig) -> int:
 
 
 async def _set_epoch(config: ServerConfig, epoch: int) -> None:
+    await _set(config, epoch=epoch)
+
+
+async def _set(config: ServerConfig, **values: int) -> None:
     store = open_store(config)
-    await store.database.write(
-        lambda c: c.execute(sa.text("UPDATE identity SET epoch = :n"), {"n": epoch})
-    )
+    await store.database.execute(sa.update(schema.identity).values(values))
     await store.close()
 
 

@@ -28,7 +28,7 @@ from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.store import Store
-from tinsmith.server.store.writer import Batch, OnCommit, Write, commit
+from tinsmith.server.store.writer import Batch, CommitCount, OnCommit, Write, commit
 
 T = TypeVar("T")
 
@@ -68,6 +68,7 @@ class LoopWriter:
     def __init__(self, random: random.Random, engine: sa.Engine, on_commit: OnCommit) -> None:
         self._random = random
         self._on_commit = on_commit
+        self._count = CommitCount()
         self._connection = engine.connect()
         self._connection.connection.cursor().execute("PRAGMA synchronous=OFF")  # as `os.fsync`
         self._queued: Batch = []
@@ -75,6 +76,9 @@ class LoopWriter:
 
     def claim(self, claim: Write) -> None:
         claim(self._connection)
+
+    def count_commits(self, tell: Callable[[int], None]) -> None:
+        self._count.tell = tell
 
     async def run(self, write: Callable[[sa.Connection], T]) -> T:
         if self._is_cut:
@@ -103,7 +107,11 @@ class LoopWriter:
     def _commit(self) -> None:
         batch, self._queued = self._queued, []
         if batch:
-            commit(self._connection, batch, lambda connection: None, self._on_commit)
+            commit(self._connection, batch, self._count.add, self._committed)
+
+    def _committed(self, seconds: float, num_writes: int) -> None:
+        self._count.committed()
+        self._on_commit(seconds, num_writes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,16 @@
 The lock is held as long as the process lives, by the system's own means, so a server that was
 killed leaves nothing behind that the next one would have to clear away.
 
-A store and its folder carry one random id and an epoch, which counts up while they are used. They
-are compared before a server touches either: a store that does not know what is in the folder (a new
-one, another's, an older copy) must not take it for rubbish.
+A store and its folder carry one random id, an epoch, which counts up while they are used, and the
+number of commits. They are compared before a server touches either: a store that does not know what
+is in the folder (a new one, another's, an older copy) must not take it for rubbish.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import uuid
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from tinsmith import disk
 from tinsmith.errors import TinkerError
 from tinsmith.server.store.records import IdentityRecord
 from tinsmith.server.store.store import Store
+
+logger = logging.getLogger(__name__)
 
 _ADOPT = "to use them together all the same: tinsmith storage adopt"
 
@@ -42,6 +45,7 @@ class DataFolder:
         self.blobs = root / "blobs"
         self.trash = root / "trash"
         self._identity = root / "identity.json"
+        self._position = root / "position"
 
     def create(self) -> None:
         """Make the folder where there is none; it is for this user alone in any case."""
@@ -81,7 +85,7 @@ class DataFolder:
             raise self._foreign("the database is new, and the folder belongs to another one")
         elif ours.store_id != here.store_id:
             raise self._foreign("each belongs to another one")
-        elif ours.epoch < here.epoch:
+        elif ours.epoch < here.epoch or ours.position < here.position:
             raise self._foreign("the database is an older copy of the one last used here")
         elif ours.epoch > here.epoch + 1:
             raise self._foreign("the folder is an older copy of the one last used with it")
@@ -90,14 +94,15 @@ class DataFolder:
         """After `check`: the two belong together from here on."""
         if await store.identity.get() is None or self.identity() is None:
             await self.adopt(store)
-        else:
-            await self.advance(store)
+        store.identity.count_commits(self._note_position)
+        await self.advance(store)
 
     async def adopt(self, store: Store) -> None:
         """Give both a new identity, whatever they belonged to before; copies made until now of
         either are strangers to both."""
         fresh = IdentityRecord(store_id=uuid.uuid4().hex, epoch=0)
         await store.identity.put(fresh)
+        disk.discard_file(self._position)
         self._write_identity(fresh)
         await self.advance(store)
 
@@ -106,17 +111,17 @@ class DataFolder:
 
         The database goes first: after a crash in between it is one ahead, never behind.
         """
-        ours = await store.identity.get()
-        assert ours is not None, "a store is bound before it is used"
-        ahead = IdentityRecord(store_id=ours.store_id, epoch=ours.epoch + 1)
-        await store.identity.put(ahead)
-        self._write_identity(ahead)
+        self._write_identity(await store.identity.advance())
 
     def identity(self) -> IdentityRecord | None:
         """What the folder says of itself; None when it was never bound to a store."""
         try:
             facts = json.loads(self._identity.read_text())
-            return IdentityRecord(store_id=str(facts["store_id"]), epoch=int(facts["epoch"]))
+            return IdentityRecord(
+                store_id=str(facts["store_id"]),
+                epoch=int(facts["epoch"]),
+                position=self._noted_position(),
+            )
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
@@ -140,6 +145,21 @@ class DataFolder:
     def _write_identity(self, identity: IdentityRecord) -> None:
         facts = {"store_id": identity.store_id, "epoch": identity.epoch}
         disk.publish_file(self._identity, json.dumps(facts).encode())
+
+    def _note_position(self, position: int) -> None:
+        """Called for each commit. Not synced: after a power cut the folder may know less than the
+        store, or nothing, which is no mismatch."""
+        try:
+            disk.mark(self._position, f"{position:020d}\n".encode())
+        except OSError as error:
+            logger.warning("an older copy of the database may not be noticed: %s", error)
+
+    def _noted_position(self) -> int:
+        try:
+            text = self._position.read_text(errors="replace").strip()
+        except FileNotFoundError:
+            return 0
+        return int(text) if text.isdecimal() else 0
 
     def _foreign(self, reason: str) -> ForeignStoreError:
         return ForeignStoreError(

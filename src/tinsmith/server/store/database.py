@@ -74,6 +74,9 @@ class Database:
         if self._engine.dialect.name == "postgresql":
             await self.in_thread(self._writer.claim, self._lock_soon)
 
+    def count_commits(self, tell: Callable[[int], None]) -> None:
+        self._writer.count_commits(tell)
+
     def _lock_soon(self, connection: sa.Connection) -> None:
         """Take the lock; the database may not have noticed yet that its last holder is dead."""
         deadline = time.monotonic() + _LOCK_SECONDS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import sqlalchemy as sa
 
 from tinsmith.server.store import schema
@@ -16,6 +18,18 @@ class Identity:
     async def get(self) -> IdentityRecord | None:
         """None in a store that was never bound to a data folder."""
         return await self._database.one(IdentityRecord, sa.select(schema.identity))
+
+    async def advance(self) -> IdentityRecord:
+        """Count the epoch up; the store must have an identity."""
+        table = schema.identity
+        counted = sa.update(table).values(epoch=table.c.epoch + 1).returning(*table.c)
+        return await self._database.write(
+            lambda connection: IdentityRecord(**connection.execute(counted).one()._mapping)
+        )
+
+    def count_commits(self, tell: Callable[[int], None]) -> None:
+        """From now on `tell` hears the position of every commit before its writers do."""
+        self._database.count_commits(tell)
 
     async def put(self, identity: IdentityRecord) -> None:
         def write(connection: sa.Connection) -> None:

@@ -24,7 +24,11 @@ class IdentityRecord:
 
     store_id: str
     epoch: int
-    """Counts up while the store is used, so that an older copy of it is noticed."""
+    """Counts up now and then while the store is used, so that an older copy of either is noticed,
+    also after a power cut."""
+    position: int = 0
+    """Counts the commits. The folder is told of each before anybody is answered, so that an older
+    copy of the store is noticed that was made a moment before the server was killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

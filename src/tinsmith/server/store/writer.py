@@ -20,6 +20,8 @@ from typing import Any, Protocol, TypeVar
 
 import sqlalchemy as sa
 
+from tinsmith.server.store import schema
+
 T = TypeVar("T")
 
 _MAX_WRITES_PER_COMMIT = 512
@@ -38,15 +40,42 @@ class Writes(Protocol):
 
     def claim(self, claim: Write) -> None: ...
 
+    def count_commits(self, tell: Callable[[int], None]) -> None: ...
+
     async def run(self, write: Callable[[sa.Connection], T]) -> T: ...
 
     def close(self) -> None: ...
+
+
+class CommitCount:
+    """Counts commits in the store, and tells somebody outside it of each."""
+
+    def __init__(self) -> None:
+        self.tell: Callable[[int], None] | None = None
+        self._position: int | None = None
+
+    def add(self, connection: sa.Connection) -> None:
+        """Within the transaction. A store that is bound to no folder does not count."""
+        if self.tell is not None:
+            self._position = connection.execute(_COUNT).scalar()
+
+    def committed(self) -> None:
+        if self.tell is not None and self._position is not None:
+            self.tell(self._position)
+
+
+_COUNT = (
+    sa.update(schema.identity)
+    .values(position=schema.identity.c.position + 1)
+    .returning(schema.identity.c.position)
+)
 
 
 class Writer:
     def __init__(self, engine: sa.Engine, on_commit: OnCommit) -> None:
         self._engine = engine
         self._on_commit = on_commit
+        self._count = CommitCount()
         self._claim: Write | None = None
         self._claimed: object = None
         self._queue: queue.SimpleQueue[tuple[Write, Future[Any]] | None] = queue.SimpleQueue()
@@ -65,6 +94,9 @@ class Writer:
 
         self._queue.put((adopt, future))
         future.result()
+
+    def count_commits(self, tell: Callable[[int], None]) -> None:
+        self._count.tell = tell
 
     async def run(self, write: Callable[[sa.Connection], T]) -> T:
         """Carry out `write` in the writing thread; return when it is on disk.
@@ -94,7 +126,7 @@ class Writer:
                 continue
             try:
                 connection = connection or self._engine.connect()
-                commit(connection, batch, self._prepare, self._on_commit)
+                commit(connection, batch, self._prepare, self._committed)
             except Exception as error:
                 for _, future in batch:
                     if not future.done():
@@ -108,6 +140,11 @@ class Writer:
         if self._claim is not None and present is not self._claimed:
             self._claim(connection)
             self._claimed = present
+        self._count.add(connection)
+
+    def _committed(self, seconds: float, num_writes: int) -> None:
+        self._count.committed()
+        self._on_commit(seconds, num_writes)
 
 
 def commit(

@@ -1,5 +1,5 @@
 """What is kept of runs to be looked at: steps, blocks of them, examples, samplers. Browsers that
-were let in. Usage by run."""
+were let in. Usage by run. How many commits a store has seen."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ def upgrade() -> None:
     )
     _count_usage_by_run()
     _keep_what_the_log_still_knows()
+    op.add_column(
+        "identity", sa.Column("position", sa.BigInteger(), nullable=False, server_default="0")
+    )
 
 
 def _create_steps() -> None:
