@@ -51,6 +51,7 @@ def _local_factory(config: ServerConfig) -> EngineFactory:
     passed_on: dict[str, Any] = {
         "device": config.device,
         "dtype": config.dtype,
+        "base_weights": config.base_weights,
         "deterministic": config.deterministic,
         **({"models": config.models} if config.models else {}),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -37,6 +38,12 @@ async def test_what_is_set_reaches_the_engine() -> None:
     assert (await engine.capabilities()).max_lora_rank == 4
 
 
+def test_the_form_of_base_weights_reaches_the_local_engine() -> None:
+    start = engine_factory(build_config({"base_weights": "nf4"}))
+    settings = inspect.getclosurevars(start).nonlocals["settings"]
+    assert isinstance(settings, LocalEngineConfig) and settings.base_weights == "nf4"
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
@@ -49,6 +56,8 @@ async def test_what_is_set_reaches_the_engine() -> None:
         ({"engine.checkpoint_layers": "perhaps"}, "engine.checkpoint_layers.*true or false"),
         ({"engine.device": "cpu"}, "engine.device.*set as 'device', without 'engine.'"),
         ({"engine.models": "x"}, "engine.models.*set as 'models'"),
+        ({"engine.base_weights": "nf4"}, "engine.base_weights.*set as 'base_weights'"),
+        ({"base_weights": "int4"}, "base_weights.*'full', 'int8', 'nf4', got 'int4'"),
         ({"engine": "fake", "engine.pass_seconds": 1}, "set as 'fake_pass_seconds'"),
         ({"engine": "fake", "engine.num_threads": 1}, "no setting called 'engine.num_threads'"),
     ],

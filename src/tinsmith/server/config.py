@@ -63,6 +63,9 @@ class ServerConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the base weights: auto, float32 or bfloat16."""
 
+    base_weights: Literal["full", "int8", "nf4"] = "full"
+    """How the linear layers of base models are kept: full, or rounded to 8 or 4 bits."""
+
     deterministic: bool = False
     """Whether results must be equal to the last bit whatever else runs; slower."""
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 @click.option("--engine", help="Which engine does the mathematics: local or fake.")
 @click.option("--device", help="auto, cpu or cuda.")
 @click.option("--dtype", help="auto, float32 or bfloat16.")
+@click.option("--base-weights", help="full, int8 or nf4: base models in less memory.")
 @click.option(
     "--deterministic/--no-deterministic", default=None, help="Equal to the last bit; slower."
 )

@@ -17,6 +17,13 @@ EMBEDDED_SOURCE = "embedded"
 """The source, in a model table, that means the small model that we ship with."""
 
 
+BaseWeights = Literal["full", "int8", "nf4"]
+"""How the linear layers of base models are kept in memory."""
+
+BITS: Mapping[BaseWeights, float] = {"int8": 8.0, "nf4": 4.5}
+"""For each number, where they are not kept in full; int8 has a scale for each row besides."""
+
+
 def default_cache_folder() -> Path:
     """Where converted models go unless the configuration says otherwise."""
     base = os.environ.get("XDG_CACHE_HOME")
@@ -43,6 +50,11 @@ class LocalEngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the base weights; "auto" is float32 on the CPU and bfloat16 on CUDA. Adapters,
     their gradients and the optimizer's state are float32 always."""
+
+    base_weights: BaseWeights = "full"
+    """How the linear layers of base models are kept: "full" in `dtype`, or rounded to 8 bits
+    ("int8") or 4.5 ("nf4") for each number, which saves memory and costs time. Adapters, gradients
+    and the optimizer's state are as exact as ever; embeddings and the unembedding stay in full."""
 
     deterministic: bool = False
     """Every sequence runs by itself, on a fixed number of threads: results are then equal to the

@@ -54,6 +54,11 @@ class BaseModels:
             raise EngineError(
                 "pack_weights does not work in deterministic mode; turn one of them off"
             )
+        if config.pack_weights and config.base_weights != "full":
+            raise EngineError(
+                f"pack_weights copies weights in full, and base_weights = {config.base_weights!r} "
+                "keeps them in few bits; leave out one of them"
+            )
         self._config = config
         self._progress = progress
         self._device = device_of(config)
@@ -127,14 +132,17 @@ class BaseModels:
             config, folder = self.config(name), self.folder(name)
             self._make_room(name, folder)
             logger.info("loading %s from %s", name, folder)
-            if isinstance(config, foreign.ForeignConfig):
-                self._loaded[name] = foreign.load(folder, config, self._device, self._dtype)
-            else:
-                self._loaded[name] = Decoder.load(folder, self._device, self._dtype)
+            self._loaded[name] = self._load(folder, config)
             if self._may_pack(name):
                 self._loaded[name].allow_packing()
         self._loaded.move_to_end(name)
         return self._loaded[name]
+
+    def _load(self, folder: Path, config: DecoderConfig) -> Decoder:
+        kind = self._config.base_weights
+        if isinstance(config, foreign.ForeignConfig):
+            return foreign.load(folder, config, self._device, self._dtype, kind)
+        return Decoder.load(folder, self._device, self._dtype, kind)
 
     def pin(self, name: str) -> Decoder:
         """The model, kept in memory until as many calls of `unpin`."""
@@ -176,7 +184,7 @@ class BaseModels:
         budget = self._config.memory_budget_bytes
         if budget is None:
             return
-        needed = weights_nbytes(folder, self._dtype.itemsize)
+        needed = weights_nbytes(folder, self._dtype.itemsize, self._config.base_weights)
         idle = [other for other in self._loaded if not self._pins[other]]
         while self.nbytes + needed > budget and idle:
             dropped = idle.pop(0)

@@ -18,12 +18,14 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
+from tinsmith.engine.local.config import BaseWeights
 from tinsmith.engine.local.model.adapted_linear import lora_linear, lora_linear_backward
 from tinsmith.engine.local.model.blocks import Attention, Block, Layer
 from tinsmith.engine.local.model.families import DecoderConfig, read_config
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.pointwise import differentiable_rms_norm
+from tinsmith.engine.local.model.quantized import quantize
 from tinsmith.engine.local.model.rope import Rope
 from tinsmith.engine.stored_tensors import weight_files
 from tinsmith.errors import EngineError
@@ -61,12 +63,16 @@ class Decoder:
 
     @classmethod
     def load(
-        cls, folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+        cls,
+        folder: Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        base_weights: BaseWeights = "full",
     ) -> Decoder:
         """The model in a folder with `config.json` and safetensors files."""
         config = read_config(folder)
         with _WeightFiles(folder, torch.device(device), dtype) as weights:
-            return build(config, weights)
+            return build(config, weights, base_weights)
 
     @property
     def nbytes(self) -> int:
@@ -207,8 +213,11 @@ class Weights(Protocol):
     ) -> Tensor: ...
 
 
-def build(config: DecoderConfig, weights: Weights) -> Decoder:
-    """The model of this shape with these weights; projections that share an input are fused."""
+def build(config: DecoderConfig, weights: Weights, base_weights: BaseWeights = "full") -> Decoder:
+    """The model of this shape with these weights; projections that share an input are fused.
+
+    What is in few bits are the blocks' linear layers, not the embedding nor the unembedding.
+    """
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = weights.get("embed_tokens.weight", (vocab, hidden))
     head = embedding
@@ -221,13 +230,17 @@ def build(config: DecoderConfig, weights: Weights) -> Decoder:
     return Decoder(
         config,
         embedding,
-        tuple(_load_layer(config, weights, layer) for layer in range(config.num_layers)),
+        tuple(
+            _load_layer(config, weights, layer, base_weights) for layer in range(config.num_layers)
+        ),
         _load_norm(config, weights, "norm", hidden),
         Linear(head, is_exact=True),
     )
 
 
-def _load_layer(config: DecoderConfig, weights: Weights, layer: int) -> Layer:
+def _load_layer(
+    config: DecoderConfig, weights: Weights, layer: int, base_weights: BaseWeights
+) -> Layer:
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_heads * head, config.num_kv_heads * head
     prefix = f"layers.{layer}."
@@ -237,12 +250,13 @@ def _load_layer(config: DecoderConfig, weights: Weights, layer: int) -> Layer:
             weights.get(f"{prefix}{module}.weight", (outputs, inputs))
             for module, outputs in modules.items()
         ]
+        kept = quantize(torch.cat(weight), base_weights)
         if not has_bias:
-            return Linear(torch.cat(weight))
+            return Linear(kept)
         bias = [
             weights.get(f"{prefix}{module}.bias", (outputs,)) for module, outputs in modules.items()
         ]
-        return Linear(torch.cat(weight), torch.cat(bias))
+        return Linear(kept, torch.cat(bias))
 
     def norm(name: str, size: int = hidden) -> Tensor:
         return _load_norm(config, weights, prefix + name, size)

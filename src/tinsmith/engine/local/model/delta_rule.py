@@ -97,7 +97,7 @@ def step(
     """One token: q, k (S, H, K), v (S, H, V), g and beta (S, H, 1), memory (S, H, K, V)."""
     memory = memory * g.exp()[..., None]
     said = (k[..., None, :] @ memory)[..., 0, :]
-    memory = memory + k[..., None] * ((v - said) * beta)[..., None, :]
+    memory = torch.addcmul(memory, k[..., None], ((v - said) * beta)[..., None, :])
     return (q[..., None, :] @ memory)[..., 0, :], memory
 
 

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tinsmith.engine.local.config import BaseWeights
 from tinsmith.engine.local.model.adapted_linear import lora_linear
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.blocks import Attention
@@ -40,6 +41,7 @@ from tinsmith.engine.local.model.families import (
 )
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.model.quantized import quantize
 from tinsmith.engine.local.model.recurrence import StateShape
 from tinsmith.engine.local.model.recurrent_layers import RecurrentLayer, recurrent_layer
 from tinsmith.engine.local.model.rope import UnsupportedModelError
@@ -83,9 +85,16 @@ def read_config(folder: Path, reason: UnsupportedModelError) -> ForeignConfig:
 
 
 def load(
-    folder: Path, config: ForeignConfig, device: torch.device, dtype: torch.dtype
+    folder: Path,
+    config: ForeignConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    base_weights: BaseWeights = "full",
 ) -> ForeignDecoder:
-    """The model in memory, after its logits were found equal to those of its own code."""
+    """The model in memory, after its logits were found equal to those of its own code.
+
+    Weights in few bits come after that, so that for a moment it is there in full.
+    """
     from transformers import AutoModelForCausalLM
 
     with quiet_transformers():
@@ -115,6 +124,7 @@ def load(
             f"{config.architecture} does more between hidden states and logits, or in its "
             f"attention, than we know of; supported model types: {', '.join(FAMILIES)}"
         )
+    decoder.quantize(base_weights)
     return decoder
 
 
@@ -131,10 +141,11 @@ class ForeignDecoder(Decoder):
         head = model.get_output_embeddings()
         self.head = Linear(head.weight, head.bias)
         model.set_attn_implementation(ATTENTION_NAME)
-        for projection in config.projections:
-            if projection.part != "unembed" and projection.experts is None:
-                module = model.get_submodule(projection.name)
-                module.forward = functools.partial(_adapted_forward, module, projection)
+        self._linears_adapted = [
+            _AdaptedLinear(model.get_submodule(projection.name), projection)
+            for projection in config.projections
+            if projection.part != "unembed" and projection.experts is None
+        ]
         _replace_experts(model)
         _replace_recurrent_layers(model)
 
@@ -147,7 +158,20 @@ class ForeignDecoder(Decoder):
 
     @property
     def nbytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self._model.parameters())
+        quantized = sum(linear.quantized_bytes for linear in self._linears_adapted)
+        return quantized + sum(parameter.nbytes for parameter in self._model.parameters())
+
+    def quantize(self, kind: BaseWeights) -> None:
+        """Keep the weights of its linear layers in few bits."""
+        if kind == "full":
+            return
+        if any(projection.experts is not None for projection in self.config.projections):
+            raise UnsupportedModelError(
+                f"base_weights = {kind!r} keeps linear layers in few bits, and most weights of "
+                f"{self.config.architecture} are in experts; serve it with base_weights = 'full'"
+            )
+        for linear in self._linears_adapted:
+            linear.quantize(kind)
 
     def hidden(
         self,
@@ -276,17 +300,39 @@ def _attention_function(
     return _CURRENT.get().attend(module, query, key, value, options), None
 
 
-def _adapted_forward(module: nn.Linear, projection: Projection, x: Tensor) -> Tensor:
-    adapters = _CURRENT.get().adapters
-    flat = x.reshape(-1, module.in_features)
-    num_adapted = sum(projection.outputs)
-    weight, bias = module.weight, module.bias
-    first = Linear(weight[:num_adapted], None if bias is None else bias[:num_adapted])
-    y = lora_linear(flat, first, adapters, None, projection.name)
-    if num_adapted < module.out_features:
-        others = F.linear(flat, weight[num_adapted:], None if bias is None else bias[num_adapted:])
-        y = torch.cat([y, others], dim=1)
-    return y.view(*x.shape[:-1], module.out_features)
+class _AdaptedLinear:
+    """Takes the place of a linear layer, of which adapters extend the first rows or all."""
+
+    def __init__(self, module: Any, projection: Projection) -> None:
+        self.quantized_bytes = 0
+        self._module = module
+        self._name = projection.name
+        num_adapted = sum(projection.outputs)
+        sizes = [size for size in (num_adapted, module.out_features - num_adapted) if size]
+        weights = module.weight.split(sizes)
+        biases = [None] * len(sizes) if module.bias is None else module.bias.split(sizes)
+        self._parts = [Linear(*each) for each in zip(weights, biases, strict=True)]
+        module.forward = self._forward
+
+    def quantize(self, kind: BaseWeights) -> None:
+        weights = [quantize(part.weight, kind) for part in self._parts]
+        self._parts = [
+            Linear(weight, part.bias) for weight, part in zip(weights, self._parts, strict=True)
+        ]
+        self._module.weight = None
+        self.quantized_bytes = sum(weight.nbytes for weight in weights)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        adapters = _CURRENT.get().adapters
+        flat = x.reshape(-1, self._module.in_features)
+        # Nothing is adapted under the names of further parts.
+        names = [self._name, f"{self._name} others"]
+        outputs = [
+            lora_linear(flat, part, adapters, None, name)
+            for part, name in zip(self._parts, names, strict=False)
+        ]
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return y.view(*x.shape[:-1], self._module.out_features)
 
 
 def _replace_experts(model: nn.Module) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.local.model import few_rows
+from tinsmith.engine.local.model.quantized import Quantized
 
 MIN_NUMBERS = 1 << 16
 """Numbers in a weight below which nothing is gained."""
@@ -39,18 +40,26 @@ _MAX_EXACT_ROWS = 64
 
 
 class Linear:
-    """A frozen weight (outputs, inputs) and its bias; several modules may be fused into one."""
+    """A frozen weight (outputs, inputs), in full or in few bits, and its bias.
+
+    Several modules may be fused into one.
+    """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, is_exact: bool = False
+        self, weight: Tensor | Quantized, bias: Tensor | None = None, *, is_exact: bool = False
     ) -> None:
         """With `is_exact` the product is as exact packed as it is without."""
-        self.weight = weight
+        self._weight = weight
         self.bias = bias
         self._is_exact = is_exact
         self._is_packable = False
         self._forward: list[Tensor] | None = None
         self._backward: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """In full: where it is kept in few bits, a new copy."""
+        return self._weight if isinstance(self._weight, Tensor) else self._weight.dense()
 
     def allow_packing(self) -> None:
         """Spend memory on packed copies, where that is of use; see `packed_bytes`."""
@@ -59,7 +68,9 @@ class Linear:
     @property
     def packed_bytes(self) -> int:
         """What packed copies take, whether they are allowed or not."""
-        weight = self.weight
+        weight = self._weight
+        if not isinstance(weight, Tensor):
+            return 0
         is_float = weight.device.type == "cpu" and weight.dtype == torch.float32
         if not is_float or weight.numel() < MIN_NUMBERS or not _can_pack():
             return 0
@@ -69,7 +80,7 @@ class Linear:
     def nbytes(self) -> int:
         """Memory that it takes, or will take once it is used."""
         bias = 0 if self.bias is None else self.bias.nbytes
-        return self.weight.nbytes + bias + (self.packed_bytes if self._is_packable else 0)
+        return self._weight.nbytes + bias + (self.packed_bytes if self._is_packable else 0)
 
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ + bias of x (N, inputs), without gradients."""
@@ -100,7 +111,7 @@ class Linear:
 
     @property
     def _packs_forward(self) -> bool:
-        outputs, inputs = self.weight.shape
+        outputs, inputs = self._weight.shape
         return inputs <= outputs
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -93,7 +94,7 @@ def forward(module: Any, x: Tensor, states: SequenceStates, layer: int) -> Tenso
 
 def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     """One token: q, k (S, H, K), v (S, H, V), g (S, H, 1), memory (S, H, K, V)."""
-    memory = memory * g.exp()[..., None] + k[..., None] * v[..., None, :]
+    memory = torch.addcmul(memory * g.exp()[..., None], k[..., None], v[..., None, :])
     return (q[..., None, :] @ memory)[..., 0, :], memory
 
 

@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tinsmith.engine.local.config import EMBEDDED_SOURCE, LocalEngineConfig
+from tinsmith.engine.local.config import BITS, EMBEDDED_SOURCE, BaseWeights, LocalEngineConfig
 from tinsmith.engine.stored_tensors import num_elements, stored_tensors, weight_files
 from tinsmith.errors import EngineError
 
@@ -80,9 +81,24 @@ def embedded_gguf(cache_folder: Path, progress: Progress = no_progress) -> Path:
     return cached
 
 
-def weights_nbytes(folder: Path, bytes_per_number: int) -> int:
-    """Memory the folder's weights take at `bytes_per_number`, from the files' headers."""
-    return num_elements(stored_tensors(weight_files(folder))) * bytes_per_number
+def weights_nbytes(folder: Path, bytes_per_number: int, base_weights: BaseWeights = "full") -> int:
+    """Memory the folder's weights take at `bytes_per_number`, from the files' headers.
+
+    In few bits are the matrices of its layers.
+    """
+    stored = stored_tensors(weight_files(folder))
+    if base_weights == "full":
+        return num_elements(stored) * bytes_per_number
+    layers = {
+        name: tensor
+        for name, tensor in stored.items()
+        if ".layers." in name and len(tensor.shape) == 2
+    }
+    in_layers = num_elements(layers)
+    num_rows = sum(tensor.shape[0] for tensor in layers.values())
+    scales = 4 * num_rows if base_weights == "int8" else 0
+    others = num_elements(stored) - in_layers
+    return others * bytes_per_number + scales + math.ceil(in_layers * BITS[base_weights] / 8)
 
 
 def _hub_snapshot(name: str, hub_folder: Path) -> Path:

@@ -43,13 +43,15 @@ class CachedStates:
         return states if self._is_in_order else states[self._order]
 
     def write(self, layer: int, inputs: Tensor, memory: Tensor) -> None:
-        states = torch.cat([inputs.flatten(1), memory.flatten(1)], dim=1)
+        inputs, memory = inputs.flatten(1), memory.flatten(1)
         if not self._is_in_order:
-            states = states[self._back]
+            inputs, memory = inputs[self._back], memory[self._back]
+        num_inputs = inputs.shape[1]
         start = 0
         for place in self._places():
             stop = start + place.shape[1]
-            place[layer] = states[start:stop]
+            place[layer, :, :num_inputs] = inputs[start:stop]
+            place[layer, :, num_inputs:] = memory[start:stop]
             start = stop
 
     def _places(self) -> list[Tensor]:
