@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tinsmith.cli.weights.merging import merge
@@ -133,6 +133,54 @@ def test_an_exported_model_scores_as_the_server_does(
     assert (scores_of(tiny_model, trained.tokens) - have).abs().max() > 0.5
     table = run("export", path, *options, "-o", str(tmp_path / "second"), env=env)
     assert {"merged": "merged model", "gguf": "GGUF file"}[form] in table.stdout
+
+
+@pytest.mark.slow
+def test_a_quantized_export_is_smaller_and_close(
+    tiny_model: Path, trained: Trained, run_json: Any, tmp_path: Path
+) -> None:
+    options = ("--format", "gguf", "--base", str(tiny_model))
+    sizes = {}
+    for kind in ((), ("--quantize", "q8_0")):
+        target = tmp_path / f"tiny{len(kind)}.gguf"
+        env = trained.server.environment
+        answer = run_json("export", trained.external, *options, *kind, "-o", str(target), env=env)
+        sizes[kind] = answer["file_size_bytes"]
+        limit = 1e-1 if kind else 1e-3
+        assert 0 <= answer["difference"] < limit
+    assert sizes["--quantize", "q8_0"] < 0.7 * sizes[()]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_adapter_names_the_copy_that_it_was_trained_on(
+    tiny_model: Path, trained: Trained, run: Run, run_json: Any, tmp_path: Path
+) -> None:
+    """It named what the server calls the model, which a hub may have other weights for."""
+    env, target = trained.server.environment, tmp_path / "adapter"
+    options = ("--base", str(tiny_model), "-o", str(target))
+    assert run_json("export", trained.external, *options, env=env)["base_model"] == str(tiny_model)
+    loaded = AutoPeftModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    tokens = trained.tokens
+    with torch.no_grad():
+        logprobs = loaded(torch.tensor([tokens])).logits.log_softmax(-1)[0, :-1]
+    scores = logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    assert torch.allclose(scores, torch.tensor(trained.scores), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--format", "gguf", "--quantize", "q4_k_m"), "q8_0 only, not to q4_k_m"),
+        (("--quantize", "q8_0"), "--quantize needs --format gguf"),
+    ],
+)
+def test_a_quantization_that_cannot_be_written_is_refused_with_the_reason(
+    options: tuple[str, ...], message: str, run: Run, paths: Paths, tmp_path: Path
+) -> None:
+    refused = run("export", paths.state, *options, "-o", str(tmp_path / "out"))
+    assert refused.exit_code == 1
+    assert message in refused.stderr
 
 
 def test_a_base_model_that_is_not_here_has_to_be_named(

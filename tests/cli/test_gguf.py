@@ -102,6 +102,28 @@ def test_a_gguf_file_has_the_logits_of_its_folder(
     assert torch.allclose(have, wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_quantized_file_has_every_number_within_half_a_step(family: str, tmp_path: Path) -> None:
+    """Also after the rows of the llama family have changed places."""
+    build(tmp_path / "model", family)
+    file = tmp_path / "tiny.gguf"
+    gguf_file.write(tmp_path / "model", file, "tiny", lambda *facts: None, is_quantized=True)
+    kinds = {each.name: each.tensor_type.name for each in GGUFReader(file).tensors}
+    assert kinds["blk.0.attn_q.weight"] == kinds["token_embd.weight"] == "Q8_0"
+    # 48 numbers do not divide into blocks of 32.
+    assert (kinds["blk.0.ffn_down.weight"], kinds["blk.0.attn_norm.weight"]) == ("F32", "F32")
+    folder = model_folder(str(file), LocalEngineConfig(cache_folder=tmp_path / "cache"))
+    wanted, have = load(tmp_path / "model").state_dict(), load(folder).state_dict()
+    assert wanted.keys() == have.keys()
+    for name, values in wanted.items():
+        is_kept = values.ndim == 1 or values.shape[-1] % 32
+        blocks = values if is_kept else values.reshape(-1, 32)
+        step = 0.0 if is_kept else blocks.abs().amax(1, keepdim=True) / 127
+        # A scale has 16 bits, and so half a step and a little more.
+        off = (have[name].reshape(blocks.shape) - blocks).abs()
+        assert (off <= 0.6 * step + 1e-6).all(), name
+
+
 def test_reading_a_gguf_file_shows_no_progress_bar_of_a_library(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tinsmith.cli import naming
 from tinsmith.cli.failures import CommandError
 from tinsmith.cli.output import Output, Table, size_text, with_output
 
@@ -46,9 +47,20 @@ _FORMATS = {"peft": "PEFT adapter", "merged": "merged model", "gguf": "GGUF file
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="The base model's folder, where this machine does not have it in a cache.",
 )
+@click.option(
+    "--quantize",
+    "quantization",
+    metavar="q8_0",
+    help="With --format gguf: matrices as Q8_0, half the size of 16 bits.",
+)
 @with_output
 def command(
-    output: Output, checkpoint_path: str, target: Path, form: Form, base: Path | None
+    output: Output,
+    checkpoint_path: str,
+    target: Path,
+    form: Form,
+    base: Path | None,
+    quantization: str | None,
 ) -> None:
     """Write a training or external checkpoint as files for other tools.
 
@@ -60,9 +72,11 @@ def command(
     from tinsmith.client.rest import RestClient
 
     checkpoint_files.parse_downloadable(checkpoint_path)
+    _check_quantization(quantization, form)
     if target.exists():
         raise CommandError(f"{target} exists already", "Choose another name with --output.")
     client = RestClient()
+    checkpoint_path = naming.checkpoint_path(client, checkpoint_path)
     base = base or _base_folder(client, checkpoint_path, is_needed=form != "peft")
     if form == "gguf" and base is not None:
         from tinsmith.cli.weights import gguf_file
@@ -76,8 +90,9 @@ def command(
         if base is not None and form != "peft":
             _merge(base, made["peft"], made["merged"], output)
         if form == "gguf":
-            _write_gguf(made["merged"], made["gguf"], target.stem, output)
-        difference = _compare(form, base, made, output)
+            _write_gguf(made["merged"], made["gguf"], target.stem, quantization, output)
+        difference = _compare(form, base, made, quantization, output)
+        trained_on = _name_base(made["peft"], base, output)
         # It appears whole or not at all.
         shutil.move(made[form], target)
     files = [target] if target.is_file() else [each for each in target.rglob("*") if each.is_file()]
@@ -89,12 +104,14 @@ def command(
             "kind": form,
             "file_size_bytes": size,
             "difference": difference,
+            "base_model": trained_on,
         },
         Table(
             ["Property", "Value"],
             [
                 ["Checkpoint Path", checkpoint_path],
                 ["Kind", _FORMATS[form]],
+                ["Base Model", trained_on],
                 ["Total Size", size_text(size)],
                 ["Loaded back", "not compared" if difference is None else f"±{difference:.1g}"],
                 ["Written to", str(target)],
@@ -122,7 +139,54 @@ def _base_folder(client: RestClient, path: str, *, is_needed: bool) -> Path | No
         raise CommandError(str(error), "Give the base model's folder with --base.") from error
 
 
-def _compare(form: Form, base: Path | None, made: dict[str, Path], output: Output) -> float | None:
+def _check_quantization(quantization: str | None, form: Form) -> None:
+    if quantization is None:
+        return
+    if form != "gguf":
+        raise CommandError("--quantize needs --format gguf")
+    from tinsmith.cli.weights.gguf_file import QUANTIZATION
+
+    if quantization.lower() != QUANTIZATION:
+        raise CommandError(
+            f"Models are quantized to {QUANTIZATION} only, not to {quantization}",
+            "The gguf package can read the K types (Q4_K_M and its like) and not write them. "
+            "Export without --quantize, and let llama.cpp do it: "
+            "llama-quantize model.gguf small.gguf Q4_K_M",
+        )
+
+
+def _name_base(adapter: Path, base: Path | None, output: Output) -> str:
+    """The base model that the adapter's description names: what it was trained on.
+
+    A served name may be a hub's, while the weights are a converted or another copy. Where this
+    machine has that copy, the description leads to it; a hub's own copy keeps the hub's name.
+    """
+    import json
+
+    from tinsmith.engine.local.config import EMBEDDED_MODEL, LocalEngineConfig
+
+    file = adapter / "adapter_config.json"
+    settings = json.loads(file.read_text("utf-8"))
+    name = str(settings.get("base_model_name_or_path"))
+    if base is None and name == EMBEDDED_MODEL:
+        output.note(
+            f"The adapter was trained on a copy of {name} that was converted from GGUF, which "
+            "this machine does not have; on the hub's own weights it will do a little less well."
+        )
+    if base is None or base.is_relative_to(LocalEngineConfig().hub_folder):
+        return name
+    settings["base_model_name_or_path"] = str(base.absolute())
+    file.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+    return str(base.absolute())
+
+
+def _compare(
+    form: Form,
+    base: Path | None,
+    made: dict[str, Path],
+    quantization: str | None,
+    output: Output,
+) -> float | None:
     """How far the export's logits are from the adapter's; None where nothing can tell."""
     if base is None or importlib.util.find_spec("transformers") is None:
         output.note(
@@ -133,7 +197,8 @@ def _compare(form: Form, base: Path | None, made: dict[str, Path], output: Outpu
     from tinsmith.engine.local.snapshots.exports import check_export
 
     with _told("loading back", "", output):
-        return check_export(form, base, made["peft"], made[form])
+        is_quantized = quantization is not None
+        return check_export(form, base, made["peft"], made[form], is_quantized=is_quantized)
 
 
 def _merge(base: Path, adapter: Path, target: Path, output: Output) -> None:
@@ -143,11 +208,13 @@ def _merge(base: Path, adapter: Path, target: Path, output: Output) -> None:
         merging.merge(base, adapter, target, tell)
 
 
-def _write_gguf(folder: Path, target: Path, name: str, output: Output) -> None:
+def _write_gguf(
+    folder: Path, target: Path, name: str, quantization: str | None, output: Output
+) -> None:
     from tinsmith.cli.weights import gguf_file
 
     with _told("writing GGUF", "", output) as tell:
-        gguf_file.write(folder, target, name, tell)
+        gguf_file.write(folder, target, name, tell, is_quantized=quantization is not None)
 
 
 @contextmanager

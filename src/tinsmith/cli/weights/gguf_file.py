@@ -1,8 +1,8 @@
 """A model's folder as one GGUF file, which llama.cpp and its relatives load.
 
-Matrices keep the type that they have in the folder; vectors are float32, as readers expect. Only
-what a reader would compute the same way is written: another family, or a setting that GGUF has no
-word for, is refused by name.
+Matrices keep the type that they have in the folder, or become Q8_0: blocks of 32 numbers of 8 bits
+with a scale. Vectors are float32, as readers expect. Only what a reader would compute the same way
+is written: another family, or a setting that GGUF has no word for, is refused by name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingType
+from gguf import (
+    GGML_QUANT_VERSION,
+    GGMLQuantizationType,
+    GGUFWriter,
+    LlamaFileType,
+    RopeScalingType,
+)
+from gguf.quants import quant_shape_to_byte_shape, quantize
 
 from tinsmith.cli.progress import Tell
 from tinsmith.cli.weights import gguf_tokenizer
@@ -30,6 +37,13 @@ _TYPES = {
     "F16": ("<f2", GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
     "BF16": ("<u2", GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
 }
+
+QUANTIZATION = "q8_0"
+"""The one that is offered. The gguf package writes it as llama.cpp does; of the K types (Q4_K_M)
+it knows only how they are read."""
+
+_BLOCK = 32
+"""Numbers of a row that share a scale."""
 
 _OUTER = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -51,12 +65,15 @@ _INNER = {
 }
 
 
-def write(folder: Path, target: Path, name: str, tell: Tell) -> None:
-    """Write the model in `folder` to the file `target`; `name` is what readers call it."""
+def write(folder: Path, target: Path, name: str, tell: Tell, *, is_quantized: bool = False) -> None:
+    """Write the model in `folder` to the file `target`; `name` is what readers call it.
+
+    A matrix whose rows do not divide into blocks is not quantized.
+    """
     family = check_family(folder)
     config = read_config(folder)
     tensors = [
-        _Tensor(given, _name(given), stored)
+        _Tensor(given, _name(given), stored, is_quantized)
         for given, stored in stored_tensors(weight_files(folder)).items()
     ]
     matrices = {each.stored.dtype for each in tensors if len(each.stored.shape) > 1}
@@ -68,7 +85,11 @@ def write(folder: Path, target: Path, name: str, tell: Tell) -> None:
     writer = GGUFWriter(target, family)
     try:
         writer.add_name(name)
-        writer.add_file_type(_TYPES[matrices.pop()][2])
+        if is_quantized:
+            writer.add_file_type(LlamaFileType.MOSTLY_Q8_0)
+            writer.add_quantization_version(GGML_QUANT_VERSION)
+        else:
+            writer.add_file_type(_TYPES[matrices.pop()][2])
         _describe(writer, config)
         gguf_tokenizer.describe(writer, folder, config.vocab_size)
         factors = _rope_factors(config)
@@ -106,6 +127,11 @@ class _Tensor:
     given: str
     name: str
     stored: Stored
+    may_quantize: bool
+
+    @property
+    def _is_quantized(self) -> bool:
+        return self.may_quantize and not self._is_vector and self.stored.shape[-1] % _BLOCK == 0
 
     @property
     def _is_vector(self) -> bool:
@@ -116,6 +142,12 @@ class _Tensor:
             size = 4 * self.stored.shape[0]
             writer.add_tensor_info(self.name, self.stored.shape, np.dtype(np.float32), size)
             return
+        if self._is_quantized:
+            kind = GGMLQuantizationType.Q8_0
+            shape = quant_shape_to_byte_shape(self.stored.shape, kind)
+            size = int(np.prod(shape))
+            writer.add_tensor_info(self.name, shape, np.dtype(np.uint8), size, kind)
+            return
         form, kind, _ = _TYPES[self.stored.dtype]
         writer.add_tensor_info(
             self.name, self.stored.shape, np.dtype(form), self.stored.num_bytes, kind
@@ -124,8 +156,15 @@ class _Tensor:
     def values(self, family: str, config: DecoderConfig) -> Array:
         if self._is_vector:
             return self.stored.read()
+        if self._is_quantized:
+            rows = self._in_order(self.stored.read(), family, config)
+            quantized: Array = quantize(rows, GGMLQuantizationType.Q8_0)
+            return quantized
         form = _TYPES[self.stored.dtype][0]
         values = np.frombuffer(self.stored.read_bytes(), form).reshape(self.stored.shape)
+        return self._in_order(values, family, config)
+
+    def _in_order(self, values: Array, family: str, config: DecoderConfig) -> Array:
         if family == "llama" and "self_attn.q_proj" in self.given:
             return _interleaved(values, config.num_heads)
         if family == "llama" and "self_attn.k_proj" in self.given:

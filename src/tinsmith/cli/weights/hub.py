@@ -108,7 +108,10 @@ def repository_name(text: str) -> str:
 
 def model_card(path: str, repo_id: str, info: WeightsInfoResponse) -> str:
     """What a visitor of the repository reads first, with the fields that the hub understands."""
+    from tinsmith.engine.local.config import EMBEDDED_MODEL
+
     trained = f"attn={info.train_attn}, mlp={info.train_mlp}, unembed={info.train_unembed}"
+    copy = " It was trained on a copy that was converted from GGUF (Q4_1)."
     lines = [
         "---",
         f"base_model: {info.base_model}",
@@ -123,7 +126,7 @@ def model_card(path: str, repo_id: str, info: WeightsInfoResponse) -> str:
         "",
         f"# A LoRA adapter for {info.base_model}",
         "",
-        f"Exported from `{path}`.",
+        f"Exported from `{path}`.{copy if info.base_model == EMBEDDED_MODEL else ''}",
         "",
         "```python",
         "from peft import AutoPeftModelForCausalLM",
