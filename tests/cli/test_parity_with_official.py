@@ -147,8 +147,9 @@ BAD: dict[str, Line] = {
     "no such option": lambda p: ("run", "list", "--colour"),
 }
 
-# Where the sentence is ours: theirs is the text of a Python exception.
+# Where the sentence is ours: theirs is the text of a Python exception, or knows no column `name`.
 OWN_WORDS = {
+    "run list columns",
     "checkpoint info path",
     "publish path",
     "download word",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tinsmith.cli import naming
 from tinsmith.cli.failures import CommandError
 from tinsmith.cli.fetching import all_pages, more_title
 from tinsmith.cli.output import Output, Table, size_text, time_text, with_output, yes_or_no
@@ -51,7 +52,7 @@ def list_checkpoints(output: Output, run_id: str | None, limit: int) -> None:
 
     data: dict[str, Any] = {}
     if run_id:
-        data["run_id"] = run_id
+        run_id = data["run_id"] = naming.run_id(client, run_id)
         found = client.list_checkpoints(run_id).result().checkpoints
         total = len(found)
     else:
@@ -87,7 +88,8 @@ def info(output: Output, checkpoint_path: str) -> None:
     from tinsmith.client.rest import RestClient
     from tinsmith.types import ParsedCheckpointTinkerPath
 
-    _check_path(checkpoint_path)
+    client = RestClient()
+    checkpoint_path = naming.checkpoint_path(client, checkpoint_path)
     try:
         run_id = ParsedCheckpointTinkerPath.from_tinker_path(checkpoint_path).training_run_id
     except ValueError as error:
@@ -95,7 +97,6 @@ def info(output: Output, checkpoint_path: str) -> None:
             f"Invalid checkpoint path: {error}",
             "Checkpoint paths should be in the format: tinker://run-id/weights/0001",
         ) from error
-    client = RestClient()
     found = client.list_checkpoints(run_id).result().checkpoints
     checkpoint = next((each for each in found if each.tinker_path == checkpoint_path), None)
     if checkpoint is None:
@@ -128,8 +129,9 @@ def publish(output: Output, checkpoint_path: str) -> None:
     """Let everybody on the server read a checkpoint."""
     from tinsmith.client.rest import RestClient
 
-    _check_path(checkpoint_path)
-    RestClient().publish_checkpoint_from_tinker_path(checkpoint_path).result()
+    client = RestClient()
+    path = naming.checkpoint_path(client, checkpoint_path)
+    client.publish_checkpoint_from_tinker_path(path).result()
 
 
 @command.command("unpublish")
@@ -139,8 +141,9 @@ def unpublish(output: Output, checkpoint_path: str) -> None:
     """Make a checkpoint private again."""
     from tinsmith.client.rest import RestClient
 
-    _check_path(checkpoint_path)
-    RestClient().unpublish_checkpoint_from_tinker_path(checkpoint_path).result()
+    client = RestClient()
+    path = naming.checkpoint_path(client, checkpoint_path)
+    client.unpublish_checkpoint_from_tinker_path(path).result()
 
 
 @command.command("set-ttl")
@@ -152,13 +155,15 @@ def set_ttl(output: Output, checkpoint_path: str, ttl: int | None, remove: bool)
     """Say when a checkpoint expires."""
     from tinsmith.client.rest import RestClient
 
-    _check_path(checkpoint_path)
+    naming.check_path(checkpoint_path)
     which = "Use --ttl to set an expiration or --remove to clear it"
     if ttl is None and not remove:
         raise CommandError("Must specify either --ttl <seconds> or --remove", which)
     if ttl is not None and remove:
         raise CommandError("Cannot specify both --ttl and --remove", which)
-    RestClient().set_checkpoint_ttl_from_tinker_path(checkpoint_path, ttl).result()
+    client = RestClient()
+    path = naming.checkpoint_path(client, checkpoint_path)
+    client.set_checkpoint_ttl_from_tinker_path(path, ttl).result()
 
 
 @command.command("delete")
@@ -190,9 +195,9 @@ def delete(
 
     _check_what_to_delete(checkpoint_paths, run_id, bool(kind or before or after))
     client = RestClient()
-    paths = list(checkpoint_paths)
     found: list[Checkpoint] | None = None
     if run_id:
+        run_id = naming.run_id(client, run_id)
         found = _selected(
             client.list_checkpoints(run_id).result().checkpoints,
             kind,
@@ -204,8 +209,7 @@ def delete(
             return
         paths = [checkpoint.tinker_path for checkpoint in found]
     else:
-        for path in paths:
-            _check_path(path)
+        paths = [naming.checkpoint_path(client, path) for path in checkpoint_paths]
     if not yes and not _confirm(paths, found):
         click.echo("Deletion cancelled.")
         return
@@ -234,6 +238,8 @@ def download(output: Output, checkpoint_path: str, parent: Path | None, force: b
     from tinsmith.client.rest import RestClient
 
     checkpoint_files.parse_downloadable(checkpoint_path)
+    client = RestClient()
+    checkpoint_path = naming.checkpoint_path(client, checkpoint_path)
     name = checkpoint_path.removeprefix("tinker://").replace("/", "_")
     folder = (parent or Path.cwd()) / name
     if folder.exists():
@@ -243,7 +249,6 @@ def download(output: Output, checkpoint_path: str, parent: Path | None, force: b
                 "Use --force to overwrite or choose a different output directory.",
             )
         shutil.rmtree(folder)
-    client = RestClient()
     folder.mkdir(parents=True)
     try:
         size = checkpoint_files.fetch(client, checkpoint_path, folder, output)
@@ -287,8 +292,11 @@ def push_hf(
     from tinsmith.cli.weights import hub
     from tinsmith.client.rest import RestClient
 
+    client = RestClient()
+    if checkpoint_path.startswith("tinker://"):
+        checkpoint_path = naming.checkpoint_path(client, checkpoint_path)
     pushed_to = hub.push(
-        RestClient(),
+        client,
         checkpoint_path,
         hub.Upload(
             repo_id=repo_id,
@@ -314,14 +322,6 @@ def push_hf(
 
 def _expiry(checkpoint: Checkpoint) -> str:
     return time_text(checkpoint.expires_at) if checkpoint.expires_at else "Never"
-
-
-def _check_path(path: str) -> None:
-    if not path.startswith("tinker://"):
-        raise CommandError(
-            f"Invalid checkpoint path: {path}",
-            "Checkpoint path must be in the format: tinker://run-id/weights/0001",
-        )
 
 
 # --- deleting ---------------------------------------------------------------------------------

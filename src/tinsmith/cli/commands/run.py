@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tinsmith.cli import naming
 from tinsmith.cli.failures import CommandError
 from tinsmith.cli.fetching import all_pages, more_title
 from tinsmith.cli.output import Output, Table, time_text, with_output
@@ -18,6 +19,7 @@ _PAGE_SIZE = 100
 
 _COLUMNS: dict[str, tuple[str, Callable[[TrainingRun], str], str]] = {
     "id": ("Run ID", lambda run: run.training_run_id, "the run's id"),
+    "name": ("Name", naming.run_name, "what it was named"),
     "model": ("Base Model", lambda run: run.base_model, "its base model"),
     "owner": ("Owner", lambda run: run.model_owner, "who it belongs to"),
     "lora": ("LoRA", lambda run: _lora(run), "whether it trains an adapter, and its rank"),
@@ -77,6 +79,8 @@ def list_runs(output: Output, limit: int, columns: str) -> None:
     )
     title = f"{len(runs)} training run{'' if len(runs) == 1 else 's'}"
     title = more_title(title, len(runs), total) if runs else "No training runs found"
+    if (columns or _DEFAULT_COLUMNS) == _DEFAULT_COLUMNS and any(map(naming.run_name, runs)):
+        names.insert(1, "name")
     output.show(
         {"runs": [run.model_dump() for run in runs]},
         Table(
@@ -95,7 +99,8 @@ def info(output: Output, run_id: str) -> None:
     from tinsmith.client.rest import RestClient
     from tinsmith.types.runs import TrainingRunDetails
 
-    run = RestClient().get_training_run(run_id).result()
+    client = RestClient()
+    run = client.get_training_run(naming.run_id(client, run_id)).result()
     rows = [
         ["Run ID", run.training_run_id],
         ["Base Model", run.base_model],

@@ -40,8 +40,10 @@ def command(
 ) -> None:
     """Continue PROMPT with MODEL, a base model's name or a tinker:// path of sampler weights.
 
-    The prompt is taken as it is, unless --chat puts it into the model's chat template.
+    The prompt is taken as it is, unless --chat puts it into the model's chat template. A single
+    sample is shown as it comes. Ctrl-C gives up, here and at the server.
     """
+    from tinsmith.cli.sampling import replies
     from tinsmith.cli.sampling.tokenizer import load_tokenizer
     from tinsmith.cli.training import conversation
     from tinsmith.client.service import ServiceClient
@@ -65,9 +67,13 @@ def command(
         if not tokens:
             raise CommandError("The prompt is empty; a model needs a token to begin with")
         ends: Any = stop or conversation.end_tokens(tokenizer)
-        response = client.sample(
-            ModelInput.from_ints(tokens), num_samples, params(seed=seed, stop=ends, **options)
-        ).result()
+        asked = params(seed=seed, stop=ends, **options)
+        if num_samples == 1 and not output.is_json:
+            for piece in replies.continuation(client, tokenizer, tokens, asked):
+                click.echo(piece, nl=False)
+            click.echo()
+            return
+        response = client.sample(ModelInput.from_ints(tokens), num_samples, asked).result()
     texts = [tokenizer.decode(each.tokens, skip_special_tokens=True) for each in response.sequences]
     if output.is_json:
         samples = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from tinsmith.cli import naming
 from tinsmith.cli.fetching import DownloadBars
 from tinsmith.cli.output import Output, Table, size_text, with_output
 
@@ -49,8 +50,9 @@ def export_trace(output: Output, session_id: str, path: Path | None, url_only: b
     from tinsmith.client.downloads.file import fetch, forget_version
     from tinsmith.client.rest import RestClient
 
-    output.note(f"Exporting trace for session {session_id} (this may take a while)...")
     client = RestClient()
+    session_id = naming.session_id(client, session_id)
+    output.note(f"Exporting trace for session {session_id} (this may take a while)...")
     url = client.export_session_trace(session_id).result()
     if url_only:
         if output.is_json:
