@@ -17,7 +17,8 @@ from tinsmith.errors import APIStatusError, TinkerError
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "reference" / "errors.md"
-SERVER = ROOT / "src" / "tinsmith" / "server"
+SOURCE = ROOT / "src" / "tinsmith"
+SERVER = SOURCE / "server"
 
 CURES = {
     "TinkerError": "Read the message; it says what happened and to what.",
@@ -202,7 +203,7 @@ def _order(kind: type[BaseException]) -> tuple[int, str]:
 def refusals() -> dict[int, set[str]]:
     """Status -> the messages that the server's source raises with it."""
     found: dict[int, set[str]] = {}
-    for path in sorted(SERVER.rglob("*.py")):
+    for path in sorted([*SERVER.rglob("*.py"), SOURCE / "text_model.py"]):
         if path.name == "config.py":
             continue  # complaints about settings are made before anything is served
         for node in ast.walk(ast.parse(path.read_text())):

@@ -10,7 +10,8 @@ import pytest
 from tests.support.tiny_tokenizers import byte_fallback_tokenizer
 from tinsmith.errors import ValidationError
 from tinsmith.server.chat.openai import read_chat, read_completion
-from tinsmith.server.chat.text import TextModel, TextStream
+from tinsmith.server.chat.text import TextStream
+from tinsmith.text_model import TextModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

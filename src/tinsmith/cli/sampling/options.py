@@ -55,5 +55,9 @@ def params(
 def sampler(service: ServiceClient, model: str) -> SamplingClient:
     """A sampling client for a base model's name or a `tinker://` path."""
     if model.startswith("tinker://"):
-        return service.create_sampling_client(model_path=model)
+        from tinsmith.cli import naming
+        from tinsmith.client.rest import RestClient
+
+        path = naming.checkpoint_path(RestClient(), model)
+        return service.create_sampling_client(model_path=path)
     return service.create_sampling_client(base_model=model)

@@ -1,13 +1,13 @@
-"""The assistant's next message, as text that comes while it is made.
+"""What a model says next, as text that comes while it is made.
 
-Our server sends tokens as they are decoded. The hosted service answers with whole samples only, so
-it is asked for a few tokens at a time, each time with what came before: that draws the same text
-with the same odds.
+Our server sends tokens as they are decoded. The hosted service answers with whole samples only. In
+a chat it is asked for a few tokens at a time, each time with what came before: that draws the same
+text with the same odds. Where a seed or a stop string may be given, the sample comes as one piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tinsmith.cli.training import conversation
 from tinsmith.client.sampling import SamplingClient
@@ -25,22 +25,43 @@ def reply(
     params: SamplingParams,
 ) -> Iterator[str]:
     """What the assistant says to `messages`, in pieces that make up the whole."""
-    spoken: list[int] = []
+    prompt = conversation.prompt_tokens(tokenizer, messages)
+    tokens = _tokens(client, prompt, params, otherwise=_in_pieces)
+    return _texts(tokens, lambda spoken: conversation.reply_text(tokenizer, spoken))
+
+
+def continuation(
+    client: SamplingClient,
+    tokenizer: conversation.Tokenizer,
+    prompt: list[int],
+    params: SamplingParams,
+) -> Iterator[str]:
+    """What follows the prompt, in pieces that make up the whole."""
+    tokens = _tokens(client, prompt, params, otherwise=_whole)
+    return _texts(tokens, lambda said: str(tokenizer.decode(said, skip_special_tokens=True)))
+
+
+def _texts(pieces: Iterator[list[int]], text_of: Callable[[list[int]], str]) -> Iterator[str]:
+    tokens: list[int] = []
     shown = ""
-    for tokens in _tokens(client, conversation.prompt_tokens(tokenizer, messages), params):
-        spoken += tokens
-        text = conversation.reply_text(tokenizer, spoken)
+    for piece in pieces:
+        tokens += piece
+        text = text_of(tokens)
         # A character may be cut in two between tokens; it is shown when it is whole.
         if len(text) > len(shown) and text.startswith(shown) and not text.endswith("\ufffd"):
             yield text[len(shown) :]
             shown = text
-    text = conversation.reply_text(tokenizer, spoken)
+    text = text_of(tokens)
     if len(text) > len(shown) and text.startswith(shown):
         yield text[len(shown) :]
 
 
 def _tokens(
-    client: SamplingClient, prompt: list[int], params: SamplingParams
+    client: SamplingClient,
+    prompt: list[int],
+    params: SamplingParams,
+    *,
+    otherwise: Callable[[SamplingClient, list[int], SamplingParams], Iterator[list[int]]],
 ) -> Iterator[list[int]]:
     has_begun = False
     try:
@@ -51,7 +72,7 @@ def _tokens(
     except APIStatusError as error:
         if has_begun or error.status_code not in _NO_SUCH_CALL:
             raise
-    yield from _in_pieces(client, prompt, params)
+    yield from otherwise(client, prompt, params)
 
 
 def _streamed(
@@ -59,6 +80,12 @@ def _streamed(
 ) -> Iterator[list[int]]:
     for piece in client.stream(ModelInput.from_ints(prompt), params):
         yield piece.tokens
+
+
+def _whole(
+    client: SamplingClient, prompt: list[int], params: SamplingParams
+) -> Iterator[list[int]]:
+    yield client.sample(ModelInput.from_ints(prompt), 1, params).result().sequences[0].tokens
 
 
 def _in_pieces(

@@ -149,6 +149,7 @@ class Connection:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._cancellations.send_rest()
         await self.api.close()
 
     def close(self) -> None:

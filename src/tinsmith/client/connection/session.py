@@ -30,6 +30,7 @@ WARN_AFTER_SECONDS = 120.0
 MIN_REFRESH_SECONDS = 10.0
 CONFIG_TIMEOUT_SECONDS = 10.0
 CANCEL_TIMEOUT_SECONDS = 30.0
+CLOSING_SECONDS = 2.0
 
 
 async def heartbeat(
@@ -111,6 +112,15 @@ class Cancellations:
         if self._switches.current.sample_cancel_enabled:
             self._queue.put_nowait(request_id)
 
+    async def send_rest(self) -> None:
+        """Tell the service about those that are left, without patience: the client is closing."""
+        rest = [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+        sending = [asyncio.ensure_future(self._cancel(each, NO_RETRY)) for each in rest]
+        if sending:
+            _, late = await asyncio.wait(sending, timeout=CLOSING_SECONDS)
+            for task in late:
+                task.cancel()
+
     async def run(self) -> None:
         while True:
             batch = [await self._queue.get()]
@@ -121,13 +131,14 @@ class Cancellations:
                 batch.append(self._queue.get_nowait())
             await asyncio.gather(*(self._cancel(request_id) for request_id in batch))
 
-    async def _cancel(self, request_id: str) -> None:
+    async def _cancel(self, request_id: str, retry: RetryPolicy | None = None) -> None:
         try:
             await self._api.send(
                 endpoints.CANCEL_FUTURE,
                 CancelFutureRequest(request_id=request_id),
                 timeout_seconds=CANCEL_TIMEOUT_SECONDS,
+                retry=retry,
             )
         except Exception as error:
-            # The service stops the work by itself when the session ends.
+            # The service gives up the samples of a silent session by itself, later.
             logger.error("Sample %s could not be cancelled: %s", request_id, error)

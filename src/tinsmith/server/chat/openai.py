@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinsmith.errors import ValidationError
-from tinsmith.server.chat.text import TextModel
+from tinsmith.text_model import TextModel
 from tinsmith.types import SampledSequence, SamplingParams
 from tinsmith.types.convert import converter
 from tinsmith.types.protocol import MAX_STOP_CHARACTERS

@@ -1,72 +1,13 @@
-"""Text in and out of tokens, for the endpoints that speak text.
-
-A model's own tokenizer and chat template, read from its folder. Chat templates are programs that
-come with a model, so they run in a sandbox.
-"""
+"""Text in and out of tokens, for the endpoints that speak text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-import orjson
 
 from tinsmith.detokenizer import Detokenizer
 from tinsmith.engine.base import BaseModelInfo
 from tinsmith.errors import ValidationError
-
-
-class TextModel:
-    """The tokenizer and chat template of one base model."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        from tokenizers import Tokenizer
-
-        self.name = name
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._config = _read_json(folder / "tokenizer_config.json")
-        self._template = _read_template(folder, self._config)
-        self._token_texts: dict[int, str] = {}
-        """Asked for again and again; never more than the vocabulary has."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
-        return text
-
-    def token_text(self, token: int) -> str:
-        """One token by itself, special or not."""
-        text = self._token_texts.get(token)
-        if text is None:
-            text = str(self._tokenizer.decode([token], skip_special_tokens=False))
-            self._token_texts[token] = text
-        return text
-
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """The prompt that asks the model for the next message."""
-        if self._template is None:
-            raise ValidationError(f"{self.name} has no chat template; use /completions", "model")
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
-        special = {
-            name: _token_text(self._config.get(name))
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-        }
-        try:
-            text = environment.from_string(self._template).render(
-                messages=list(messages), add_generation_prompt=True, **special
-            )
-        except TemplateError as error:
-            raise ValidationError(f"the chat template refuses this: {error}", "messages") from None
-        # The template writes the special tokens itself.
-        return self.encode(text, add_special_tokens=False)
+from tinsmith.text_model import TextModel
 
 
 class TextModels:
@@ -127,30 +68,3 @@ def _num_held(text: str, stops: Sequence[str]) -> int:
                 longest = size
                 break
     return longest
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    found = orjson.loads(file.read_bytes())
-    return found if isinstance(found, dict) else {}
-
-
-def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text()
-    template = config.get("chat_template")
-    return template if isinstance(template, str) else None
-
-
-def _token_text(token: object) -> str:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""
-
-
-def _refuse(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)

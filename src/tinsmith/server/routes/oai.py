@@ -26,7 +26,7 @@ from tinsmith.server.chat.openai import (
     read_chat,
     read_completion,
 )
-from tinsmith.server.chat.text import TextModel, TextStream
+from tinsmith.server.chat.text import TextStream
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import (
     Refusal,
@@ -37,6 +37,7 @@ from tinsmith.server.edge.http import (
 from tinsmith.server.edge.routing import bare_route, route
 from tinsmith.server.service import Service
 from tinsmith.server.store.records import SamplerRecord
+from tinsmith.text_model import TextModel
 from tinsmith.types import ModelInput, SampledSequence, SampleResponse
 from tinsmith.types.protocol import EVENT_STREAM, JSON
 from tinsmith.wire import endpoints, json
