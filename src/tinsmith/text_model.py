@@ -6,7 +6,9 @@ programs that come with a model, so they run in a sandbox.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,27 +53,53 @@ class TextModel:
         token: int | None = self._tokenizer.token_to_id(_token_text(self._config.get(name)))
         return token
 
-    def render(self, messages: Sequence[dict[str, Any]], *, is_open: bool = True) -> str:
-        """The conversation as text; if it is open, up to where the assistant speaks next."""
+    @property
+    def template(self) -> str:
+        """The model's chat template."""
         if self._template is None:
             raise ValidationError(f"{self.name} has no chat template; use /completions", "model")
+        return self._template
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        options: Mapping[str, Any] | None = None,
+        *,
+        is_open: bool = True,
+    ) -> str:
+        """The conversation as text; if it is open, up to where the assistant speaks next.
+
+        `options` are what the template may know besides: tools, whether to think, …
+        """
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        # As `transformers` renders: JSON is not escaped for HTML.
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
-        special = {name: _token_text(self._config.get(name)) for name in _SPECIAL_TOKENS}
+        environment.globals["strftime_now"] = time.strftime
+        told: dict[str, Any] = {
+            name: _token_text(self._config.get(name)) for name in _SPECIAL_TOKENS
+        }
+        told |= {**(options or {}), "messages": list(messages), "add_generation_prompt": is_open}
         try:
-            return environment.from_string(self._template).render(
-                messages=list(messages), add_generation_prompt=is_open, **special
-            )
-        except TemplateError as error:
+            return environment.from_string(self.template).render(told)
+        except (TemplateError, TypeError) as error:
             raise ValidationError(f"the chat template refuses this: {error}", "messages") from None
 
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """The prompt that asks the model for the next message."""
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        options: Mapping[str, Any] | None = None,
+        *,
+        opening: str = "",
+    ) -> list[int]:
+        """The prompt that asks the model for the next message, which begins with `opening`."""
         # The template writes the special tokens itself.
-        return self.encode(self.render(messages), add_special_tokens=False)
+        return self.encode(self.render(messages, options) + opening, add_special_tokens=False)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -93,6 +121,18 @@ def _token_text(token: object) -> str:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else ""
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> None:

@@ -39,7 +39,8 @@ def test_no_stale_words_in_code_and_docs() -> None:
     for folder in ("src", "docs", "README.md"):
         path = ROOT / folder
         for file in [path] if path.is_file() else path.rglob("*"):
-            if file.suffix in (".py", ".md"):
+            # Anthropic's API is another protocol, with words of its own.
+            if file.suffix in (".py", ".md") and file.name != "anthropic.py":
                 text = file.read_text()
                 found = [word for word in stale if word in text]
                 assert not found, f"{file.relative_to(ROOT)} says {found}"

@@ -100,6 +100,15 @@ BODIES: dict[str, Any] = {
         "model": "{tinker_path}",
         "messages": [{"role": "user", "content": "a"}],
     },
+    "anthropic_messages": {
+        "model": "{tinker_path}",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 2,
+    },
+    "anthropic_count_tokens": {
+        "model": "{tinker_path}",
+        "messages": [{"role": "user", "content": "a"}],
+    },
 }
 PATH_IDS = {
     # Which of a user's ids stands at each place of a path.
@@ -294,7 +303,7 @@ async def test_an_owner_is_not_hindered_by_the_attempts(
     names = [name for name in dict(ATTEMPTS) if name not in DESTROYING]
     for name in [*names, "delete_checkpoint", "finish_session", "revoke_key"]:
         response = await _ask(owner, name, victim)
-        if name.startswith("openai_"):
+        if name.startswith(("openai_", "anthropic_")):
             assert "tokenizer" in response.text, "the fake model has none; the id was accepted"
         else:
             assert response.status_code < 400, f"{name}: {response.status_code} {response.text}"

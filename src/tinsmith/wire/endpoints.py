@@ -21,6 +21,7 @@ from tinsmith.types.tokenizers import TokenizerFilesResponse
 
 API = "/api/v1"
 OPENAI_API = "/oai/api/v1"
+ANTHROPIC_API = "/anthropic/v1"
 OUTSIDE = ""
 """Where the endpoints for whoever runs the server are."""
 
@@ -335,6 +336,14 @@ OPENAI_COMPLETIONS = Endpoint("POST", "/completions", dict, object,
 OPENAI_CHAT_COMPLETIONS = Endpoint("POST", "/chat/completions", dict, object,
     "Answer a conversation.", repeat=Repeat.ANEW, gives=(JSON, EVENT_STREAM), prefix=OPENAI_API,
     has_data=True, is_for_browsers=True)
+
+# --- for Anthropic clients ------------------------------------------------------------------------
+
+ANTHROPIC_MESSAGES = Endpoint("POST", "/messages", dict, object,
+    "Answer a conversation.", repeat=Repeat.ANEW, gives=(JSON, EVENT_STREAM), prefix=ANTHROPIC_API,
+    has_data=True)
+ANTHROPIC_COUNT_TOKENS = Endpoint("POST", "/messages/count_tokens", dict, object,
+    "How many tokens a conversation has.", prefix=ANTHROPIC_API, has_data=True)
 
 # --- for those who run the server -----------------------------------------------------------------
 

@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from tinsmith.errors import ValidationError
+from tinsmith.server.chat.ask import (
+    Ask,
+    ToolUse,
+    check_name,
+    function,
+    given,
+    read,
+    read_stops,
+    text_of,
+    tool_list,
+)
+from tinsmith.server.chat.tool_calls import ToolCall
 from tinsmith.text_model import TextModel
 from tinsmith.types import SampledSequence, SamplingParams
-from tinsmith.types.convert import converter
-from tinsmith.types.protocol import MAX_STOP_CHARACTERS
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_CHOICES = 128
 _MAX_PROMPTS = 1024
-_MAX_STOPS = 64
 _MAX_TOP_LOGPROBS = 20
 
 _SHARED = {
     "model", "max_tokens", "temperature", "top_p", "n", "stop", "seed", "stream",
-    "stream_options", "logprobs", "user", "metadata",
+    "stream_options", "logprobs", "user", "metadata", "top_k",
+}  # fmt: skip
+_CHAT = {
+    "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice",
+    "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort",
 }  # fmt: skip
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
@@ -31,29 +47,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, 0.0),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "store": (False,),
 }
 """Settings that we cannot follow, and the values with which they ask for nothing."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """A request for text, whichever endpoint it came by."""
-
-    model: str
-    is_chat: bool
-    prompts: tuple[str | list[int], ...] = ()
-    messages: tuple[dict[str, Any], ...] = ()
-    params: SamplingParams
-    stops: tuple[str, ...]
-    n: int
-    stream: bool
-    include_usage: bool
-    with_logprobs: bool
-    top_logprobs: int
+_MORE = {"assistant": {"tool_calls", "reasoning_content"}, "tool": {"tool_call_id"}}
+"""What messages of a role may have besides."""
 
 
 def read_completion(fields: Mapping[str, Any]) -> Ask:
@@ -64,11 +63,11 @@ def read_completion(fields: Mapping[str, Any]) -> Ask:
     elif isinstance(prompt, list) and prompt and all(isinstance(p, int) for p in prompt):
         prompts = (prompt,)
     elif isinstance(prompt, list) and prompt:
-        prompts = tuple(_field("prompt", str | list[int], p) for p in prompt)
+        prompts = tuple(read("prompt", str | list[int], p) for p in prompt)
     else:
         raise ValidationError("expected a text, tokens, or a list of either", "prompt")
-    count = _field("logprobs", int | None, fields.get("logprobs"))
-    max_tokens = _field("max_tokens", int | None, fields.get("max_tokens"))
+    count = read("logprobs", int | None, fields.get("logprobs"))
+    max_tokens = read("max_tokens", int | None, fields.get("max_tokens"))
     return _ask(
         fields,
         is_chat=False,
@@ -80,15 +79,14 @@ def read_completion(fields: Mapping[str, Any]) -> Ask:
 
 
 def read_chat(fields: Mapping[str, Any]) -> Ask:
-    known = _SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
-    _check_known(fields, known)
+    _check_known(fields, _SHARED | _CHAT)
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ValidationError("expected a list of messages", "messages")
     given = fields.get("max_completion_tokens")
-    max_tokens = _field("max_tokens", int | None, given or fields.get("max_tokens"))
-    with_logprobs = bool(_field("logprobs", bool | None, fields.get("logprobs")))
-    top = _field("top_logprobs", int | None, fields.get("top_logprobs")) or 0
+    max_tokens = read("max_tokens", int | None, given or fields.get("max_tokens"))
+    with_logprobs = bool(read("logprobs", bool | None, fields.get("logprobs")))
+    top = read("top_logprobs", int | None, fields.get("top_logprobs")) or 0
     if top and not with_logprobs:
         raise ValidationError("needs logprobs to be true", "top_logprobs")
     return _ask(
@@ -98,6 +96,8 @@ def read_chat(fields: Mapping[str, Any]) -> Ask:
         max_tokens=max_tokens,
         with_logprobs=with_logprobs,
         top_logprobs=top,
+        tool_use=_tool_use(fields),
+        template_options=_template_options(fields),
     )
 
 
@@ -110,14 +110,11 @@ def _ask(
     top_logprobs: int,
     prompts: tuple[str | list[int], ...] = (),
     messages: tuple[dict[str, Any], ...] = (),
+    tool_use: ToolUse | None = None,
+    template_options: Mapping[str, Any] | None = None,
 ) -> Ask:
-    stop = _field("stop", str | list[str] | None, fields.get("stop"))
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > _MAX_STOPS or any(len(text) > MAX_STOP_CHARACTERS for text in stops):
-        raise ValidationError(
-            f"at most {_MAX_STOPS} texts of at most {MAX_STOP_CHARACTERS} characters", "stop"
-        )
-    n = _given(fields, "n", int, 1)
+    stops = read_stops(fields.get("stop"), "stop")
+    n = given(fields, "n", int, 1)
     if not 1 <= n <= _MAX_CHOICES:
         raise ValidationError(f"must be between 1 and {_MAX_CHOICES}, got {n}", "n")
     if len(prompts) * n > _MAX_PROMPTS:
@@ -126,26 +123,71 @@ def _ask(
         )
     if not 0 <= top_logprobs <= _MAX_TOP_LOGPROBS:
         raise ValidationError(f"must be between 0 and {_MAX_TOP_LOGPROBS}", "top_logprobs")
-    options = _field("stream_options", dict[str, Any] | None, fields.get("stream_options")) or {}
+    options = read("stream_options", dict[str, Any] | None, fields.get("stream_options")) or {}
     return Ask(
-        model=_field("model", str, fields.get("model")),
+        model=read("model", str, fields.get("model")),
         is_chat=is_chat,
         prompts=prompts,
         messages=messages,
         params=SamplingParams(
             max_tokens=max_tokens,
-            seed=_field("seed", int | None, fields.get("seed")),
+            seed=read("seed", int | None, fields.get("seed")),
             stop=list(stops) or None,
-            temperature=_given(fields, "temperature", float, 1.0),
-            top_p=_given(fields, "top_p", float, 1.0),
+            temperature=given(fields, "temperature", float, 1.0),
+            top_p=given(fields, "top_p", float, 1.0),
+            top_k=given(fields, "top_k", int, -1),
         ),
         stops=stops,
         n=n,
-        stream=_given(fields, "stream", bool, False),
+        stream=given(fields, "stream", bool, False),
         include_usage=bool(options.get("include_usage")),
         with_logprobs=with_logprobs,
         top_logprobs=top_logprobs,
+        tool_use=tool_use or ToolUse(),
+        template_options=template_options or {},
     )
+
+
+def _tool_use(fields: Mapping[str, Any]) -> ToolUse:
+    tools = tuple(
+        _tool(tool, f"tools[{index}]")
+        for index, tool in enumerate(tool_list(fields.get("tools") or []))
+    )
+    choice = fields.get("tool_choice") or "auto"
+    is_parallel = given(fields, "parallel_tool_calls", bool, True)
+    if choice == "none" or not tools:
+        if choice not in ("none", "auto"):
+            raise ValidationError("there are no tools to choose from", "tool_choice")
+        return ToolUse()
+    if choice in ("auto", "required"):
+        name = None
+    elif isinstance(choice, Mapping) and isinstance(choice.get("function"), Mapping):
+        name = check_name(tools, str(choice["function"].get("name")))
+    else:
+        raise ValidationError("expected none, auto, required or a function", "tool_choice")
+    return ToolUse(tools=tools, is_forced=choice != "auto", name=name, is_single=not is_parallel)
+
+
+def _tool(tool: Any, path: str) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        raise ValidationError("only functions are supported", f"{path}.type")
+    described = tool.get("function")
+    if not isinstance(described, Mapping):
+        raise ValidationError("expected a function", f"{path}.function")
+    return function(
+        described.get("name"),
+        described.get("description"),
+        described.get("parameters"),
+        f"{path}.function",
+    )
+
+
+def _template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    options = read(
+        "chat_template_kwargs", dict[str, Any] | None, fields.get("chat_template_kwargs")
+    )
+    effort = read("reasoning_effort", str | None, fields.get("reasoning_effort"))
+    return {**(options or {}), **({} if effort is None else {"reasoning_effort": effort})}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -227,17 +269,31 @@ class Asked:
 
 
 def choice(
-    asked: Asked, index: int, content: str, sequence: SampledSequence, text: TextModel
+    asked: Asked,
+    index: int,
+    content: str,
+    calls: list[ToolCall],
+    sequence: SampledSequence,
+    text: TextModel,
 ) -> dict[str, Any]:
     logprobs = asked.logprobs(
         sequence.tokens, sequence.logprobs or [], text, sequence.topk_logprobs
     )
-    body: dict[str, Any] = (
-        {"message": {"role": "assistant", "content": content, "refusal": None}}
-        if asked.ask.is_chat
-        else {"text": content}
-    )
-    return {"index": index, **body, "logprobs": logprobs, "finish_reason": sequence.stop_reason}
+    if asked.ask.is_chat:
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = [described(call) for call in calls]
+        body: dict[str, Any] = {"message": message}
+    else:
+        body = {"text": content}
+    reason = "tool_calls" if calls else sequence.stop_reason
+    return {"index": index, **body, "logprobs": logprobs, "finish_reason": reason}
+
+
+def described(call: ToolCall) -> dict[str, Any]:
+    called = {"name": call.name, "arguments": call.arguments_json}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": called}
 
 
 def completion(asked: Asked, choices: list[dict[str, Any]], num_sampled: int) -> dict[str, Any]:
@@ -263,24 +319,37 @@ def _message(value: Any, index: int) -> dict[str, Any]:
     path = f"messages[{index}]"
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         raise ValidationError("expected an object with a role and content", path)
-    content = value.get("content")
-    if isinstance(content, list):
-        parts = [_text_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
-        content = "".join(parts)
-    if not isinstance(content, str):
-        raise ValidationError("expected a text", f"{path}.content")
-    for name in value.keys() - {"role", "content", "name", "refusal", "annotations"}:
+    known = {"role", "content", "name", "refusal", "annotations"} | _MORE.get(value["role"], set())
+    for name in value.keys() - known:
         if value[name] is not None:
             raise ValidationError("not supported by this server", f"{path}.{str(name)[:40]}")
-    return {"role": value["role"], "content": content}
+    content, calls = value.get("content"), value.get("tool_calls") or []
+    if content is None and calls:
+        content = ""
+    message = {"role": value["role"], "content": text_of(content, f"{path}.content")}
+    if calls:
+        if not isinstance(calls, list):
+            raise ValidationError("expected a list", f"{path}.tool_calls")
+        message["tool_calls"] = [
+            _called(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)
+        ]
+    for name in ("tool_call_id", "reasoning_content"):
+        if (told := read(f"{path}.{name}", str | None, value.get(name))) is not None:
+            message[name] = told
+    return message
 
 
-def _text_part(part: Any, path: str) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text":
-        text = part.get("text")
-        if isinstance(text, str):
-            return text
-    raise ValidationError("only text parts are supported", path)
+def _called(call: Any, path: str) -> dict[str, Any]:
+    """A call that a model made earlier, its arguments as an object."""
+    made = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(made, Mapping) or not isinstance(made.get("name"), str):
+        raise ValidationError("expected a call of a function", path)
+    try:
+        arguments = orjson.loads(made.get("arguments") or "{}")
+    except (orjson.JSONDecodeError, TypeError):
+        raise ValidationError("expected an object as JSON", f"{path}.function.arguments") from None
+    called = {"name": made["name"], "arguments": arguments}
+    return {"id": str(call.get("id", "")), "type": "function", "function": called}
 
 
 def _check_known(fields: Mapping[str, Any], known: set[str]) -> None:
@@ -288,18 +357,6 @@ def _check_known(fields: Mapping[str, Any], known: set[str]) -> None:
         if name in known or value is None or value in _NEUTRAL.get(name, ()):
             continue
         raise ValidationError("not supported by this server", name[:80])
-
-
-def _given(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = fields.get(name)
-    return default if value is None else _field(name, kind, value)
-
-
-def _field(name: str, annotation: Any, value: Any) -> Any:
-    try:
-        return converter(annotation)(value)
-    except ValidationError as error:
-        raise error.under(name) from None
 
 
 def _named(token: str, logprob: float) -> dict[str, Any]:

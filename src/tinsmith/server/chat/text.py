@@ -33,34 +33,38 @@ class TextStream:
     """
 
     def __init__(self, model: TextModel, stops: Sequence[str] = ()) -> None:
-        self.is_stopped = False
+        self.stopped_by: str | None = None
+        """The stop string that ended it."""
+
         self._detokenizer = Detokenizer(model.decode)
         self._stops = stops
         self._held = ""
 
     def add(self, tokens: Sequence[int]) -> str:
         """New text that these tokens bring."""
-        if self.is_stopped:
+        if self.stopped_by is not None:
             return ""
         text = self._up_to_stop(self._held + self._detokenizer.push(tokens))
-        num_held = 0 if self.is_stopped else _num_held(text, self._stops)
+        num_held = 0 if self.stopped_by is not None else held_back(text, self._stops)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
 
     def finish(self) -> str:
         """What was held back."""
-        if self.is_stopped:
+        if self.stopped_by is not None:
             return ""
         return self._up_to_stop(self._held + self._detokenizer.finish())
 
     def _up_to_stop(self, text: str) -> str:
-        found = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        self.is_stopped = bool(found)
-        return text[: min(found)] if found else text
+        found = [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if not found:
+            return text
+        start, self.stopped_by = min(found)
+        return text[:start]
 
 
-def _num_held(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end might be the beginning of a stop string."""
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of a text might be the beginning of a stop string."""
     longest = 0
     for stop in stops:
         for size in range(min(len(stop) - 1, len(text)), longest, -1):

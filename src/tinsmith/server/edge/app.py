@@ -22,6 +22,7 @@ from tinsmith.server.edge.origins import Origins
 from tinsmith.server.edge.routing import ApiRoute, open_route
 from tinsmith.server.routes import (
     account,
+    anthropic,
     checkpoints,
     console,
     futures,
@@ -60,6 +61,7 @@ ROUTES = [
     *futures.ROUTES,
     *telemetry.ROUTES,
     *oai.ROUTES,
+    *anthropic.ROUTES,
     *ops.ROUTES,
     open_route(endpoints.OPENAPI, openapi),
 ]

@@ -1,0 +1,218 @@
+"""From a request for text to a model's answer: prompt, jobs, and text and calls as they come.
+
+What both APIs share; their routes only read requests and shape answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from tinsmith.engine.base import Failure, SampleJob, TokensSampled
+from tinsmith.errors import EngineError, ValidationError
+from tinsmith.server.chat.ask import Ask
+from tinsmith.server.chat.text import TextStream
+from tinsmith.server.chat.tool_calls import ToolCall, ToolCallStream, form_of
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.http import Refusal
+from tinsmith.server.service import Service
+from tinsmith.server.store.records import SamplerRecord
+from tinsmith.text_model import TextModel
+from tinsmith.types import ModelInput, SampledSequence, SampleResponse
+
+
+class Answer:
+    """One sequence's text and calls, as its tokens arrive."""
+
+    def __init__(self, text: TextModel, ask: Ask) -> None:
+        self.has_calls = False
+        self._text = TextStream(text, ask.stops)
+        self._is_single = ask.tool_use.is_single
+        form = form_of(text.template) if ask.tool_use.tools else None
+        self._calls = ToolCallStream(form, _opening(text, ask)) if form is not None else None
+
+    @property
+    def stopped_by(self) -> str | None:
+        return self._text.stopped_by
+
+    def add(self, tokens: Sequence[int]) -> list[str | ToolCall]:
+        new = self._text.add(tokens)
+        if self._calls is None:
+            return [new] if new else []
+        return self._kept(self._calls.add(new))
+
+    def finish(self) -> list[str | ToolCall]:
+        rest = self._text.finish()
+        if self._calls is None:
+            return [rest] if rest else []
+        return self._kept([*self._calls.add(rest), *self._calls.finish()])
+
+    def whole(self, sequence: SampledSequence) -> list[str | ToolCall]:
+        return self.add(sequence.tokens) + self.finish()
+
+    def _kept(self, parts: list[str | ToolCall]) -> list[str | ToolCall]:
+        """All of it; where one call was asked for, nothing behind that."""
+        kept: list[str | ToolCall] = []
+        for part in parts:
+            if self.has_calls and self._is_single:
+                break
+            kept.append(part)
+            self.has_calls |= isinstance(part, ToolCall)
+        return kept
+
+
+class Answering:
+    """A request whose jobs are ready to run."""
+
+    def __init__(self, service: Service, sampler: SamplerRecord, ask: Ask, text: TextModel) -> None:
+        """Renders and encodes; call it in a thread."""
+        self.ask = ask
+        self.text = text
+        prompts = _prompts(text, ask)
+        self.num_prompt_tokens = sum(len(prompt) for prompt in prompts)
+        self.jobs = [_job(ask, sampler, prompt) for prompt in prompts]
+        self._service = service
+        self._sampler = sampler
+
+    def new_answer(self) -> Answer:
+        return Answer(self.text, self.ask)
+
+    async def complete(self) -> list[SampleResponse]:
+        """All jobs at once; the first that fails, or leaving, gives the others up."""
+        tasks = [asyncio.create_task(self._run(job)) for job in self.jobs]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def stream(self, job: SampleJob) -> AsyncGenerator[TokensSampled | SampleResponse, None]:
+        """Tokens as they are sampled, then the whole; leaving gives the job up."""
+        try:
+            async with aclosing(self._service.sampling.stream(self._sampler, job)) as events:
+                async for event in events:
+                    if isinstance(event, Failure):
+                        raise Refusal(400 if event.category == "user" else 503, event.message)
+                    yield event
+        except EngineError as error:
+            raise Refusal(503, f"the engine is restarting: {error}") from None
+
+    async def _run(self, job: SampleJob) -> SampleResponse:
+        async with aclosing(self.stream(job)) as events:
+            async for event in events:
+                if isinstance(event, SampleResponse):
+                    return event
+        raise Refusal(503, "the engine gave no result")
+
+
+async def prepare(service: Service, caller: Caller, ask: Ask) -> Answering:
+    """Find the model, render the prompt, and see that there is room for it."""
+    sampler, text = await find_model(service, caller, ask.model)
+    answering = await asyncio.to_thread(Answering, service, sampler, ask, text)
+    num_bytes = sum(job.prompt.nbytes for job in answering.jobs)
+    if not service.sampling.has_room(caller.owner, len(answering.jobs), num_bytes):
+        problem = f"{len(answering.jobs)} more prompts are too many at once; wait, or send fewer"
+        raise Refusal(429, problem, {"retry-after": "1"})
+    return answering
+
+
+async def find_model(
+    service: Service, caller: Caller, model: str
+) -> tuple[SamplerRecord, TextModel]:
+    """A sampler for one request, and the tokenizer and template of its base model."""
+    sampler = await _sampler(service, caller, model)
+    base = await service.base_model(sampler.base_model)
+    if base is None:
+        raise Refusal(404, f"no base model called {sampler.base_model!r} is served")
+    return sampler, await asyncio.to_thread(service.text_models.get, base)
+
+
+async def _sampler(service: Service, caller: Caller, model: str) -> SamplerRecord:
+    """Of a base model, or of a checkpoint."""
+    base_model, weights_id = model, None
+    if model.startswith("tinker://"):
+        try:
+            checkpoint = await service.checkpoints.readable(model, caller.owner)
+            weights = await service.checkpoints.weights_of(checkpoint)
+        except ValidationError:
+            raise Refusal(404, f"there is no checkpoint {model[:200]!r}") from None
+        base_model, weights_id = weights.base_model, weights.weights_id
+    elif await service.base_model(model) is None:
+        if (reason := service.why_refused(model)) is not None:
+            raise Refusal(404, f"{model!r} cannot be served: {reason}")
+        served = ", ".join(m.name for m in (await service.capabilities()).models)
+        raise Refusal(404, f"no model called {model[:200]!r}; served: {served or 'none'}")
+    return SamplerRecord(
+        sampler_id="oai",
+        session_id="",
+        sampling_session_seq_id=-1,
+        owner=caller.owner,
+        base_model=base_model,
+        weights_id=weights_id,
+        created_at=time.time(),
+    )
+
+
+def _prompts(text: TextModel, ask: Ask) -> list[list[int]]:
+    if ask.is_chat:
+        return [render(text, ask)]
+    return [p if isinstance(p, list) else text.encode(p) for p in ask.prompts]
+
+
+def render(text: TextModel, ask: Ask) -> list[int]:
+    """The tokens of a conversation, up to where the model is to speak."""
+    options = _known_options(text, ask)
+    if ask.tool_use.tools:
+        options["tools"] = list(ask.tool_use.tools)
+    return text.render_chat(ask.messages, options, opening=_opening(text, ask))
+
+
+def _known_options(text: TextModel, ask: Ask) -> dict[str, Any]:
+    """What the template is told, by names that occur in it."""
+    hints = {name: value for name, value in ask.template_hints.items() if name in text.template}
+    options = {**hints, **ask.template_options}
+    effort = options.get("reasoning_effort")
+    if effort is not None and "reasoning_effort" not in text.template:
+        del options["reasoning_effort"]
+        if "enable_thinking" in text.template:
+            options.setdefault("enable_thinking", effort != "none")
+        elif effort != "none":
+            raise ValidationError(
+                f"the chat template of {text.name} knows no reasoning", "reasoning_effort"
+            )
+    for name in options:
+        if name not in text.template:
+            raise ValidationError(
+                f"the chat template of {text.name} knows no {name[:80]!r}", "chat_template_kwargs"
+            )
+    return options
+
+
+def _opening(text: TextModel, ask: Ask) -> str:
+    """What the answer must begin with."""
+    if not ask.tool_use.tools:
+        return ""
+    form = form_of(text.template)
+    if form is None:
+        raise ValidationError(
+            f"the chat template of {text.name} does not say how to call tools", "tools"
+        )
+    return form.forced(ask.tool_use.name) if ask.tool_use.is_forced else ""
+
+
+def _job(ask: Ask, sampler: SamplerRecord, prompt: list[int]) -> SampleJob:
+    return SampleJob(
+        job_id=f"oai-{uuid.uuid4().hex}",
+        base_model=sampler.base_model,
+        sampler_id=sampler.weights_id,
+        prompt=ModelInput.from_ints(prompt),
+        params=ask.params,
+        num_samples=ask.n,
+        topk_sample_logprobs=ask.top_logprobs,
+        stream=ask.stream,
+        scope=sampler.owner,
+    )

@@ -1,0 +1,144 @@
+"""The Anthropic-compatible endpoints: messages, streamed or not, with tools, and their length."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from tinsmith.engine.base import TokensSampled
+from tinsmith.server.chat.answering import Answer, Answering, find_model, prepare, render
+from tinsmith.server.chat.anthropic import (
+    block,
+    blocks,
+    error_body,
+    message_body,
+    read_messages,
+    stop_reason,
+)
+from tinsmith.server.chat.tool_calls import ToolCall
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.http import (
+    Refusal,
+    check_still_known,
+    while_connected,
+    while_known,
+)
+from tinsmith.server.edge.routing import route
+from tinsmith.server.service import Service
+from tinsmith.types import SampledSequence
+from tinsmith.types.protocol import EVENT_STREAM
+from tinsmith.wire import endpoints, json
+
+
+async def messages(
+    service: Service, caller: Caller, request: Request, message: dict[str, Any]
+) -> Response | dict[str, Any]:
+    answering = await prepare(service, caller, read_messages(message))
+    if answering.ask.stream:
+        goodbye = _event(error_body(401, "the API key was revoked"))
+        stream = while_known(service, request, _streamed(answering), goodbye)
+        return StreamingResponse(stream, media_type=EVENT_STREAM)
+    (response,) = await while_connected(request, answering.complete())
+    await check_still_known(service, request)
+    return _whole(answering, response.sequences[0])
+
+
+async def count_tokens(
+    service: Service, caller: Caller, request: Request, message: dict[str, Any]
+) -> dict[str, int]:
+    ask = read_messages(message, is_counted_only=True)
+    _, text = await find_model(service, caller, ask.model)
+    return {"input_tokens": len(await asyncio.to_thread(render, text, ask))}
+
+
+def _whole(answering: Answering, sequence: SampledSequence) -> dict[str, Any]:
+    answer = answering.new_answer()
+    content = blocks(answer.whole(sequence))
+    reason = _reason(answer, sequence)
+    body = message_body(
+        answering.ask, content, reason, answering.num_prompt_tokens, len(sequence.tokens)
+    )
+    return {**body, "stop_sequence": answer.stopped_by}
+
+
+async def _streamed(answering: Answering) -> AsyncGenerator[bytes, None]:
+    answer = answering.new_answer()
+    writing = _Blocks()
+    start = message_body(answering.ask, [], None, answering.num_prompt_tokens, 0)
+    yield _event({"type": "message_start", "message": start})
+    try:
+        async with aclosing(answering.stream(answering.jobs[0])) as events:
+            async for event in events:
+                if isinstance(event, TokensSampled):
+                    for new in writing.add(answer.add(event.tokens.tolist())):
+                        yield _event(new)
+                else:
+                    for new in [*writing.add(answer.finish()), *writing.close()]:
+                        yield _event(new)
+                    yield _event(_end(answer, event.sequences[0]))
+    except Refusal as refusal:
+        yield _event(error_body(refusal.status, refusal.detail))
+        return
+    yield _event({"type": "message_stop"})
+
+
+def _end(answer: Answer, sequence: SampledSequence) -> dict[str, Any]:
+    delta = {"stop_reason": _reason(answer, sequence), "stop_sequence": answer.stopped_by}
+    usage = {"output_tokens": len(sequence.tokens)}
+    return {"type": "message_delta", "delta": delta, "usage": usage}
+
+
+def _reason(answer: Answer, sequence: SampledSequence) -> str:
+    return stop_reason(sequence.stop_reason, answer.stopped_by, has_calls=answer.has_calls)
+
+
+class _Blocks:
+    """The events that write content blocks, one after another."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._is_open = False
+
+    def add(self, parts: list[str | ToolCall]) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        for part in parts:
+            if isinstance(part, str):
+                if not self._is_open:
+                    events += self._start(block(""))
+                events.append(self._delta({"type": "text_delta", "text": part}))
+            else:
+                written = block(part)
+                events += [*self.close(), *self._start({**written, "input": {}})]
+                delta = {"type": "input_json_delta", "partial_json": part.arguments_json}
+                events += [self._delta(delta), *self.close()]
+        return events
+
+    def close(self) -> list[dict[str, Any]]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        return [{"type": "content_block_stop", "index": self._index}]
+
+    def _start(self, first: dict[str, Any]) -> list[dict[str, Any]]:
+        self._index += 1
+        self._is_open = True
+        return [{"type": "content_block_start", "index": self._index, "content_block": first}]
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    kind = str(data["type"]).encode()
+    return b"event: " + kind + b"\ndata: " + json.encode(data) + b"\n\n"
+
+
+ROUTES = [
+    route(endpoints.ANTHROPIC_MESSAGES, messages, errors=error_body),
+    route(endpoints.ANTHROPIC_COUNT_TOKENS, count_tokens, errors=error_body),
+]
