@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import pickle
 import random
 import threading
 import time
@@ -23,7 +25,7 @@ from tinsmith.errors import (
     TinkerError,
     ValidationError,
 )
-from tinsmith.types import AdamParams, Datum, DimuonParams, ModelInput
+from tinsmith.types import AdamParams, Datum, DimuonParams, ModelInput, SamplingParams
 
 FORWARD_BACKWARD = "/api/v1/forward_backward"
 
@@ -329,6 +331,29 @@ async def test_async_twins_return_futures_like_their_siblings(training: Training
     assert (await (await training.save_state_async("x"))).path.endswith("/weights/x")
     sampler = await training.save_weights_and_get_sampling_client_async()
     assert "'s1:sample:0'" in repr(sampler)
+
+
+@pytest.mark.parametrize("way", ["dropped", "pickled", "handed on"])
+def test_an_unnamed_sampler_is_released_when_its_only_client_is_dropped(
+    stub: Any, training: TrainingClient, way: str
+) -> None:
+    sampler = training.save_weights_and_get_sampling_client()
+    if way == "pickled":
+        pickle.dumps(sampler)
+    if way == "handed on":
+        sampler.get_sampler_handle()
+    pending = sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1))
+    del sampler
+    gc.collect()
+    pending.result(10)
+    training.optim_step(AdamParams()).result(10)  # the sample's last breath is over
+    gc.collect()
+    deadline = time.monotonic() + (5 if way == "dropped" else 0.2)
+    while not (released := stub.seen("/samplers/s1:sample:0")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [r.method for r in released] == (["DELETE"] if way == "dropped" else [])
+    kinds = [r.path.rpartition("/")[2] for r in stub.requests]
+    assert not released or kinds.index("asample") < kinds.index("s1:sample:0"), "not before"
 
 
 def test_a_twin_goes_through_its_sibling(training: TrainingClient) -> None:

@@ -103,6 +103,7 @@ class SamplingClient(QueueStateObserver):
         self._seq_ids = itertools.count((self._clone_id or 0) * CLONE_BLOCK)
         self._joining = asyncio.Lock()
         self._poller: CompletionPoller | None = None
+        self._release: weakref.finalize[..., SamplingClient] | None = None
 
     def __repr__(self) -> str:
         return f"<SamplingClient of sampling session {self._sampling_session_id!r}>"
@@ -356,11 +357,24 @@ class SamplingClient(QueueStateObserver):
 
     # --- in other processes -------------------------------------------------------------------
 
+    def release_when_dropped(self) -> None:
+        """Have the service delete these unnamed weights when this client, the only one that knows
+        them, is dropped. One that was pickled or has given a handle away is not the only one:
+        then they stay until the session ends."""
+        release = self.holder.release_sampler
+        self._release = weakref.finalize(self, release, self._sampling_session_id)
+        self._release.atexit = False  # the session ends with the program
+
+    def _is_not_the_only_one(self) -> None:
+        if self._release is not None:
+            self._release.detach()
+
     def get_sampler_handle(self) -> str:
         """A string from which any process can make a client for the same weights.
 
         It holds no credential: the other process uses its own.
         """
+        self._is_not_the_only_one()
         state = {
             "session_id": self.holder.get_session_id(),
             "sampling_session_id": self._sampling_session_id,
@@ -385,6 +399,7 @@ class SamplingClient(QueueStateObserver):
             raise ValidationError(f"not a sampler handle: {error}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self._is_not_the_only_one()
         return _rebuild, (
             self.holder.get_session_id(),
             self._sampling_session_id,

@@ -374,12 +374,14 @@ class TrainingClient:
         sampling_session_seq_id = self.holder.next_sampling_session_seq_id()
 
         def client(saved: SaveWeightsForSamplerResponseInternal) -> SamplingClient:
-            return SamplingClient(
+            sampler = SamplingClient(
                 self.holder,
                 sampling_session_id=_needed(saved.sampling_session_id, "sampling_session_id"),
                 retry_config=retry_config,
                 record_stability_info=record_stability_info,
             )
+            sampler.release_when_dropped()
+            return sampler
 
         return self._operate(
             endpoints.SAVE_WEIGHTS_FOR_SAMPLER,

@@ -125,7 +125,11 @@ class ServerConfig:
     """How long deleted checkpoints, and files that the store does not know, wait in the trash."""
 
     sampler_retention_seconds: float = 24 * 3600.0
-    """How long the unnamed samplers of a silent or finished session are kept."""
+    """How long the unnamed samplers of a session are kept that is silent but not finished: its
+    client may come back from a computer that sleeps."""
+
+    finished_sampler_seconds: float = 300.0
+    """How long those of a finished session are kept after somebody last sampled."""
 
     max_gathered_tokens: int = 65_536
     """Most tokens of training passes in one engine call; a longer single pass runs alone."""

@@ -238,7 +238,8 @@ class Service:
         await self.usage.flush()
         await self.draw_curves()
         await self.sessions.sweep()
-        await self.sessions.sweep_samplers()
+        for session_id in await self.sessions.without_samplers():
+            await self.samplers.forget(session_id)
         await self.checkpoints.delete_expired()
         await self.weights.sweep()
         await self.sampling.give_up_abandoned(self.sessions.silence)

@@ -87,12 +87,15 @@ class Sessions:
                 self._sessions.pop(session_id, None)
                 await self._put_away(session_id)
 
-    async def sweep_samplers(self) -> None:
-        """Forget the samplers of sessions that have been silent or finished for very long."""
-        limit = time.time() - self._config.sampler_retention_seconds
-        for session_id in await self._store.samplers.silent_sessions(limit):
-            if session_id not in self._seen:
-                await self._store.samplers.forget(session_id)
+    async def without_samplers(self) -> list[str]:
+        """Sessions whose samplers nobody will ask for: they are finished, and nobody has sampled
+        for minutes; or they have been silent for very long."""
+        now, after_end = time.time(), self._config.finished_sampler_seconds
+        found = await self._store.samplers.silent_sessions(
+            now - self._config.sampler_retention_seconds, now - after_end
+        )
+        # What is in memory is newer than what is written.
+        return [session_id for session_id in found if self.silence(session_id) >= after_end]
 
     async def retire_models(self) -> None:
         """Drop the state of models whose sessions have been silent or finished for very long."""

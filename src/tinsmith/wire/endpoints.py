@@ -309,6 +309,8 @@ JOIN_SAMPLING_SESSION = Endpoint("POST", "/join_sampling_session",
     "A number for another copy of a sampling client.", C.SESSION, Repeat.ANEW)
 GET_SAMPLER = Endpoint("GET", "/samplers/{sampler_id}", NOTHING, SamplerInfo,
     "Base model and weights of a sampler.")
+RELEASE_SAMPLER = Endpoint("DELETE", "/samplers/{sampler_id}", NOTHING, NOTHING,
+    "Say that the only client of an unnamed sampler is gone.")
 SAMPLE = Promised("POST", "/asample", t.SampleRequest, _PROMISE,
     "Sample a prompt.", result=t.SampleResponse, connection=C.SAMPLE, has_data=True)
 SAMPLE_STREAM = Endpoint("POST", "/sample_stream", t.SampleRequest, object,

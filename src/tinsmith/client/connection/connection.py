@@ -23,6 +23,7 @@ from tinsmith.client.connection.session import (
     fetch_switches,
     heartbeat,
     is_alive,
+    release_sampler,
 )
 from tinsmith.client.connection.telemetry import Telemetry
 from tinsmith.client.connection.tracing import Spans
@@ -277,6 +278,16 @@ class Connection:
     def cancel_sample(self, request_id: str) -> None:
         """Tell the service that nobody waits for this sample any more."""
         self._cancellations.add(request_id)
+
+    def release_sampler(self, sampler_id: str) -> None:
+        """Tell the service that nobody has this unnamed sampler any more. From any thread: it is
+        called when a client is collected."""
+        with contextlib.suppress(RuntimeError):  # the loop may be gone at interpreter exit
+            self._loop.call_soon_threadsafe(self._start_release, sampler_id)
+
+    def _start_release(self, sampler_id: str) -> None:
+        if self.is_open:
+            self.keep_task(asyncio.create_task(release_sampler(self.api, sampler_id)))
 
     # --- what clients ask ---------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ MIN_REFRESH_SECONDS = 10.0
 CONFIG_TIMEOUT_SECONDS = 10.0
 CANCEL_TIMEOUT_SECONDS = 30.0
 CLOSING_SECONDS = 2.0
+RELEASE_TIMEOUT_SECONDS = 10.0
 
 
 async def heartbeat(
@@ -73,6 +74,20 @@ async def is_alive(api: Api, session_id: str) -> bool:
             return False
         raise
     return True
+
+
+async def release_sampler(api: Api, sampler_id: str) -> None:
+    """Say that an unnamed sampler is no longer wanted; its weights then make room."""
+    try:
+        await api.send(
+            endpoints.RELEASE_SAMPLER.at(sampler_id=sampler_id),
+            None,
+            timeout_seconds=RELEASE_TIMEOUT_SECONDS,
+            retry=NO_RETRY,
+        )
+    except TinkerError as error:
+        # A service that does not know the request keeps them until the session ends.
+        logger.debug("Sampler %s was not released: %s", sampler_id, error)
 
 
 class Switches:

@@ -81,6 +81,13 @@ async def get_sampler(service: Service, caller: Caller, request: Request) -> Sam
     )
 
 
+async def release_sampler(service: Service, caller: Caller, request: Request) -> None:
+    """Beside the protocol: the official client does not say so. Where others have joined it, the
+    sampler stays, as those of named weights do."""
+    sampler = await _owned_sampler(service, caller, request.path_params["sampler_id"])
+    await service.samplers.release(sampler)
+
+
 async def asample(
     service: Service, caller: Caller, request: Request, message: SampleRequest
 ) -> UntypedAPIFuture:
@@ -203,6 +210,7 @@ ROUTES = [
     route(endpoints.CREATE_SAMPLING_SESSION, create_sampling_session),
     route(endpoints.JOIN_SAMPLING_SESSION, join_sampling_session),
     bare_route(endpoints.GET_SAMPLER, get_sampler),
+    bare_route(endpoints.RELEASE_SAMPLER, release_sampler),
     route(endpoints.SAMPLE, asample),
     route(endpoints.SAMPLE_STREAM, sample_stream),
 ]

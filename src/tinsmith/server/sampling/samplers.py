@@ -29,5 +29,16 @@ class Samplers:
             del self._records[next(iter(self._records))]
         return record
 
+    async def release(self, sampler: SamplerRecord) -> None:
+        """Forget an unnamed sampler whose only client is gone."""
+        if await self._store.samplers.release(sampler.sampler_id):
+            self._records.pop(sampler.sampler_id, None)
+
+    async def forget(self, session_id: str) -> None:
+        """Forget all samplers of a session."""
+        await self._store.samplers.forget(session_id)
+        kept = {k: each for k, each in self._records.items() if each.session_id != session_id}
+        self._records = kept
+
     async def create(self, record: SamplerRecord) -> SamplerRecord:
         return await self._store.samplers.add(record)

@@ -60,11 +60,29 @@ class Samplers:
 
         return await self._database.write(write)
 
-    async def silent_sessions(self, seen_before: float) -> Sequence[str]:
-        """Sessions with samplers that gave no sign of life since a moment."""
+    async def release(self, sampler_id: str) -> bool:
+        """Forget an unnamed sampler that only one client has; whether it was one."""
+        table = schema.samplers
+        return bool(
+            await self._database.execute(
+                sa.delete(table).where(
+                    table.c.sampler_id == sampler_id,
+                    table.c.num_clients == 1,
+                    table.c.weights_id.is_not(None),
+                    table.c.model_path.is_(None),
+                )
+            )
+        )
+
+    async def silent_sessions(self, seen_before: float, finished_before: float) -> Sequence[str]:
+        """Sessions with samplers that gave no sign of life since a moment, or since another if
+        they are finished."""
         sessions, samplers = schema.sessions, schema.samplers
+        is_finished = sa.and_(
+            sessions.c.state != "active", sessions.c.last_seen_at < finished_before
+        )
         query = sa.select(sessions.c.session_id).where(
-            sessions.c.last_seen_at < seen_before,
+            sa.or_(sessions.c.last_seen_at < seen_before, is_finished),
             sa.exists().where(samplers.c.session_id == sessions.c.session_id),
         )
         return await self._database.column(query)
