@@ -8,7 +8,6 @@ import os
 import pty
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,6 @@ import pytest
 
 import tinsmith
 from tinsmith.cli.failures import CommandError, explained
-from tinsmith.cli.training import training_data
-from tinsmith.client import tokenizers
-from tinsmith.errors import ValidationError
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Paths, Run
@@ -129,82 +125,9 @@ def test_a_model_that_the_server_does_not_have_is_noticed_before_its_tokenizer_i
     assert "'tinsmith/fak'" in refused.stderr and "tinsmith/fake" in refused.stderr
 
 
-def test_a_template_that_refuses_a_conversation_is_an_error_with_its_place(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was forty lines of traceback."""
-    template = "{{ raise_exception('roles must alternate') }}"
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    file = tmp_path / "data.jsonl"
-    messages = [{"role": role, "content": "x"} for role in ("user", "assistant")]
-    file.write_text(json.dumps({"messages": messages}))
-    with pytest.raises(ValidationError, match=r"line 1.*chat template.*roles must alternate"):
-        training_data.read(file, tokenizer, 100)
-
-
 def test_help_in_a_chat_is_not_sent_to_the_model(run: Run, byte_tokenizer: Path) -> None:
     options = ("--tokenizer", str(byte_tokenizer), "--max-tokens", "4", "--json")
     talked = run("chat", "tinsmith/fake", *options, stdin="/help\nhello\n/exit\n")
     assert talked.exit_code == 0, talked.output
     assert [json.loads(line)["user"] for line in talked.stdout.splitlines()] == ["hello"]
     assert "/reset" in talked.stderr
-
-
-# --- data -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tokenizer(byte_tokenizer: Path) -> Any:
-    return tokenizers.load(str(byte_tokenizer))
-
-
-@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "byte order mark"])
-@pytest.mark.parametrize("form", ["lines", "array", "indented array"])
-def test_lines_and_arrays_are_read_with_and_without_a_mark(
-    tokenizer: Any, tmp_path: Path, form: str, mark: str
-) -> None:
-    text = {
-        "lines": "\n".join(map(json.dumps, LINES)),
-        "array": json.dumps(LINES),
-        "indented array": "\n " + json.dumps(LINES, indent=2),
-    }[form]
-    file = tmp_path / "data.json"
-    file.write_text(mark + text, encoding="utf-8")
-    examples, _ = training_data.read(file, tokenizer, 100)
-    assert len(examples) == 3
-
-
-@pytest.mark.parametrize(
-    ("text", "place"),
-    [
-        (json.dumps([*LINES, "text"]), "item 4"),
-        (json.dumps([*LINES, {"prompt": 3}]), "item 4"),
-        ("[{", "data.json"),
-    ],
-)
-def test_a_mistake_in_an_array_is_reported_with_its_place(
-    tokenizer: Any, tmp_path: Path, text: str, place: str
-) -> None:
-    file = tmp_path / "data.json"
-    file.write_text(text)
-    with pytest.raises(ValidationError, match=place):
-        training_data.read(file, tokenizer, 100)
-
-
-def test_a_step_does_not_shuffle_everything() -> None:
-    """It did, once for every example: 1.3 s a step at 100,000."""
-    examples = [training_data.Example([number], [1.0]) for number in range(100_000)]
-    batches = training_data.Batches(examples, 8, seed=0)
-    batches.of_step(0)
-    started = time.process_time()
-    for step in range(1, 200):
-        batches.of_step(step)
-    assert time.process_time() - started < 1.0
-
-
-def test_a_resumed_run_sees_the_batches_of_an_undisturbed_one() -> None:
-    examples = [training_data.Example([number], [1.0]) for number in range(7)]
-    undisturbed = training_data.Batches(examples, 3, seed=5)
-    expected = [undisturbed.of_step(step) for step in range(10)]
-    for step in range(10):
-        assert training_data.Batches(examples, 3, seed=5).of_step(step) == expected[step]

@@ -206,9 +206,11 @@ def _train(
     from tinsmith.cli.training.schedule import learning_rate
     from tinsmith.types import AdamParams
 
-    examples = [conversation.chat_example(tokenizer, lesson) for lesson in LESSONS]
+    examples = [
+        example for lesson in LESSONS for example in conversation.chat_examples(tokenizer, lesson)
+    ]
     order = random.Random(seed)
-    batch: list[tuple[list[int], list[float]]] = []
+    batch: list[conversation.Example] = []
     started = time.monotonic()
     num_tokens = 0
     for step in range(steps):
@@ -216,13 +218,13 @@ def _train(
             batch = order.sample(examples, len(examples))
         now, batch = batch[:BATCH], batch[BATCH:]
         passed = training.forward_backward(
-            [conversation.datum(*example) for example in now], "cross_entropy"
+            [conversation.datum(each.tokens, each.weights) for each in now], "cross_entropy"
         )
         rate = learning_rate(LEARNING_RATE, step, steps, min(_WARM_UP_STEPS, max(1, steps // 4)))
         stepped = training.optim_step(AdamParams(learning_rate=rate))
-        loss = passed.result().metrics["loss:sum"] / sum(sum(w) for _, w in now)
+        loss = passed.result().metrics["loss:sum"] / sum(each.num_learned for each in now)
         stepped.result()
-        num_tokens += sum(len(tokens) for tokens, _ in now)
+        num_tokens += sum(len(each.tokens) for each in now)
         story.losses.append(loss)
         story.tokens_per_second = num_tokens / (time.monotonic() - started)
         stage.update(step + 1, f"loss {loss:.3f}, {story.tokens_per_second:.0f} tokens/s")

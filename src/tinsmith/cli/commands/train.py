@@ -1,165 +1,197 @@
-"""`tinsmith train`: training from the command line."""
+"""`tinsmith train`: training without code."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinsmith.cli.failures import CommandError
+from tinsmith.cli.failures import CommandError, Interrupted
 from tinsmith.cli.output import Output, Table, with_output
+from tinsmith.cli.training import settings as run_settings
+from tinsmith.cli.training.settings import METHODS, Settings
 
 if TYPE_CHECKING:
+    from tinsmith.cli.training.methods import Method
+    from tinsmith.cli.training.run_folder import Progress, RunFolder
     from tinsmith.client.service import ServiceClient
 
 
-_POSITIVE = click.FloatRange(min=0, min_open=True)
-
-
-@click.group("train")
-def command() -> None:
-    """Train a model on a server."""
-
-
-@command.command("sft")
-@click.argument("data", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--model", help="Base model.  [default: the server's, if it has one only]")
-@click.option("--rank", type=click.IntRange(1), default=32, show_default=True)
-@click.option("--learning-rate", type=_POSITIVE, default=2e-4, show_default=True)
-@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--epochs", type=_POSITIVE, default=3.0, show_default=True)
-@click.option("--steps", type=click.IntRange(1), help="Steps, whatever --epochs says.")
+@click.group("train", invoke_without_command=True)
 @click.option(
-    "--max-length",
-    type=click.IntRange(2),
-    default=2048,
-    show_default=True,
-    help="Longer examples, in tokens, are left out.",
+    "--resume",
+    "run_folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Go on with the run in this folder; it knows everything else.",
 )
-@click.option(
-    "--held-out",
-    type=click.FloatRange(0, 0.9),
-    default=0.1,
-    show_default=True,
-    help="Part of the examples that is only evaluated on.",
-)
-@click.option("--save-every", type=click.IntRange(1), default=50, show_default=True)
-@click.option("--eval-every", type=click.IntRange(1), default=20, show_default=True)
-@click.option(
-    "--output",
-    "-o",
-    "folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for metrics, plot and progress.  [default: the data file's name without .jsonl]",
-)
-@click.option("--resume", is_flag=True, help="Go on with the run in the output folder.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--tokenizer", "tokenizer_source", help="A folder or hub name of another tokenizer.")
 @with_output
-def sft(
-    output: Output,
-    data: Path,
-    model: str | None,
-    rank: int,
-    learning_rate: float,
-    batch_size: int,
-    epochs: float,
-    steps: int | None,
-    max_length: int,
-    held_out: float,
-    save_every: int,
-    eval_every: int,
-    folder: Path | None,
-    resume: bool,
-    seed: int,
-    tokenizer_source: str | None,
-) -> None:
-    """Fine-tune on DATA, a file of JSON lines or a JSON array.
+def command(output: Output, run_folder: Path | None) -> None:
+    """Train a model on a server.
+
+    Each method takes a file of data, or a TOML file of settings, and options over it. The run's
+    folder has everything: `tinsmith train --resume FOLDER` goes on after an interruption as if
+    there had been none.
+    """
+    context = click.get_current_context()
+    if run_folder is None:
+        if context.invoked_subcommand is None:
+            click.echo(context.get_help())
+        return
+    if context.invoked_subcommand is not None:
+        raise CommandError(
+            f"--resume needs no {context.invoked_subcommand}: the run's file says what it is"
+        )
+    from tinsmith.cli.training.run_folder import RunFolder
+
+    _run(output, RunFolder.open(run_folder))
+
+
+_ABOUTS = {
+    "sft": """Fine-tune on conversations or texts.
 
     \b
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
     {"prompt": "…", "completion": "…"}
+    {"text": "…"}
+    ShareGPT's "conversations", Alpaca's "instruction", "input" and "output"
 
     Conversations go through the model's chat template, and only what the assistant says is
-    learned; prompts and completions are taken as they are. Progress is saved as checkpoints on
-    the server; --resume goes on after an interruption as if there had been none.
-    """
-    from tinsmith.cli.progress import Progress
-    from tinsmith.cli.sampling.tokenizer import load_tokenizer
-    from tinsmith.cli.training import supervised, training_data
-    from tinsmith.client.service import ServiceClient
+    learned; prompts and completions are taken as they are. `tinsmith data preview` shows what
+    will be learned.""",
+    "dpo": """Learn which of two answers is the better (direct preference optimization).
 
-    folder = folder or _folder_beside(data)
-    if (folder / supervised.RUN_FILE).exists() and not resume:
+    \b
+    {"prompt": "…", "chosen": "…", "rejected": "…"}
+
+    Texts are taken as they are, lists of messages go through the model's chat template.""",
+    "rl": """Learn from a reward for the model's own answers (policy gradient with groups).
+
+    \b
+    {"prompt": "…", "answer": "…"}
+
+    A prompt is a text, or a list of messages. The reward is a Python function
+    (--reward file.py:function, called with an answer and its record), a URL, or the share of
+    checks that an answer passes (--check contains --check length:1..200).""",
+    "distill": """Learn from a teacher's view of the model's own answers (on-policy distillation).
+
+    \b
+    {"prompt": "…"}
+
+    A prompt is a text, or a list of messages. The teacher is another model of the same tokenizer
+    or a checkpoint, or the model itself with a system prompt (--teacher-system), which thereby
+    moves into the weights.""",
+}
+
+
+def _method_command(method: str) -> click.Command:
+    @click.argument("source", metavar="[DATA | CONFIG.toml]", required=False)
+    @run_settings.with_settings(METHODS[method])
+    @with_output
+    def train(output: Output, /, source: str | None, **options: Any) -> None:
+        _run(output, _new_run(method, source, options))
+
+    return click.command(method, help=_ABOUTS[method])(train)
+
+
+for _name in METHODS:
+    command.add_command(_method_command(_name))
+
+
+def _new_run(method: str, source: str | None, options: dict[str, Any]) -> RunFolder:
+    """A folder for a run that has not begun."""
+    from tinsmith.cli.training.run_folder import RUN_FILE, RunFolder
+
+    is_file = source is not None and source.endswith(".toml")
+    if source is not None and not is_file:
+        if options["data"] is not None:
+            raise CommandError("Give the data once: as an argument, or as --data")
+        options = {**options, "data": source}
+    file = Path(source) if source is not None and is_file else None
+    settings = run_settings.build(METHODS[method], file, options)
+    if not settings.data:
+        raise CommandError("Give data to train on: a file, or the name of a data set")
+    path = _folder_of(method, settings)
+    if (path / RUN_FILE).exists():
         raise CommandError(
-            f"{folder} has a run in it",
-            "Go on with it (--resume), or choose another folder (--output).",
+            f"{path} has a run in it",
+            f"Go on with it (tinsmith train --resume {path}), or choose another folder (--output).",
         )
-    with ServiceClient(user_metadata={"made_by": "tinsmith train sft"}) as service:
-        model = _known_model(service, model)
-        tokenizer = load_tokenizer(service, model, tokenizer_source)
-        everything, num_too_long = training_data.read(data, tokenizer, max_length)
-        if num_too_long:
-            output.note(f"{num_too_long} examples of over {max_length} tokens are left out")
-        examples, evaluated = training_data.split(everything, held_out, seed)
-        num_steps = steps or supervised.num_steps(len(examples), batch_size, epochs)
-        plan = supervised.Plan(
-            model=model,
-            rank=rank,
-            learning_rate=learning_rate,
-            batch_size=batch_size,
-            num_steps=num_steps,
-            warm_up_steps=min(10, max(1, num_steps // 10)),
-            seed=seed,
-            num_examples=len(examples),
-            examples_digest=training_data.digest(examples),
-        )
-        state = supervised.load_progress(folder, plan) if resume else supervised.Progress()
-        folder.mkdir(parents=True, exist_ok=True)
-        with Progress(is_quiet=output.is_json).stage("training", total=num_steps) as stage:
-            supervised.train(
-                service,
-                plan,
-                state,
-                examples,
-                evaluated,
-                folder,
-                save_every=save_every,
-                eval_every=eval_every,
-                stage=stage,
-            )
-    metrics = supervised.read_metrics(folder)
-    supervised.write_plot(folder, metrics, f"Loss per token, {data.name}")
-    if not output.is_json:
-        from tinsmith.cli.training.plot import plot
-
-        click.echo(plot(_thinned([line["loss"] for line in metrics]), title="Loss per token"))
-    last = metrics[-1]
-    facts = {
-        "model": model,
-        "examples": len(examples),
-        "held_out": len(evaluated),
-        "left_out": num_too_long,
-        "steps": state.step,
-        "loss": last["loss"],
-        "eval_loss": last.get("eval_loss"),
-        "checkpoint": state.state_path,
-        "sampler_checkpoint": state.sampler_path,
-        "metrics": str(folder / supervised.METRICS_FILE),
-        "plot": str(folder / supervised.PLOT_FILE),
+    located: dict[str, Any] = {
+        name: str(Path(value).absolute())
+        for name in run_settings.path_names(settings)
+        if (value := getattr(settings, name)) and Path(value.partition(":")[0]).exists()
     }
-    rows = [
-        [name, f"{value:.4f}" if isinstance(value, float) else str(value)]
-        for name, value in facts.items()
-        if value is not None
-    ]
-    output.show(facts, Table(["Property", "Value"], rows))
+    settings = replace(settings, name=settings.name or path.name, **located)
+    return RunFolder(path, method, settings, digest="")
 
 
-def _folder_beside(data: Path) -> Path:
-    named = data.with_suffix("")
-    return data.with_name(f"{data.name}-run") if named == data else named
+def _folder_of(method: str, settings: Settings) -> Path:
+    if settings.output is not None:
+        return Path(settings.output)
+    data = Path(settings.data)
+    beside = data.parent if data.exists() else Path()
+    return beside / (settings.name or f"{data.stem.partition(':')[0]}-{method}")
+
+
+def _run(output: Output, folder: RunFolder) -> None:
+    from tinsmith.cli.training import interruption, trackers
+    from tinsmith.cli.training.display import showing
+    from tinsmith.cli.training.loop import Loop, Stopped
+    from tinsmith.client.service import ServiceClient
+    from tinsmith.errors import TinkerError
+
+    go_on = f"Go on with: tinsmith train --resume {folder.path}"
+    with ServiceClient(user_metadata={"made_by": f"tinsmith train {folder.method}"}) as service:
+        model = _known_model(service, folder.settings.model)
+        method, folder = _prepared(output, service, model, folder)
+        logs = trackers.build(folder)
+        try:
+            with (
+                showing(
+                    method.shown, method.charts[0], folder.metrics(), is_quiet=output.is_json
+                ) as display,
+                interruption.noticed(
+                    lambda: display.note("ending after this step; Ctrl-C again ends at once")
+                ) as wanted,
+            ):
+                progress = Loop(service, model, folder, display, logs, wanted).run(method)
+        except (Stopped, KeyboardInterrupt):
+            done = folder.progress().step
+            raise Interrupted(f"interrupted; saved after step {done}", go_on) from None
+        except TinkerError:
+            output.note(f"the run is saved after step {folder.progress().step}. {go_on}")
+            raise
+        finally:
+            trackers.close(logs)
+    _tell(output, method, folder, model, progress)
+
+
+def _prepared(
+    output: Output, service: ServiceClient, model: str, folder: RunFolder
+) -> tuple[Method[Any, Any], RunFolder]:
+    """The method with its data, and the folder that knows which data they are."""
+    from tinsmith.cli.sampling.tokenizer import load_tokenizer
+    from tinsmith.cli.training import methods
+    from tinsmith.cli.training.checkpoints import Start
+
+    tokenizer = load_tokenizer(service, model, folder.settings.tokenizer)
+    world = methods.World(service, model, tokenizer, Start(service, model, folder).sampler)
+    method = methods.find(folder.method)(folder.settings, world)
+    if method.num_left_out:
+        output.note(
+            f"{method.num_left_out} examples of over {folder.settings.max_length} tokens are left "
+            "out (--max-length)"
+        )
+    if folder.digest not in ("", method.digest):
+        raise CommandError(
+            f"the data of the run in {folder.path} has changed since it began: "
+            f"{folder.settings.data}",
+            "Put back what it was, or begin another run with --from "
+            f"{folder.progress().state_path or 'a checkpoint'}.",
+        )
+    return method, replace(folder, digest=method.digest)
 
 
 def _known_model(service: ServiceClient, name: str | None) -> str:
@@ -180,8 +212,38 @@ def _known_model(service: ServiceClient, name: str | None) -> str:
     return name
 
 
-def _thinned(values: list[float], most: int = 72) -> list[float]:
-    """Averages of neighbours, so that a long curve fits a line of the terminal."""
-    size = -(-len(values) // most)
-    pieces = [values[i : i + size] for i in range(0, len(values), size)]
-    return [sum(piece) / len(piece) for piece in pieces]
+def _tell(
+    output: Output, method: Method[Any, Any], folder: RunFolder, model: str, progress: Progress
+) -> None:
+    """What came of it: a report in the folder, and its facts."""
+    from tinsmith.cli.training import report
+    from tinsmith.cli.training.plot import plot, thinned
+
+    metrics = folder.metrics()
+    last = {name: value for line in metrics for name, value in line.items()}
+    best = progress.best
+    facts = {
+        "method": folder.method,
+        "model": model,
+        "examples": len(method.items),
+        "held_out": len(method.held_out),
+        "left_out": method.num_left_out,
+        "steps": progress.step,
+        **{name: last[name] for name in method.shown if name in last},
+        "checkpoint": progress.state_path,
+        "sampler_checkpoint": progress.sampler_path,
+        "best_checkpoint": best and best.path,
+        "best_step": best and best.step,
+        "folder": str(folder.path),
+        "report": str(folder.path / report.HTML_FILE),
+    }
+    report.Report(folder, method.charts, facts).write()
+    if not output.is_json:
+        chart = method.charts[0]
+        key = next(iter(chart.curves.values()))
+        values = [line[key] for line in metrics if key in line]
+        click.echo(plot(thinned(values), title=chart.title))
+    rows = [[name, report.shown(value)] for name, value in facts.items() if value is not None]
+    output.show(facts, Table(["Property", "Value"], rows))
+    for text, remark in report.going_on(facts):
+        output.note(f"\n  # {remark}\n  {text}")
