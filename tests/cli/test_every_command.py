@@ -135,14 +135,16 @@ CASES: dict[str, Callable[[World], Call]] = {
     "storage show": lambda w: Call(w.data_dir, r"checkpoints +owner +\d", ("storage",)),
     "storage trash": lambda w: Call(w.data_dir, "ID +Moved|is empty", ("trash",)),
     "top": lambda w: Call(("--interval", "0.1"), "Engine +up", ("engine", "queued_operations")),
-    "train sft": lambda w: Call(
-        (
-            *(_examples(w), "--steps", "2", "--tokenizer", str(w.tokenizer)),
-            *("-o", str(w.tmp_path / "run")),
-        ),
-        "Loss per token",
-        ("checkpoint", "loss", "steps"),
+    "train distill": lambda w: _training(
+        w, {"prompt": "ab"}, "kl", "--teacher", FAKE, "--max-tokens", "4"
     ),
+    "train dpo": lambda w: _training(
+        w, {"prompt": "ab", "chosen": "c", "rejected": "d"}, "margin", "--beta", "1"
+    ),
+    "train rl": lambda w: _training(
+        w, {"prompt": "ab"}, "reward", "--check", "length:..9", "--max-tokens", "4"
+    ),
+    "train sft": lambda w: _training(w, {"prompt": "ab", "completion": "cd"}, "loss"),
     "version": lambda w: Call((), r"^tinsmith \d", ("tinsmith", "protocol")),
 }
 
@@ -179,10 +181,11 @@ def _new_key(world: World) -> str:
     return str(json.loads(made.stdout)["key_id"])
 
 
-def _examples(world: World) -> str:
+def _training(world: World, record: dict[str, str], metric: str, *options: str) -> Call:
     file = world.tmp_path / "data.jsonl"
-    file.write_text('{"prompt": "ab", "completion": "cd"}\n' * 4)
-    return str(file)
+    file.write_text(f"{json.dumps(record)}\n" * 4)
+    arguments = (str(file), "--steps", "2", "--tokenizer", str(world.tokenizer), *options)
+    return Call(arguments, rf"^{metric} +\S", ("checkpoint", "steps", metric))
 
 
 def test_every_command_has_a_case() -> None:
