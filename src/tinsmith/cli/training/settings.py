@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -229,6 +229,8 @@ def restored(method: str, values: Mapping[str, Any]) -> Settings:
 
 
 def _from_toml(kind: type[Settings], file: Path) -> dict[str, Any]:
+    import tomllib
+
     try:
         found = tomllib.loads(file.read_text("utf-8-sig"))
     except tomllib.TOMLDecodeError as error:
@@ -294,4 +296,9 @@ def _plain_type(kind: type[Settings], each: dataclasses.Field[Any]) -> type:
 
 
 def _annotation(kind: type[Settings], each: dataclasses.Field[Any]) -> Any:
-    return typing.get_type_hints(kind)[each.name]
+    return _annotations(kind)[each.name]
+
+
+@cache
+def _annotations(kind: type[Settings]) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
