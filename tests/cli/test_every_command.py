@@ -107,7 +107,17 @@ CASES: dict[str, Callable[[World], Call]] = {
     "checkpoint publish": lambda w: Call((w.new_checkpoint(),), "^$", ()),
     "checkpoint set-ttl": lambda w: Call((w.new_checkpoint(), "--ttl", "7200"), "^$", ()),
     "checkpoint unpublish": lambda w: Call((w.new_checkpoint(),), "^$", ()),
+    "data preview": lambda w: Call(
+        (_prompts(w), "--method", "rl", "--tokenizer", str(w.tokenizer)),
+        "1 sequences, 2 tokens",
+        ("sequences", "learned_tokens", "shown"),
+    ),
     "doctor": lambda w: Call((), r"server +ok", ("ok", "findings")),
+    "eval": lambda w: Call(
+        (FAKE, _prompts(w), "--check", "length:0..", "--tokenizer", str(w.tokenizer)),
+        r"length:0\.\. +1\.000",
+        ("prompts", "scores"),
+    ),
     "export": lambda w: Call(
         (w.paths.state, "-o", str(w.tmp_path / "out")), "PEFT adapter", ("kind", "destination")
     ),
@@ -179,6 +189,12 @@ def _deleted(world: World) -> str:
 def _new_key(world: World) -> str:
     made = world.run("--json", "key", "create", "spare", *world.data_dir)
     return str(json.loads(made.stdout)["key_id"])
+
+
+def _prompts(world: World) -> str:
+    file = world.tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "ab"}\n')
+    return str(file)
 
 
 def _training(world: World, record: dict[str, str], metric: str, *options: str) -> Call:

@@ -93,6 +93,19 @@ def test_a_file_that_cannot_be_read_is_reported_with_its_place(
         list(records.read(str(file)))
 
 
+def test_a_file_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "data.txt"
+    file.write_bytes("Käse".encode("latin-1"))
+    with pytest.raises(ValidationError, match=r"data\.txt: is not UTF-8"):
+        list(records.read(str(file)))
+
+
+def test_a_cell_may_be_as_long_as_a_book(tmp_path: Path) -> None:
+    file = tmp_path / "data.csv"
+    file.write_text("text\n" + "a" * 200_000 + "\n")
+    assert len(next(records.read(str(file))).fields["text"]) == 200_000
+
+
 def test_a_parquet_file_is_read_where_pyarrow_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

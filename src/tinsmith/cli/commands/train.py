@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,16 +11,26 @@ import click
 
 from tinsmith.cli.failures import CommandError, Interrupted
 from tinsmith.cli.output import Output, Table, with_output
-from tinsmith.cli.training import settings as run_settings
-from tinsmith.cli.training.settings import METHODS, Settings
+from tinsmith.cli.training import METHOD_NAMES
 
 if TYPE_CHECKING:
     from tinsmith.cli.training.methods import Method
     from tinsmith.cli.training.run_folder import Progress, RunFolder
+    from tinsmith.cli.training.settings import Settings
     from tinsmith.client.service import ServiceClient
 
 
-@click.group("train", invoke_without_command=True)
+class _Methods(click.Group):
+    """A command for each method, with its settings as options; made when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(METHOD_NAMES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return _method_command(cmd_name) if cmd_name in METHOD_NAMES else None
+
+
+@click.group("train", cls=_Methods, invoke_without_command=True)
 @click.option(
     "--resume",
     "run_folder",
@@ -86,8 +97,10 @@ _ABOUTS = {
 
 
 def _method_command(method: str) -> click.Command:
+    from tinsmith.cli.training import settings as run_settings
+
     @click.argument("source", metavar="[DATA | CONFIG.toml]", required=False)
-    @run_settings.with_settings(METHODS[method])
+    @run_settings.with_settings(run_settings.METHODS[method])
     @with_output
     def train(output: Output, /, source: str | None, **options: Any) -> None:
         _run(output, _new_run(method, source, options))
@@ -95,12 +108,9 @@ def _method_command(method: str) -> click.Command:
     return click.command(method, help=_ABOUTS[method])(train)
 
 
-for _name in METHODS:
-    command.add_command(_method_command(_name))
-
-
 def _new_run(method: str, source: str | None, options: dict[str, Any]) -> RunFolder:
     """A folder for a run that has not begun."""
+    from tinsmith.cli.training import settings as run_settings
     from tinsmith.cli.training.run_folder import RUN_FILE, RunFolder
 
     is_file = source is not None and source.endswith(".toml")
@@ -109,7 +119,7 @@ def _new_run(method: str, source: str | None, options: dict[str, Any]) -> RunFol
             raise CommandError("Give the data once: as an argument, or as --data")
         options = {**options, "data": source}
     file = Path(source) if source is not None and is_file else None
-    settings = run_settings.build(METHODS[method], file, options)
+    settings = run_settings.build(run_settings.METHODS[method], file, options)
     if not settings.data:
         raise CommandError("Give data to train on: a file, or the name of a data set")
     path = _folder_of(method, settings)
@@ -139,12 +149,13 @@ def _run(output: Output, folder: RunFolder) -> None:
     from tinsmith.cli.training import interruption, trackers
     from tinsmith.cli.training.display import showing
     from tinsmith.cli.training.loop import Loop, Stopped
+    from tinsmith.cli.training.models import known_model
     from tinsmith.client.service import ServiceClient
     from tinsmith.errors import TinkerError
 
     go_on = f"Go on with: tinsmith train --resume {folder.path}"
     with ServiceClient(user_metadata={"made_by": f"tinsmith train {folder.method}"}) as service:
-        model = _known_model(service, folder.settings.model)
+        model = known_model(service, folder.settings.model)
         method, folder = _prepared(output, service, model, folder)
         logs = trackers.build(folder)
         try:
@@ -194,24 +205,6 @@ def _prepared(
     return method, replace(folder, digest=method.digest)
 
 
-def _known_model(service: ServiceClient, name: str | None) -> str:
-    """The model of that name, or the only one; asked before its tokenizer is looked for."""
-    known = [
-        each.model_name
-        for each in service.get_server_capabilities().supported_models
-        if each.trainable is not False and each.model_name
-    ]
-    if name is None and len(known) == 1:
-        return known[0]
-    if name is None:
-        raise CommandError("Say which model to train: --model", f"Known: {', '.join(known)}")
-    if name not in known:
-        raise CommandError(
-            f"The server cannot train a model called {name!r}", f"Known: {', '.join(known)}"
-        )
-    return name
-
-
 def _tell(
     output: Output, method: Method[Any, Any], folder: RunFolder, model: str, progress: Progress
 ) -> None:
@@ -238,7 +231,7 @@ def _tell(
         "report": str(folder.path / report.HTML_FILE),
     }
     report.Report(folder, method.charts, facts).write()
-    if not output.is_json:
+    if not (output.is_json or sys.stderr.isatty()):  # a terminal has seen the curve grow
         chart = method.charts[0]
         key = next(iter(chart.curves.values()))
         values = [line[key] for line in metrics if key in line]

@@ -135,17 +135,18 @@ def _is_learned(message: Message) -> bool:
 
 
 def _render(tokenizer: Tokenizer, messages: Sequence[Message], *, is_open: bool) -> str:
-    if not tokenizer.chat_template:
-        raise TinkerError(
-            "the model has no chat template, which messages need; use 'prompt' and 'completion'"
-        )
     try:
         text: str = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=is_open
         )
     except Exception as error:
         # Templates raise errors of a library that only tokenizers with a template bring along.
-        if type(error).__module__.partition(".")[0] != "jinja2":
-            raise
-        raise TinkerError(f"the model's chat template refuses the conversation: {error}") from error
+        if type(error).__module__.partition(".")[0] == "jinja2":
+            problem = f"the model's chat template refuses the conversation: {error}"
+            raise TinkerError(problem) from error
+        if isinstance(error, ValueError) and "chat_template" in str(error):
+            raise TinkerError(
+                "the model has no chat template, which messages need; use 'prompt' and 'completion'"
+            ) from error
+        raise
     return text

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from tinsmith.cli.training import conversation
 from tinsmith.cli.training.checkpoints import Checkpoints
@@ -54,6 +55,7 @@ class Loop:
             with attempt as (training, _):
                 self.progress = self.folder.progress()
                 self.folder.drop_metrics_after(self.progress.step)
+                self._link(training)
                 self._train(method, training, recovery)
         return self.progress
 
@@ -168,6 +170,12 @@ class Loop:
         return self.service.create_lora_training_client(
             self.model, rank=settings.rank, seed=settings.seed, user_metadata=about
         )
+
+    def _link(self, training: TrainingClient) -> None:
+        """Where the run can be watched, if that is a page of the server it runs on."""
+        url = training.get_console_url()
+        if urlsplit(url).netloc == urlsplit(self.service.config.base_url).netloc:
+            self.display.note(f"watch it at {url}")
 
     def _recovering(self, error: BaseException, step: int) -> None:
         self.display.note(f"failed ({error}); going on from step {step}")

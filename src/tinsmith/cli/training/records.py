@@ -17,6 +17,8 @@ from tinsmith.errors import ValidationError
 
 _ENCODING = "utf-8-sig"  # some programs begin a file with a mark
 _DATA_SET_SPLIT = "train"
+_LONGEST_CELL = 2**31 - 1
+"""The library's own limit, 128 KiB, is less than a long text has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,13 @@ def read(source: str) -> Iterator[Record]:
     read_file = {".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".txt": _text}.get(
         path.suffix.lower(), _json
     )
-    for place, value in read_file(path):
-        if not isinstance(value, dict):
-            raise ValidationError(f"expected an object, got {type(value).__name__}", place)
-        yield Record(place, value)
+    try:
+        for place, value in read_file(path):
+            if not isinstance(value, dict):
+                raise ValidationError(f"expected an object, got {type(value).__name__}", place)
+            yield Record(place, value)
+    except UnicodeDecodeError as error:
+        raise ValidationError(f"is not UTF-8 text ({error.reason})", str(path)) from error
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
@@ -71,6 +76,7 @@ def _first_character(file: TextIO) -> str:
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(_LONGEST_CELL)
     with path.open(encoding=_ENCODING, newline="") as file:
         reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
         for row in reader:

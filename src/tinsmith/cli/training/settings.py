@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from tinsmith.cli.failures import CommandError
+from tinsmith.cli.training import METHOD_NAMES
 from tinsmith.cli.training.schedule import SCHEDULES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -174,12 +175,9 @@ class DistillSettings(SampledSettings):
     kl_coefficient: float = _setting(1.0, "Weight of the difference to the teacher.", _POSITIVE)
 
 
-METHODS: dict[str, type[Settings]] = {
-    "sft": SftSettings,
-    "dpo": DpoSettings,
-    "rl": RlSettings,
-    "distill": DistillSettings,
-}
+METHODS: dict[str, type[Settings]] = dict(
+    zip(METHOD_NAMES, (SftSettings, DpoSettings, RlSettings, DistillSettings), strict=True)
+)
 
 
 # --- from options, a TOML file, the run's file ------------------------------------------------
