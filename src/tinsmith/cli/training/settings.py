@@ -12,7 +12,6 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -294,9 +293,11 @@ def _plain_type(kind: type[Settings], each: dataclasses.Field[Any]) -> type:
 
 
 def _annotation(kind: type[Settings], each: dataclasses.Field[Any]) -> Any:
-    return _annotations(kind)[each.name]
+    known = _ANNOTATIONS.setdefault(kind.__name__, {})
+    if not known:
+        known.update(typing.get_type_hints(kind))
+    return known[each.name]
 
 
-@cache
-def _annotations(kind: type[Settings]) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+_ANNOTATIONS: dict[str, dict[str, Any]] = {}
+"""By class: evaluating them takes as long as all else that help does."""
