@@ -32,6 +32,7 @@ def pages(run: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 390)])
 def test_no_page_has_a_fault_that_axe_knows(
     new_user: Callable[..., User], theme: str, width: int

@@ -159,7 +159,10 @@ def _teach(
             sampler = service.create_sampling_client(base_model=EMBEDDED_MODEL)
             story.before = _ask(sampler, tokenizer, QUESTIONS, stage)
         training = service.create_lora_training_client(
-            EMBEDDED_MODEL, rank=RANK, seed=seed, user_metadata={"made_by": "tinsmith demo"}
+            EMBEDDED_MODEL,
+            rank=RANK,
+            seed=seed,
+            user_metadata={"name": "pirate", "made_by": "tinsmith demo"},
         )
         with progress.stage("training", total=steps) as stage:
             _train(training, tokenizer, steps, seed, stage, story)

@@ -11,9 +11,9 @@ const HEIGHT = { wide: 320, plain: 190 };
  * against their own x. `marks` are [{x, t, label}] on the axis; `onpick(x)` hears clicks on a point.
  */
 export class Chart {
-  constructor(title, { wide = false, sync = "console", onpick } = {}) {
+  constructor(title, { sync = "console", onpick } = {}) {
     this.title = title;
-    this.isWide = wide;
+    this.isWide = false;
     this.sync = sync;
     this.onpick = onpick;
     this.axis = "x";
@@ -28,7 +28,7 @@ export class Chart {
     this.numbers = h("div", { hidden: true });
     this.log = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.toggleLog() }, "Log");
     this.tableButton = h("button", { type: "button", class: "small", "aria-expanded": "false", onclick: () => this.toggleTable() }, "Table");
-    this.element = h("figure", { class: wide ? "chart wide" : "chart", data: { key: title } },
+    this.element = h("figure", { class: "chart", data: { key: title } },
       h("figcaption", {}, h("h3", {}, title), this.value), this.plot,
       h("div", { class: "controls" }, this.legend, this.log, this.tableButton), this.numbers);
     this.resize = new ResizeObserver(() => this.fit());
@@ -39,6 +39,13 @@ export class Chart {
   set(options) {
     Object.assign(this, options);
     this.draw();
+  }
+
+  /** The first chart of a page has the whole width. */
+  widen(isWide) {
+    this.isWide = isWide;
+    this.element.classList.toggle("wide", isWide);
+    this.fit();
   }
 
   update(lines, marks = this.marks) {
@@ -64,7 +71,7 @@ export class Chart {
 
   fit() {
     if (!this.u) this.draw();
-    else if (this.u.width !== this.plot.clientWidth) this.u.setSize({ width: this.plot.clientWidth, height: this.height });
+    else if (this.u.width !== this.plot.clientWidth || this.u.height !== this.height) this.u.setSize({ width: this.plot.clientWidth, height: this.height });
   }
 
   get height() {

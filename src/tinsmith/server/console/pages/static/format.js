@@ -7,6 +7,7 @@ export function number(value, digits = 4) {
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return value.toLocaleString("en").replace("-", "−");
   const size = Math.abs(value);
+  if (size >= 1000 && size < 1e6) return Math.round(value).toLocaleString("en").replace("-", "−");
   if (size !== 0 && (size >= 1e6 || size < 1e-3)) return value.toExponential(2).replace("e+", "e").replaceAll("-", "−");
   return value.toPrecision(digits).replace("-", "−");
 }
@@ -69,4 +70,6 @@ export const clock = (value) =>
 /** The end of a long id: the beginning is mostly the same. */
 export const shortId = (id) => (id.length > 22 ? `${id.slice(0, 8)}…${id.slice(-10)}` : id);
 
-export const runName = (run) => run.user_metadata?.name || run.user_metadata?.run_name || shortId(run.training_run_id);
+/** What the user called it, or else its base model and the beginning of its id. */
+export const runName = (run) =>
+  run.user_metadata?.name || run.user_metadata?.run_name || `${run.base_model.split("/").at(-1)} ${run.training_run_id.slice(0, 8)}`;

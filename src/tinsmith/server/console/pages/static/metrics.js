@@ -5,7 +5,7 @@ const CURATED = [
   ["unclipped_grad_l2:mean", "Gradient norm"],
   ["optim/learning_rate", "Learning rate"],
   ["kl_q_p:mean", "KL to the sampler"],
-  ["logprob_gap:mean", "Gap between trainer and sampler"],
+  ["logprob_gap:mean", "Trainer–sampler gap"],
   ["clip_fraction:mean", "Clip fraction"],
   ["entropy:mean", "Entropy"],
   ["advantage:std", "Spread of advantages"],
@@ -19,17 +19,19 @@ const TITLES = new Map(CURATED);
 
 export const titleOf = (key) => TITLES.get(key) ?? key;
 
-/** Those of the overview: the loss, what the client posted, and the other curated ones. */
+/** Those of the overview: rewards, the loss, what else the client posted, and the other curated ones. */
 export function overview(keys, posted) {
   const [loss, ...rest] = CURATED.map(([key]) => key).filter((key) => keys.includes(key));
-  return [...new Set([loss, ...posted, ...rest])].filter(Boolean);
+  const rewards = posted.filter((key) => /reward/i.test(key));
+  return [...new Set([...rewards, loss, ...posted, ...rest])].filter(Boolean);
 }
 
-/** What an ended operation says about time; the server keeps it with the operation. */
+/** What an ended pass says about time; the server keeps it with the operation. */
 export function timesOf(operation) {
+  if (operation.status !== "done" || !operation.started || !operation.tokens) return {};
   const compute = operation.ended - operation.started;
   const times = { "time/wait": operation.started - operation.submitted, "time/compute": compute };
-  if (operation.tokens && compute > 0) times["time/tokens_per_second"] = operation.tokens / compute;
+  if (compute > 0) times["time/tokens_per_second"] = operation.tokens / compute;
   return times;
 }
 

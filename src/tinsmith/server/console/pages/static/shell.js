@@ -1,12 +1,12 @@
 // What every page has: theme, who is signed in, keyboard, and the way an error is shown.
 
 import { get, send } from "./api.js";
-import { $, empty, fill, h } from "./dom.js";
+import { $, empty, fill, h, link } from "./dom.js";
 
 const THEMES = ["system", "light", "dark"];
 const GO = { r: "/", s: "/sessions", c: "/checkpoints", o: "/compare", p: "/playground", u: "/usage", v: "/server", k: "/keys" };
 
-/** Run a page: its errors are said where its content would be. */
+/** Run a page: its errors are said where its content would be; all of it is gone if its subject is. */
 export async function page(main, where) {
   theme();
   keyboard();
@@ -14,7 +14,7 @@ export async function page(main, where) {
   try {
     await main();
   } catch (error) {
-    trouble(where ? $(where) : $("main"), error);
+    trouble(error.status === 404 ? $("main") : $(where), error);
   }
 }
 
@@ -22,9 +22,9 @@ export async function page(main, where) {
 export function trouble(element, error) {
   console.info(error); // not console.error: what is said on the page is not a fault of the page
   const title = error.status === 404 ? "Not found" : "This could not be loaded";
-  const again = h("button", { type: "button", onclick: () => location.reload() }, "Try again");
+  const again = error.status === 404 ? link("/", "To your runs") : h("button", { type: "button", onclick: () => location.reload() }, "Try again");
   const said = error.message[0].toUpperCase() + error.message.slice(1);
-  fill(element, h("div", { class: "empty bad" }, empty(title, /[.?!]$/.test(said) ? said : `${said}.`), error.status === 404 ? null : again));
+  fill(element, h("div", { class: "empty bad" }, empty(title, /[.?!]$/.test(said) ? said : `${said}.`), again));
 }
 
 function theme() {

@@ -40,7 +40,8 @@ function showCard(span) {
   if (!known) return;
   hideCard();
   span.classList.add("at");
-  const rows = known.tops.map(([text, logprob]) => [visible(text), percent(logprob), text === known.text]);
+  const chosen = known.tops.findIndex(([text]) => text === known.text);
+  const rows = known.tops.map(([text, logprob], index) => [visible(text), percent(logprob), index === chosen]);
   card = h("div", { class: "token-card", role: "status" },
     h("p", {}, h("code", {}, visible(known.text))),
     h("dl", {}, known.told.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),

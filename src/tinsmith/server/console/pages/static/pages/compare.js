@@ -55,9 +55,10 @@ function showCurves() {
   const wantedKeys = ($("all").checked || wanted ? keys : overview(keys, posted)).filter((key) => `${key} ${titleOf(key)}`.toLowerCase().includes(wanted));
   if (!wantedKeys.length) return fill($("charts"), empty("No metric to show", keys.length ? "Clear the filter to see all." : "These runs have no steps yet."));
   fill($("charts"), wantedKeys.map((key) => chartOf(key).element));
-  for (const key of wantedKeys) {
+  for (const [index, key] of wantedKeys.entries()) {
     const lines = shown.map(({ run, metrics }) => aligned({ label: runName(run), ...(metrics.series[key] ?? emptySeries()) }));
     const isElapsed = $("axis").value === "elapsed";
+    chartOf(key).widen(index === 0);
     chartOf(key).set({ lines, isElapsed, axis: isElapsed ? "t" : "x" });
   }
 }
@@ -70,7 +71,7 @@ function aligned(line) {
 
 function chartOf(key) {
   if (!charts.has(key)) {
-    const chart = new Chart(titleOf(key), { wide: key === "loss", sync: "compare" });
+    const chart = new Chart(titleOf(key), { sync: "compare" });
     chart.smoothing = Number($("smoothing").value);
     charts.set(key, chart);
   }

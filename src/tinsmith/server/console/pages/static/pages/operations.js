@@ -64,7 +64,7 @@ function bar(operation, first, last, now) {
   for (const [name, value] of Object.entries({ class: "bar", viewBox: `0 0 ${WIDTH} 8`, preserveAspectRatio: "none", "aria-hidden": "true" })) svg.setAttribute(name, value);
   const part = (kind, from, to) => {
     const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-    for (const [name, value] of Object.entries({ class: kind, x: (from - first) * scale, width: Math.max((to - from) * scale, kind === "run" ? 3 : 0), height: 8 })) rect.setAttribute(name, value);
+    for (const [name, value] of Object.entries({ class: kind, x: (from - first) * scale, width: Math.max((to - from) * scale, kind === "run" ? 8 : 0), height: 8 })) rect.setAttribute(name, value);
     svg.append(rect);
   };
   part("back", first, last);

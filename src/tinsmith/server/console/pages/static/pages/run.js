@@ -19,7 +19,7 @@ page(async () => {
   showConfig();
   controls();
   await loadCurves();
-  await Promise.all([loadCheckpoints(), loadFailures(), loadQueue()]);
+  await Promise.all([loadCheckpoints(), loadFailures(), loadQueue(), loadSamplers()]);
   listen({ step: heard, operation: ended, checkpoint: soon(loadCheckpoints, 200), run: soon(loadRun, 500), reset: soon(loadCurves, 200) }, id);
   setInterval(showHead, 5000);
 }, "charts");
@@ -113,6 +113,7 @@ function showCurves() {
     return;
   }
   const elements = keys.map((key) => chartOf(key).element);
+  keys.forEach((key, index) => chartOf(key).widen(index === 0));
   const isShown = elements.length === $("charts").children.length && elements.every((e, i) => e === $("charts").children[i]);
   if (!isShown) fill($("charts"), elements);
   keys.forEach((key) => chartOf(key).update([lineOf(key)], isPosted(key) ? [] : marks()));
@@ -125,7 +126,7 @@ const lineOf = (key) => ({ label: key, ...(state.series[key] ?? emptySeries()) }
 function chartOf(key) {
   if (!charts.has(key)) {
     const onpick = isPosted(key) ? null : (step) => location.assign(`/training_runs/${encodeURIComponent(id)}/steps/${step}`);
-    const chart = new Chart(titleOf(key), { wide: key === "loss", onpick });
+    const chart = new Chart(titleOf(key), { onpick });
     chart.set({ smoothing: Number($("smoothing").value), axis: $("axis").value });
     charts.set(key, chart);
   }
@@ -150,7 +151,7 @@ function add(values, x, t, axis) {
 }
 
 function addTimes(operation) {
-  if (operation.status === "done" && operation.started) add(timesOf(operation), operation.seq, operation.ended, "seq");
+  add(timesOf(operation), operation.seq, operation.ended, "seq");
 }
 
 function heard(step) {
@@ -197,6 +198,18 @@ async function loadCheckpoints() {
     ["Expires", (c) => (c.expires_at ? until(c.expires_at) : "never"), "nowrap"],
   ], newest) : empty("No checkpoints", "save_weights_and_get_sampling_client() or save_state() makes one."));
   if (state.keys.length) showCurves();
+}
+
+async function loadSamplers() {
+  const { samplers } = await get(here("samplers"));
+  $("samplers-section").hidden = !samplers.length;
+  fill($("samplers"), table("Samplers of this run's weights", [
+    ["Weights after", (s) => (s.seq === undefined || s.seq === null ? "a checkpoint" : `operation ${s.seq}`), "name"],
+    ["Sequences", (s) => number(s.sequences), "number"], ["Tokens", (s) => count(s.sampled_tokens), "number"],
+    ["Mean length", (s) => number(s.mean_length, 3), "number"], ["Longest", (s) => number(s.longest), "number"],
+    ["Ended by themselves", (s) => `${Math.round(100 * s.stopped_fraction)} %`, "number"],
+    ["Mean log-probability", (s) => number(s.mean_logprob, 3), "number"], ["Last", (s) => ago(s.last), "nowrap"],
+  ], samplers));
 }
 
 async function loadFailures() {

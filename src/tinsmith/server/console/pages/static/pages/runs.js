@@ -62,7 +62,7 @@ function show() {
   if (!found.length) return fill($("runs"), empty("No run fits", "Runs are searched by id, base model and metadata", runs.size < total ? "; older ones are not shown yet." : "."));
   fill($("runs"), table("Runs", [
     [h("span", { class: "visually-hidden" }, "Choose"), pick, "pick"],
-    ["Run", (run) => [link(`/training_runs/${run.training_run_id}`, runName(run)), h("code", { class: "second" }, run.training_run_id)], "name"],
+    ["Run", (run) => [link(`/training_runs/${run.training_run_id}`, runName(run)), h("code", { class: "second", title: run.training_run_id }, run.training_run_id)], "name"],
     ["Status", (run) => h("span", { data: { status: run.training_run_id } }, statusPill(run))],
     ["Loss per token", (run) => h("span", { data: { loss: run.training_run_id } }, lossOf(run.training_run_id))],
     ["Now", (run) => h("span", { data: { now: run.training_run_id } }, newest(run.training_run_id)), "number"],

@@ -3,7 +3,7 @@ import { $, code, empty, fill, h, link } from "../dom.js";
 import { clock, duration, number, runName } from "../format.js";
 import { titleOf } from "../metrics.js";
 import { page } from "../shell.js";
-import { classOf, token, tokenBlock, toldOf } from "../tokens.js";
+import { classOf, percent, token, tokenBlock, toldOf } from "../tokens.js";
 
 const [, , id, , step] = location.pathname.split("/").map(decodeURIComponent);
 const at_step = Number(step);
@@ -35,7 +35,7 @@ function showFacts(operation, series) {
 }
 
 function showExamples({ examples, is_recorded }) {
-  if (!is_recorded) return fill($("examples"), empty("Examples are not kept", "Data is private, so this is off unless whoever runs the server sets ", code("keep_examples"), "."));
+  if (!examples.length && !is_recorded) return fill($("examples"), empty("Examples are not kept", "Data is private, so this is off unless whoever runs the server sets ", code("keep_examples"), "."));
   if (!examples.length) return fill($("examples"), empty("No examples of this operation", "A few are kept per operation, and the oldest go first when the room for them is full."));
   fill($("examples"), examples.map(exampleOf));
 }
@@ -47,9 +47,11 @@ function exampleOf(example, index) {
     const told = [];
     if (weight !== undefined) told.push(["Weight", number(weight)]);
     if (example.advantages) told.push(["Advantage", number(example.advantages[i])]);
-    if (example.logprobs?.[i] !== undefined && example.logprobs[i] !== null) told.push(...toldOf(example.logprobs[i]));
-    const isContext = weight === 0 || (example.advantages && example.advantages[i] === 0);
+    if (example.logprobs) told.push(...toldOf(example.logprobs[i]));
+    if (example.sampled_logprobs) told.push(["When sampled", percent(example.sampled_logprobs[i])]);
+    const isContext = weight === 0 || example.advantages?.[i] === 0;
     return token(text, isContext ? "context" : classOf(example.logprobs?.[i]), told);
   }));
-  return h("article", { class: "card" }, h("h3", {}, `Example ${index + 1}`), block);
+  const cut = example.length > example.tokens.length ? `, the first ${example.tokens.length} of ${example.length} tokens` : "";
+  return h("article", { class: "card" }, h("h3", {}, `Example ${index + 1}${cut}`), block);
 }
