@@ -209,6 +209,14 @@ def test_an_adapter_that_has_diverged_fails_alone_and_leaves_no_trace(
     assert_trainer_agrees(decoder, tokens_of(9), later)
 
 
+def test_a_model_of_recurrent_layers_without_experts_is_served(tmp_path: Path) -> None:
+    """Nemotron-H's settings speak of experts also where none of its layers has any."""
+    kinds = ["mamba", "mlp", "attention", "mamba"]
+    save_tiny("nemotron_h", tmp_path, layers_block_type=kinds)
+    modules = {name for p in load(tmp_path).config.projections for name in p.modules}
+    assert "model.layers.1.mixer.up_proj" in modules
+
+
 def test_a_model_that_also_sees_images_serves_its_language_part(tmp_path: Path) -> None:
     """As Qwen3.5 is published: the text model under `text_config` and `model.language_model`."""
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration

@@ -427,6 +427,8 @@ def _refuse_unknown_experts(model: Any) -> None:
     settings = model.config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     has_some = any(getattr(settings, name, None) for name in names)
+    # Settings may speak of experts where no layer has any.
+    has_some &= "moe" in (getattr(settings, "layers_block_type", None) or ["moe"])
     if has_some and not any(is_experts(module) for module in model.modules()):
         raise UnsupportedModelError("its experts are not in the form that transformers gives them")
 
