@@ -12,6 +12,7 @@ JOBS ?= 2
 SEED ?= 1
 MINUTES ?= 30
 STORE ?= sqlite
+OPERATIONS ?= inf
 
 help:
 	@echo "make demo          start a server, fine-tune the embedded model, sample before and after"
@@ -24,7 +25,7 @@ help:
 	@echo "make load          500 clients, 4,000 held polls, 1,000 requests a second, for ten minutes"
 	@echo "make fuzz          many more random requests and bytes than make test tries"
 	@echo "make audit         bandit, and pip-audit where its advisory service can be reached"
-	@echo "make chaos         break everything while clients train (SEED=1 MINUTES=30 STORE=sqlite or postgres)"
+	@echo "make chaos         break everything while clients train (SEED=1 MINUTES=30 STORE=sqlite or postgres OPERATIONS=10000)"
 	@echo "make requirements  every requirement with the tests that cite it"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -91,7 +92,7 @@ audit: $(STAMP)
 	$(BIN)/python -m pytest tests/security/test_static.py -q -rs
 
 chaos: $(STAMP)
-	$(BIN)/python tools/chaos --seed $(SEED) --minutes $(MINUTES) --store $(STORE)
+	$(BIN)/python tools/chaos --seed $(SEED) --minutes $(MINUTES) --operations $(OPERATIONS) --store $(STORE)
 
 requirements: $(STAMP)
 	$(BIN)/python tools/requirements.py

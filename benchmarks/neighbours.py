@@ -400,7 +400,8 @@ def main() -> None:
 def print_row(attack: str, found: dict[str, Any]) -> None:
     print(attack, found["failure"] or "")
     for kind, figures in found["kinds"].items():
-        print(f"  {kind:10}", *(f"{name} {value:>8}" for name, value in figures.items()))
+        verdict = "" if figures["times"] <= BOUND else f"  above {BOUND:g}"
+        print(f"  {kind:10}", *(f"{n} {value:>8}" for n, value in figures.items()), verdict)
 
 
 if __name__ == "__main__":

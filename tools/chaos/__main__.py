@@ -1,6 +1,8 @@
 """Break everything, again and again, while clients train; then look whether anything was lost.
 
-    python tools/chaos --seed 1 --minutes 30 [--store sqlite|postgres]
+    python tools/chaos --seed 1 --minutes 30 [--operations 10000] [--store sqlite|postgres]
+
+It ends after the minutes, or as soon as so many operations have been carried out.
 
 Several official clients and several of ours train against one server, through a proxy. A driver
 kills and stops the server and its engine, starts it with stores that are not its own, sets its
@@ -18,6 +20,7 @@ import asyncio
 import collections
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -32,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import invariants
+import sqlalchemy
 import tiny_model
 from machinery import Postgres, Server, SmallDisk, clean_environment, orphans, resident_bytes
 from proxy import FaultProxy
@@ -76,6 +80,7 @@ class Chaos:
         """The models of clients that reached their end."""
         self.damaged: set[str] = set()
         """Models of which a snapshot was damaged."""
+        self._stop_at = math.inf
         self.running: dict[asyncio.subprocess.Process, bool] = {}
         """Clients under way, and whether each has been killed."""
 
@@ -85,7 +90,7 @@ class Chaos:
             return self.postgres.url
         return f"sqlite:///{self.data / 'tinsmith.db'}"
 
-    async def run(self, seconds: float, num_clients: int) -> None:
+    async def run(self, seconds: float, max_operations: float, num_clients: int) -> None:
         await self.server.start()
         await self.proxy.start()
         jobs = [(package, program) for program in PROGRAMS for package in PACKAGES]
@@ -93,11 +98,13 @@ class Chaos:
         await asyncio.gather(*[self._client(p, "tinker", 7, is_reference=True) for p in PROGRAMS])
         if self.problems:
             return
-        stop_at = time.monotonic() + seconds
-        rounds = [self._rounds(index, slots, stop_at) for index in range(num_clients)]
-        breaking = asyncio.create_task(self._break(stop_at))
+        self._stop_at = time.monotonic() + seconds
+        rounds = [self._rounds(index, slots) for index in range(num_clients)]
+        counting = asyncio.create_task(self._count_operations(max_operations))
+        breaking = asyncio.create_task(self._break())
         await asyncio.gather(*rounds)
         await breaking
+        counting.cancel()
         await self._watch_memory()
         code = await self.server.stop()
         if code != 0:
@@ -109,9 +116,21 @@ class Chaos:
 
     # Clients
 
-    async def _rounds(self, index: int, slots: list[tuple[str, str]], stop_at: float) -> None:
+    def _is_over(self) -> bool:
+        return time.monotonic() >= self._stop_at
+
+    async def _count_operations(self, max_operations: float) -> None:
+        """End the run when so many have been carried out. Looks seldom: it disturbs the store."""
+        while True:
+            await asyncio.sleep(5.0)
+            with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):
+                if await asyncio.to_thread(invariants.num_done, self.store_url) >= max_operations:
+                    self._stop_at = time.monotonic()
+                    return
+
+    async def _rounds(self, index: int, slots: list[tuple[str, str]]) -> None:
         number = index
-        while time.monotonic() < stop_at:
+        while not self._is_over():
             package, program = slots[number % len(slots)]
             await self._client(program, package, 7)
             number += 1
@@ -192,7 +211,7 @@ class Chaos:
 
     # Faults
 
-    async def _break(self, stop_at: float) -> None:
+    async def _break(self) -> None:
         faults: list[tuple[str, int, Callable[[], Coroutine[Any, Any, None]]]] = [
             ("server killed", 4, self._kill_server),
             ("server killed twice", 1, self._kill_server_twice),
@@ -216,13 +235,13 @@ class Chaos:
             faults.append(("database locked", 3, self._lock_database))
         names = [name for name, weight, _ in faults for _ in range(weight)]
         actions = {name: action for name, _, action in faults}
-        while time.monotonic() < stop_at:
+        while not self._is_over():
             await asyncio.sleep(self.chance.uniform(0.3, 4.0))
             name = self.chance.choice(names)
-            if time.monotonic() >= stop_at:
+            if self._is_over():
                 return
             self.counts[name] += 1
-            print(f"{stop_at - time.monotonic():7.1f} s left: {name}", flush=True)
+            print(f"{self._stop_at - time.monotonic():7.1f} s left: {name}", flush=True)
             await actions[name]()
 
     async def _kill_server(self) -> None:
@@ -407,14 +426,16 @@ def _copy(database: Path, target: Path) -> None:
 
 
 async def _main(arguments: argparse.Namespace) -> int:
+    began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="tinsmith-chaos-"))
     disk_bytes = round((1 + arguments.minutes) * DISK_BYTES)
     chaos = Chaos(arguments.seed, arguments.store, folder, arguments.model, disk_bytes)
     try:
-        await chaos.run(arguments.minutes * 60, arguments.clients)
+        await chaos.run(arguments.minutes * 60, arguments.operations, arguments.clients)
     finally:
         await chaos.close()
-    print(f"seed {arguments.seed}, store {arguments.store}, {arguments.minutes:g} minutes")
+    took = (time.monotonic() - began) / 60
+    print(f"seed {arguments.seed}, store {arguments.store}, {took:.1f} minutes")
     for name, count in sorted(chaos.counts.items()):
         print(f"{count:7d} {name}")
     for problem in chaos.problems:
@@ -427,6 +448,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="chaos")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--operations", type=float, default=math.inf)
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--store", choices=["sqlite", "postgres"], default="sqlite")
     parser.add_argument("--model", type=Path, help="a folder with the tiny model; made if missing")

@@ -116,6 +116,7 @@ def pipelined(tinker: Any, service: Any, client: Any, data: list[Any], steps: in
             ("load", client.load_state_with_optimizer(path)),
             ("probe", client.forward(data, "cross_entropy")),
             ("save", client.save_weights_for_sampler(f"sampler-{index}")),
+            ("save", client.save_weights_external(f"external-{index}")),
             ("load", client.load_state(path)),
         ]
     for what, future in pending:

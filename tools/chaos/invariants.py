@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,27 @@ Tables = dict[str, list[Any]]
 
 def read(url: str) -> Tables:
     """All rows of all tables."""
+    with _connected(url) as connection:
+        return {
+            table.name: list(connection.execute(sa.select(table)).mappings())
+            for table in schema.metadata.sorted_tables
+        }
+
+
+def num_done(url: str) -> int:
+    """How many operations have been carried out; the server may run."""
+    table = schema.operations
+    query = sa.select(sa.func.count()).where(table.c.status == "done")
+    with _connected(url) as connection:
+        return int(connection.execute(query).scalar_one())
+
+
+@contextmanager
+def _connected(url: str) -> Iterator[sa.Connection]:
     engine = sa.create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
     try:
         with engine.connect() as connection:
-            return {
-                table.name: list(connection.execute(sa.select(table)).mappings())
-                for table in schema.metadata.sorted_tables
-            }
+            yield connection
     finally:
         engine.dispose()
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tinsmith.server.edge.auth import Auth
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.support.in_process_server import Api, TestServer
 
 
@@ -137,3 +143,21 @@ async def test_keys_never_reach_the_logs(
     await server.client("tml-secret-of-somebody").post("/create_session", {})
     ours = "\n".join(r.getMessage() for r in caplog.records if r.name.startswith("tinsmith"))
     assert server.api.key not in ours and "tml-secret" not in ours
+
+
+async def test_the_disk_is_asked_for_changed_keys_a_few_times_a_second_however_many_requests_come(
+    server: TestServer, tmp_path: Path
+) -> None:
+    num_looks = 0
+
+    class Changes(type(tmp_path)):  # type: ignore[misc]  # the class of paths on this system
+        def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+            nonlocal num_looks
+            num_looks += 1
+            return os.stat_result((0,) * 10)
+
+    auth = Auth(server.service.store, b"", is_required=True, changes=Changes(tmp_path))
+    began = time.monotonic()
+    for _ in range(2000):
+        assert await auth.resolve(server.api.key) is not None
+    assert num_looks <= 5 + 50 * (time.monotonic() - began)

@@ -35,6 +35,9 @@ KEY_CHANGES = "keys.changed"
 _KEY_CACHE_SECONDS = 5.0
 """How old our knowledge may be of keys that were changed elsewhere, with no file in common."""
 
+_LOOK_SECONDS = 0.02
+"""How often, at most, the event loop asks the disk whether keys were changed elsewhere."""
+
 _NUMBER = re.compile(r"[0-9]{1,12}")
 
 
@@ -68,6 +71,8 @@ class Auth:
         self._read_at = 0.0
         self._changed_at = 0.0
         self._seen_change = 0
+        self._found_change = 0
+        self._looked_at = 0.0
         self._reading = asyncio.Lock()
 
     async def caller(self, headers: Mapping[str, str]) -> Caller | None:
@@ -124,10 +129,9 @@ class Auth:
         flood of wrong keys becomes one of readings.
         """
         asked_at = time.monotonic()
-        change = self._last_change()
         if (
             is_known
-            and change == self._seen_change
+            and not self._has_changed(asked_at)
             and self._read_at > self._changed_at
             and asked_at - self._read_at <= _KEY_CACHE_SECONDS
         ):
@@ -139,7 +143,12 @@ class Auth:
             keys = [k for k in await self._store.keys.list() if k.is_good(time.time())]
             self._by_hash = {k.key_hash: k for k in keys}
             self._by_id = {k.key_id: k for k in keys}
-            self._read_at, self._seen_change = began, change
+            self._read_at, self._seen_change, self._found_change = began, change, change
+
+    def _has_changed(self, now: float) -> bool:
+        if now - self._looked_at >= _LOOK_SECONDS:
+            self._looked_at, self._found_change = now, self._last_change()
+        return self._found_change != self._seen_change
 
     def _last_change(self) -> int:
         if self._changes is None:
