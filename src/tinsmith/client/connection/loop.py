@@ -172,12 +172,18 @@ class Mailbox:
         self._calls.append(call)
         if self._is_awake:
             return
-        self._is_awake = True
         loop = self._loop()
-        # A loop that is gone has nobody left to tell.
-        with contextlib.suppress(RuntimeError):
-            if loop is not None:
-                loop.call_soon_threadsafe(self._run)
+        if loop is None:
+            return
+        try:
+            self._is_awake = True
+            loop.call_soon_threadsafe(self._run)
+        except RuntimeError:
+            pass  # a loop that is gone has nobody left to tell
+        except BaseException:
+            # Ctrl-C, perhaps before the loop was woken: whoever posts next wakes it, again or not.
+            self._is_awake = False
+            raise
 
     def _run(self) -> None:
         self._is_awake = False  # first: what is posted from here on wakes the loop again
