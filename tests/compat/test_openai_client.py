@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import tinsmith
+
 openai = pytest.importorskip("openai", reason="the openai package is not installed")
 
 if TYPE_CHECKING:
@@ -137,3 +139,63 @@ def test_a_client_that_goes_away_frees_its_place(
 def _sampled(metrics: str) -> float:
     lines = [x for x in metrics.splitlines() if x.startswith("tinsmith_sampled_tokens_total")]
     return float(lines[0].split()[1]) if lines else 0.0
+
+
+def test_log_likelihoods_come_as_the_evaluation_harness_asks_for_them(
+    server: ServerProcess, client: openai.OpenAI
+) -> None:
+    """lm-evaluation-harness, `local-completions`: what it sends, and what it reads then."""
+    sampled = client.completions.create(
+        model=MODEL, prompt=[40, 41, 42], max_tokens=6, temperature=0, logprobs=1
+    )
+    assert sampled.choices[0].logprobs is not None
+    greedy = sampled.choices[0].logprobs.tokens or []
+    with tinsmith.ServiceClient(base_url=server.url, api_key=server.key) as service:
+        sampler = service.create_sampling_client(base_model=MODEL)
+        likeliest = sampler.sample(
+            tinsmith.ModelInput.from_ints([40, 41, 42]),
+            1,
+            tinsmith.SamplingParams(max_tokens=6, temperature=0.0),
+        ).result()
+        best = [40, 41, 42, *likeliest.sequences[0].tokens]
+        other = [*best[:-1], (best[-1] + 1) % 100]
+        expected = [
+            sampler.compute_logprobs(tinsmith.ModelInput.from_ints(tokens)).result()
+            for tokens in (best, other)
+        ]
+    answer = client.completions.create(
+        model=MODEL,
+        prompt=[best, other],
+        temperature=0,
+        max_tokens=1,
+        logprobs=1,
+        seed=1234,
+        echo=True,
+    )
+    assert len(greedy) == 6
+    read = []
+    for choice, tokens in zip(answer.choices, expected, strict=True):
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert choice.logprobs.top_logprobs is not None
+        assert len(choice.logprobs.token_logprobs) == len(tokens) + 1, "one token more is sampled"
+        assert choice.logprobs.token_logprobs[0] is None
+        continued = choice.logprobs.token_logprobs[3:-1]
+        assert continued == pytest.approx(tokens[3:], abs=1e-5)
+        rows = choice.logprobs.top_logprobs[3:-1]
+        read.append(all(p == max(row.values()) for p, row in zip(continued, rows, strict=True)))
+    assert read == [True, False], "whether the continuation is the likeliest"
+
+
+def test_an_echo_repeats_the_prompt_and_cannot_be_streamed(client: openai.OpenAI) -> None:
+    options = {"model": MODEL, "prompt": "ab", "max_tokens": 4, "temperature": 0}
+    plain = client.completions.create(**options)
+    echoed = client.completions.create(**options, echo=True)
+    assert echoed.choices[0].text == "ab" + plain.choices[0].text
+    assert echoed.choices[0].logprobs is None
+    only = client.completions.create(**{**options, "max_tokens": 0}, echo=True, logprobs=0)
+    assert only.choices[0].text == "ab"
+    assert only.choices[0].logprobs is not None
+    assert len(only.choices[0].logprobs.token_logprobs or []) == 2
+    with pytest.raises(openai.BadRequestError, match="echo"):
+        client.completions.create(**options, echo=True, stream=True)

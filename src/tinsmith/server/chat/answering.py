@@ -212,6 +212,8 @@ def _job(ask: Ask, sampler: SamplerRecord, prompt: list[int]) -> SampleJob:
         prompt=ModelInput.from_ints(prompt),
         params=ask.params,
         num_samples=ask.n,
+        prompt_logprobs=ask.echo and ask.with_logprobs,
+        topk_prompt_logprobs=ask.top_logprobs if ask.echo else 0,
         topk_sample_logprobs=ask.top_logprobs,
         stream=ask.stream,
         scope=sampler.owner,

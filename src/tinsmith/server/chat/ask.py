@@ -45,6 +45,9 @@ class Ask:
     include_usage: bool = False
     with_logprobs: bool = False
     top_logprobs: int = 0
+    echo: bool = False
+    """Whether the answer begins with the prompt, and has its log-probabilities, too."""
+
     tool_use: ToolUse = field(default_factory=ToolUse)
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """What else the chat template is told; it must know these names."""

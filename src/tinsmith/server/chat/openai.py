@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ _MORE = {"assistant": {"tool_calls", "reasoning_content"}, "tool": {"tool_call_i
 
 
 def read_completion(fields: Mapping[str, Any]) -> Ask:
-    _check_known(fields, _SHARED | {"prompt"})
+    _check_known(fields, _SHARED | {"prompt", "echo"})
     prompt = fields.get("prompt")
     if isinstance(prompt, str):
         prompts: tuple[str | list[int], ...] = (prompt,)
@@ -68,9 +68,13 @@ def read_completion(fields: Mapping[str, Any]) -> Ask:
         raise ValidationError("expected a text, tokens, or a list of either", "prompt")
     count = read("logprobs", int | None, fields.get("logprobs"))
     max_tokens = read("max_tokens", int | None, fields.get("max_tokens"))
+    echo = given(fields, "echo", bool, False)
+    if echo and fields.get("stream"):
+        raise ValidationError("cannot be streamed; leave out stream", "echo")
     return _ask(
         fields,
         is_chat=False,
+        echo=echo,
         prompts=prompts,
         max_tokens=_DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens,
         with_logprobs=count is not None,
@@ -112,6 +116,7 @@ def _ask(
     messages: tuple[dict[str, Any], ...] = (),
     tool_use: ToolUse | None = None,
     template_options: Mapping[str, Any] | None = None,
+    echo: bool = False,
 ) -> Ask:
     stops = read_stops(fields.get("stop"), "stop")
     n = given(fields, "n", int, 1)
@@ -145,6 +150,7 @@ def _ask(
         top_logprobs=top_logprobs,
         tool_use=tool_use or ToolUse(),
         template_options=template_options or {},
+        echo=echo,
     )
 
 
@@ -240,7 +246,7 @@ class Asked:
     def logprobs(
         self,
         tokens: list[int],
-        logprobs: list[float],
+        logprobs: Sequence[float | None],
         text: TextModel,
         top: list[list[tuple[int, float]] | None] | None = None,
     ) -> dict[str, Any] | None:
@@ -248,13 +254,14 @@ class Asked:
             return None
         names = [text.token_text(token) for token in tokens]
         rows = [
-            [(text.token_text(t), p) for t, p in row or ()] for row in top or [None] * len(tokens)
+            None if row is None else [(text.token_text(t), p) for t, p in row]
+            for row in top or [None] * len(tokens)
         ]
         if self.ask.is_chat:
             content = [
                 {
                     **_named(name, logprob),
-                    "top_logprobs": [_named(other, p) for other, p in row],
+                    "top_logprobs": [_named(other, p) for other, p in row or ()],
                 }
                 for name, logprob, row in zip(names, logprobs, rows, strict=True)
             ]
@@ -263,9 +270,20 @@ class Asked:
         return {
             "tokens": names,
             "token_logprobs": logprobs,
-            "top_logprobs": list(map(dict, rows)) if self.ask.top_logprobs else None,
+            "top_logprobs": list(map(_by_text, rows)) if self.ask.top_logprobs else None,
             "text_offset": offsets[: len(names)],
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as the answer repeats it."""
+
+    tokens: list[int]
+    text: str
+    logprobs: list[float | None]
+    """Of each token; nothing comes before the first."""
+    top: list[list[tuple[int, float]] | None]
 
 
 def choice(
@@ -275,10 +293,17 @@ def choice(
     calls: list[ToolCall],
     sequence: SampledSequence,
     text: TextModel,
+    echo: Echo | None = None,
 ) -> dict[str, Any]:
-    logprobs = asked.logprobs(
-        sequence.tokens, sequence.logprobs or [], text, sequence.topk_logprobs
-    )
+    tokens = list(sequence.tokens)
+    values: list[float | None] = list(sequence.logprobs or [])
+    top = sequence.topk_logprobs
+    if echo is None:
+        logprobs = asked.logprobs(tokens, values, text, top)
+    else:
+        content = echo.text + content
+        rows = echo.top + (top or [None] * len(tokens))
+        logprobs = asked.logprobs(echo.tokens + tokens, echo.logprobs + values, text, rows)
     if asked.ask.is_chat:
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
@@ -359,5 +384,15 @@ def _check_known(fields: Mapping[str, Any], known: set[str]) -> None:
         raise ValidationError("not supported by this server", name[:80])
 
 
-def _named(token: str, logprob: float) -> dict[str, Any]:
+def _by_text(row: list[tuple[str, float]] | None) -> dict[str, float] | None:
+    """Of tokens that look alike, as parts of a character do, the likelier one."""
+    if row is None:
+        return None
+    found: dict[str, float] = {}
+    for name, logprob in row:
+        found[name] = max(logprob, found.get(name, logprob))
+    return found
+
+
+def _named(token: str, logprob: float | None) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode())}

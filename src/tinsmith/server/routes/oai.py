@@ -19,6 +19,7 @@ from tinsmith.server.chat.answering import Answering, prepare
 from tinsmith.server.chat.ask import Ask
 from tinsmith.server.chat.openai import (
     Asked,
+    Echo,
     choice,
     completion,
     described,
@@ -83,12 +84,27 @@ async def _respond(service: Service, caller: Caller, request: Request, ask: Ask)
 
 def _completed(asked: Asked, answering: Answering, responses: list[SampleResponse]) -> bytes:
     choices: list[dict[str, Any]] = []
-    for response in responses:
+    for number, response in enumerate(responses):
+        echo = _echo(answering, number, response) if asked.ask.echo else None
         for sequence in response.sequences:
             content, calls = joined(answering.new_answer().whole(sequence))
-            choices.append(choice(asked, len(choices), content, calls, sequence, answering.text))
+            choices.append(
+                choice(asked, len(choices), content, calls, sequence, answering.text, echo)
+            )
     sampled = sum(len(s.tokens) for r in responses for s in r.sequences)
     return json.encode_long(completion(asked, choices, sampled), "choices")
+
+
+def _echo(answering: Answering, number: int, response: SampleResponse) -> Echo:
+    given = answering.ask.prompts[number]
+    prompt: list[int] = answering.jobs[number].prompt.tokens_np().tolist()
+    nothing: list[None] = [None] * len(prompt)
+    return Echo(
+        prompt,
+        given if isinstance(given, str) else answering.text.decode(prompt),
+        response.prompt_logprobs or list(nothing),
+        response.topk_prompt_logprobs or list(nothing),
+    )
 
 
 async def _streamed(answering: Answering, asked: Asked) -> AsyncGenerator[bytes, None]:
