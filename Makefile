@@ -31,11 +31,12 @@ help:
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Tinsmith needs Python 3.11 or later; name one: make PYTHON=python3.11" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $$($(PYTHON) tools/venv_options.py) $(VENV)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
 		echo "installing into $(VENV): PyTorch and about 100 smaller packages."; \
 		test "$$(uname -s)" != Linux || \
-			echo "PyPI's PyTorch for Linux brings about 2.4 GB of CUDA packages; to avoid them, stop here and install its CPU build: see docs/how-to/gpu.md"; }
+			printf '%s\n' "PyPI's PyTorch for Linux brings about 2.4 GB of CUDA packages. To avoid them stop here (Ctrl-C), install PyTorch's CPU build, and run make again:" \
+				"  $(BIN)/pip install $$(grep ^torch== constraints.txt) --index-url https://download.pytorch.org/whl/cpu"; }
 	@$(INSTALL) --upgrade pip && $(INSTALL) -e '.[all]' --group test || \
 		{ echo "The packages could not be installed (pip says why above): see to the network and the disk, and run make again" >&2; exit 1; }
 	@touch $@

@@ -6,6 +6,7 @@ That it works is in test_demo.py.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -191,6 +192,35 @@ def test_a_background_server_is_gone_when_its_owner_is_told_to_end(
 
 
 # --- before there is a tinsmith: the Makefile -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "option"),
+    [
+        ("{pinned}", "--system-site-packages"),
+        ("{pinned}+cpu", "--system-site-packages"),
+        ("1.0", ""),
+        (None, ""),
+    ],
+)
+def test_a_pytorch_that_python_has_is_used_if_it_is_the_pinned_one(
+    version: str | None, option: str, tmp_path: Path
+) -> None:
+    """Or gigabytes would be fetched a second time."""
+    (pinned,) = re.findall(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    if version is not None:
+        version = version.format(pinned=pinned)
+        info = tmp_path / f"torch-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: torch\nVersion: {version}\n")
+    told = subprocess.run(
+        # -S: nothing but the standard library and this folder.
+        [Path(sys.base_prefix, "bin", "python3"), "-S", ROOT / "tools" / "venv_options.py"],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (told.stdout.strip(), told.stderr) == (option, "")
 
 
 def make_demo(venv: Path, **variables: str) -> subprocess.CompletedProcess[str]:
