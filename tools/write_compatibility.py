@@ -19,7 +19,7 @@ CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "A
 
 NOT_CALLED = {
     "get_telemetry": "gives the client's own telemetry object; makes no request",
-    "get_console_url": "a link into the hosted console; makes no request",
+    "get_console_url": "a link into the server's console; makes no request",
     "on_queue_state_change": "called by the client itself",
     "create": "called by the other constructors",
     "get_tokenizer": "loads a tokenizer; for `TrainingClient` see `tests/server`, "

@@ -39,6 +39,10 @@ NAMES = {
     ),
     "tinsmith.client.rest": ("RestClient",),
     "tinsmith.client.results.retries": ("RetryConfig",),
+    "tinsmith.client.run_log": (
+        "RunLogger",
+        "log",
+    ),
     "tinsmith.client.sampling": ("SamplingClient",),
     "tinsmith.client.service": ("ServiceClient",),
     "tinsmith.client.training": ("TrainingClient",),

@@ -33,6 +33,10 @@ from tinsmith.client.rest import (
 from tinsmith.client.results.retries import (
     RetryConfig,
 )
+from tinsmith.client.run_log import (
+    RunLogger,
+    log,
+)
 from tinsmith.client.sampling import (
     SamplingClient,
 )
@@ -150,6 +154,7 @@ __all__ = [
     "RequestOptions",
     "RestClient",
     "RetryConfig",
+    "RunLogger",
     "SampleRequest",
     "SampleResponse",
     "SampledProvenanceSpan",
@@ -169,6 +174,7 @@ __all__ = [
     "__version__",
     "as_completed",
     "auth",
+    "log",
     "regularizers",
     "request_tags",
     "types",

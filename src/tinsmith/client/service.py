@@ -34,7 +34,7 @@ from tinsmith.types import (
     LoraConfig,
     OptimizerConfig,
 )
-from tinsmith.types.console import CONSOLE, session_console_url
+from tinsmith.types.console import console_of, session_console_url
 from tinsmith.wire import endpoints
 
 FinishStatus = Literal["success", "errored", "interrupted"]
@@ -167,10 +167,11 @@ class ServiceClient:
         return None if connection is None else connection.get_telemetry()
 
     def get_console_url(self) -> str:
-        """This session in the hosted service's web console."""
+        """This session in the web console of the service."""
+        console = console_of(self.config.base_url)
         if self._session is None or not self._session.is_open:
-            return f"{CONSOLE}/sessions"
-        return session_console_url(self._session.get_session_id())
+            return f"{console}/sessions"
+        return session_console_url(self._session.get_session_id(), console)
 
     # --- what the service offers --------------------------------------------------------------
 

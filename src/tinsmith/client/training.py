@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from tinsmith.client import tokenizers
+from tinsmith.client import run_log, tokenizers
 from tinsmith.client.calls import custom_loss
 from tinsmith.client.calls.custom_loss import CustomLossFn, LossHandle
 from tinsmith.client.calls.operation import operate
@@ -44,8 +45,9 @@ from tinsmith.types import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
-from tinsmith.types.console import training_run_console_url
+from tinsmith.types.console import console_of, training_run_console_url
 from tinsmith.types.model import Model
+from tinsmith.types.observing import PostMetricsRequest
 from tinsmith.wire import endpoints
 from tinsmith.wire.endpoints import Promised
 
@@ -90,6 +92,7 @@ class TrainingClient:
             f"Training for {model_id}", "limit of concurrent training clients reached"
         )
         self._passes = Passes(holder, model_id, self._turns, self._observer)
+        run_log.note(self)
 
     def __repr__(self) -> str:
         return f"<TrainingClient of model {self.model_id!r}>"
@@ -443,9 +446,18 @@ class TrainingClient:
         text: str = self.get_tokenizer().decode(tokens)
         return text
 
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> Future[None]:
+        """Add metrics of your own to the run's curves; `tinsmith.log` does it in the background.
+
+        For servers of ours: the hosted service has no such call.
+        """
+        endpoint = endpoints.POST_RUN_METRICS.at(run_id=self.model_id)
+        message = PostMetricsRequest(step=step, metrics=dict(metrics))
+        return self.holder.submit_future(self.holder.api.call, endpoint, message)
+
     def get_console_url(self) -> str:
-        """This run in the hosted service's web console."""
-        return training_run_console_url(self.model_id)
+        """This run in the web console of the service."""
+        return training_run_console_url(self.model_id, console_of(self.holder.config.base_url))
 
     def get_telemetry(self) -> Telemetry | None:
         """What reports errors to the service; None if that is switched off."""

@@ -1,18 +1,25 @@
-"""Links into the hosted service's web console, for those who use this client with it."""
+"""Links into the web console: the server's own, or the hosted service's."""
 
 from __future__ import annotations
 
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 CONSOLE = "https://tinker.thinkingmachines.ai"
+_HOSTED = ".thinkingmachines.dev"
 
 
-def session_console_url(session_id: str) -> str:
-    return f"{CONSOLE}/sessions/{session_id}"
+def console_of(base_url: str) -> str:
+    """Where the console of a service is: servers of ours have their own."""
+    is_hosted = (urlsplit(base_url).hostname or "").endswith(_HOSTED)
+    return CONSOLE if is_hosted else base_url.rstrip("/")
 
 
-def training_run_console_url(training_run_id: str) -> str:
-    return f"{CONSOLE}/training_runs/{training_run_id}"
+def session_console_url(session_id: str, console: str = CONSOLE) -> str:
+    return f"{console}/sessions/{session_id}"
+
+
+def training_run_console_url(training_run_id: str, console: str = CONSOLE) -> str:
+    return f"{console}/training_runs/{training_run_id}"
 
 
 def checkpoint_console_url(training_run_id: str, checkpoint_id: str) -> str:

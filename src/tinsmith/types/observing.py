@@ -5,10 +5,11 @@ Beside the protocol: the hosted service has no such calls.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from tinsmith.types.convert import Bounds
 from tinsmith.types.model import Request, Response
+from tinsmith.types.non_finite import ResultFloat
 
 MAX_POSTED_KEYS = 256
 MAX_KEY_CHARACTERS = 200
@@ -35,8 +36,12 @@ class RunMetricsResponse(Response):
 
 
 class PostMetricsRequest(Request):
+    """Metrics of the client's own; numbers that are not finite come as words."""
+
+    __wire_mode__ = "answer"
+
     step: Annotated[int, Bounds(ge=0, lt=MAX_STEP)]
-    metrics: dict[str, float]
+    metrics: dict[str, ResultFloat]
 
 
 class RunOperation(Response):
@@ -50,6 +55,8 @@ class RunOperation(Response):
     ended: float | None = None
     tokens: int
     error: str | None = None
+    made: str | None = None
+    """The checkpoint, or the sampler, that it made."""
 
 
 class RunOperationsResponse(Response):
@@ -69,14 +76,51 @@ class RunQueueResponse(Response):
     """Why nothing of the run is running, in a sentence."""
 
 
+class RunExample(Response):
+    """A sequence of a pass: what was predicted at each position, and what is known of it."""
+
+    step: int
+    """The number of the operation."""
+    tokens: list[str]
+    """As texts; as their numbers where the server has no tokenizer."""
+    ids: list[int]
+    logprobs: list[float] | None = None
+    """The trainer's."""
+    sampled_logprobs: list[float] | None = None
+    weights: list[float] | None = None
+    advantages: list[float] | None = None
+    length: int
+    """Of the whole sequence; of a very long one only the first tokens are kept."""
+
+
 class RunExamplesResponse(Response):
-    examples: list[dict[str, Any]]
+    examples: list[RunExample]
     is_recorded: bool
-    """Whether this server keeps examples at all."""
+    """Whether this server keeps examples now (`keep_examples`)."""
+
+
+class RunSampler(Response):
+    """What a sampler of a run's weights has given; moments in seconds since 1970."""
+
+    sampler: str
+    seq: int | None = None
+    """The operation that froze its weights, where the sampler was made in that."""
+    requests: int
+    sequences: int
+    prompt_tokens: int
+    sampled_tokens: int
+    mean_length: float
+    longest: int
+    stopped_fraction: float
+    """Of the sequences, how many ended by themselves and not at their limit of tokens."""
+    mean_logprob: float
+    """Per sampled token."""
+    first: float
+    last: float
 
 
 class RunSamplersResponse(Response):
-    samplers: list[dict[str, Any]]
+    samplers: list[RunSampler]
 
 
 class ConsoleUsageItem(Response):

@@ -1,0 +1,116 @@
+"""Metrics that only the program knows (rewards, evaluations), added to a run's curves.
+
+A call returns at once and the metrics travel in the background; what could not be delivered is
+warned of. What is under way when the program ends is waited for, for a few seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import numbers
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tinsmith.errors import ValidationError
+from tinsmith.types.convert import kind_of
+
+if TYPE_CHECKING:
+    from tinsmith.client.training import TrainingClient
+
+logger = logging.getLogger(__name__)
+
+_GOODBYE_SECONDS = 5.0
+_under_way: set[Future[None]] = set()
+"""One for each call, done when the metrics are delivered or their loss was warned of."""
+_newest: weakref.ref[TrainingClient] | None = None
+_next_steps: weakref.WeakKeyDictionary[TrainingClient, int] = weakref.WeakKeyDictionary()
+
+
+def log(
+    metrics: Mapping[str, float], step: int | None = None, *, run: TrainingClient | None = None
+) -> None:
+    """Add metrics to a run's curves, under a step; by default the run of the training client that
+    was made last, and the step after the last one.
+
+        tinsmith.log({"reward": 0.5, "eval/accuracy": 0.7}, step=12)
+    """
+    client = run if run is not None else _newest() if _newest is not None else None
+    if client is None:
+        raise ValidationError("there is no training client yet; make one, or give `run`")
+    if step is None:
+        step = _next_steps.get(client, 0)
+    _next_steps[client] = step + 1
+    sent = client.log_metrics({name: _number(name, metrics[name]) for name in metrics}, step)
+    told: Future[None] = Future()
+    _under_way.add(told)
+    sent.add_done_callback(partial(_delivered, told, client.model_id, step))
+
+
+def wait_for_all(seconds: float = _GOODBYE_SECONDS) -> None:
+    """Return when the metrics under way are delivered, or after some seconds."""
+    wait(set(_under_way), timeout=seconds)
+
+
+atexit.register(wait_for_all)
+
+
+def note(client: TrainingClient) -> None:
+    """This training client was made last."""
+    global _newest
+    _newest = weakref.ref(client)
+
+
+class RunLogger:
+    """Sends the metrics of tinker-cookbook's training loops to the server's console, too.
+
+        ml_logger = ml_log.setup_logging(...)
+        ml_logger.loggers.append(tinsmith.RunLogger(training_client))
+
+    It has the methods of the cookbook's `Logger`. Values that are no numbers are left out here: the
+    cookbook's other loggers have them.
+    """
+
+    def __init__(self, run: TrainingClient | None = None) -> None:
+        """Of the run of a training client; by default of the one that was made last."""
+        self._run = run
+        self.store = None
+        """The cookbook's place for files; there is none here."""
+
+    def log_hparams(self, config: Any) -> None:
+        """Nothing: the server knows the run's configuration."""
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        known = {k: float(v) for k, v in metrics.items() if isinstance(v, numbers.Real)}
+        log(known, step, run=self._run)
+
+    def log_long_text(self, key: str, text: str) -> None:
+        """Nothing: the server's console shows numbers."""
+
+    def sync(self) -> None:
+        wait_for_all()
+
+    def close(self) -> None:
+        wait_for_all()
+
+    def get_logger_url(self) -> str | None:
+        """The run's page."""
+        client = self._run or (_newest() if _newest is not None else None)
+        return None if client is None else client.get_console_url()
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, numbers.Real):
+        raise ValidationError(f"expected a number, got {kind_of(value)}", name)
+    return float(value)
+
+
+def _delivered(told: Future[None], model_id: str, step: int, sent: Future[None]) -> None:
+    error = None if sent.cancelled() else sent.exception()
+    if error is not None:
+        logger.warning("the metrics of step %d of %s were not recorded: %s", step, model_id, error)
+    _under_way.discard(told)
+    told.set_result(None)
