@@ -47,6 +47,7 @@ from tinsmith.server.edge.auth import create_key
 from tinsmith.server.store.store import Store
 from tinsmith.types import LoraConfig
 from tinsmith.types.protocol import JSON, PROTOBUF
+from tinsmith.wire import proto
 
 OWNERS = ("ann", "bob", "cleo")
 TRAINERS_PER_OWNER = 2
@@ -402,6 +403,22 @@ class Trainer:
             await self.carry_out([reading, random_pass(self.world.random, "forward")])
         for operation in self.done:
             assert await self._result(operation.request_id) == operation.outcome
+        await self._check_curve()
+
+    async def _check_curve(self) -> None:
+        """Whatever was killed: each operation that ended is there once, each loss at its place."""
+        url = f"/training_runs/{self.model_id}"
+        answer = await self.world.ask(self.owner, "GET", f"{url}/operations?limit=1000")
+        ended = [each["seq"] for each in orjson.loads(answer.body)["operations"]]
+        assert sorted(ended) == sorted([0, *(operation.seq_id for operation in self.done)])
+        losses = {
+            operation.seq_id: proto.decode_output(operation.outcome).metrics["loss:sum"]
+            for operation in sorted(self.done, key=lambda operation: operation.seq_id)
+            if isinstance(operation.outcome, bytes)
+        }
+        answer = await self.world.ask(self.owner, "GET", f"{url}/metrics?points=5000")
+        curve = orjson.loads(answer.body)["series"].get("loss:sum", {"x": [], "mean": []})
+        assert (curve["x"], curve["mean"]) == (list(losses), list(losses.values()))
 
     async def leave(self) -> None:
         body = {"reason": {"type": "success"}}

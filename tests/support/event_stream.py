@@ -18,42 +18,46 @@ class Event:
 
 
 class EventStream:
+    """What has arrived is read when it is asked for: to listen costs next to nothing."""
+
     def __init__(self) -> None:
-        self.status = 0
-        self.is_over = False
+        self._arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._text = ""
-        self._heard: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._events: list[Event] = []
 
     async def next(self, *names: str, seconds: float = 5.0) -> Event:
         """The next event, of those names if any are given."""
         async with asyncio.timeout(seconds):
             while True:
-                event = await self._heard.get()
-                assert event is not None, "the stream has ended"
-                if not names or event.name in names:
-                    return event
+                while self._events:
+                    event = self._events.pop(0)
+                    if not names or event.name in names:
+                        return event
+                part = await self._arrived.get()
+                assert part is not None, "the stream has ended"
+                self._read(part)
 
     async def ended(self, seconds: float = 5.0) -> list[Event]:
         """What was still to come, when the stream is over."""
-        rest = []
         async with asyncio.timeout(seconds):
-            while (event := await self._heard.get()) is not None:
-                rest.append(event)
-        return rest
+            while (part := await self._arrived.get()) is not None:
+                self._read(part)
+        return self._events
 
     def take(self, message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            return
-        self._text += message.get("body", b"").decode()
+        if message["type"] == "http.response.body":
+            self._arrived.put_nowait(message.get("body", b""))
+            if not message.get("more_body", False):
+                self._arrived.put_nowait(None)
+
+    def _read(self, part: bytes) -> None:
+        self._text += part.decode()
         *whole, self._text = self._text.split("\n\n")
         for text in whole:
             fields = dict(line.split(": ", 1) for line in text.splitlines() if line[0] != ":")
             if "event" in fields:
                 event = Event(fields["event"], json.loads(fields["data"]), fields.get("id"))
-                self._heard.put_nowait(event)
-        if not message.get("more_body", False):
-            self._heard.put_nowait(None)
+                self._events.append(event)
 
 
 @contextlib.asynccontextmanager

@@ -198,6 +198,10 @@ class ServerConfig:
     """How many ended operations of a model stay in its log when their results are gone; a number
     from before those is refused when it comes again."""
 
+    keep_examples: int = 0
+    """How many sequences of each training pass are kept to be looked at in the console; none unless
+    asked for, because data is private."""
+
     event_stream_seconds: float = 3600.0
     """How long a stream of events stays open; a browser then opens another by itself."""
 
@@ -218,6 +222,9 @@ class ServerConfig:
 
     key_max_stored_bytes: int | None = None
     """Most bytes of one owner's checkpoints and unnamed samplers."""
+
+    key_max_example_bytes: int = 64 * 1024 * 1024
+    """Most bytes of one owner's examples; the oldest go first."""
 
     key_max_posted_bytes: int = 1024**3
     """Most bytes of metrics that one owner posts to his runs."""

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from tinsmith.server.operations.snapshots import Snapshots
 from tinsmith.server.sampling.loaded import LoadedSamplers
 from tinsmith.server.sampling.requests import Sampling
 from tinsmith.server.sampling.samplers import Samplers
+from tinsmith.server.sampling.stats import SamplerStats
 from tinsmith.server.sessions import Sessions
 from tinsmith.server.store.records import ModelRecord, StepRecord, StepSource
 from tinsmith.server.store.store import Store
@@ -55,6 +57,9 @@ _HOUSEKEEPING_SECONDS = 5.0
 _ROUNDS_PER_RESULT_SWEEP = 12
 _FORGET_SECONDS = 300.0
 _DRAIN_SECONDS = 30.0
+_UNDRAWN_STEPS = 2048
+"""Steps that a run has before they are drawn together: reading so many takes 20 ms."""
+
 _RECENT_RESULT_BYTES = 64 * 1024 * 1024
 """Memory for results of training operations; the store has them all."""
 
@@ -95,11 +100,13 @@ class Service:
         self.samplers = Samplers(store)
         self.loaded_samplers = LoadedSamplers(self.weights.folder, config.max_loaded_samplers)
         self.usage = Usage(store)
+        self.sampler_stats = SamplerStats(store)
         self.text_models = TextModels()
         self.sampling = Sampling(
             engines=self.engines,
             loaded=self.loaded_samplers,
             usage=self.usage,
+            stats=self.sampler_stats,
             metrics=metrics,
             config=config,
         )
@@ -142,8 +149,8 @@ class Service:
         )
         self.retrieved: dict[str, float] = {}
         """Results of training operations that were fetched, not yet written down."""
-        self._undrawn: set[tuple[str, StepSource]] = set()
-        """Runs with steps that are not in their curves' blocks yet."""
+        self._undrawn: Counter[tuple[str, StepSource]] = Counter()
+        """How many steps of a run are not in its curves' blocks yet."""
         self.started_at = time.time()
         self.url = ""
         """What clients call this server; set once it listens."""
@@ -236,6 +243,7 @@ class Service:
         retrieved, self.retrieved = self.retrieved, {}
         await self.store.log.mark_retrieved(retrieved)
         await self.usage.flush()
+        await self.sampler_stats.flush()
         await self.draw_curves()
         await self.sessions.sweep()
         for session_id in await self.sessions.without_samplers():
@@ -247,16 +255,18 @@ class Service:
         self.promises.expire(retrieved_before=now - 60, finished_before=now - 600)
         self.models.forget_idle(self.engines.generation, now - _FORGET_SECONDS)
 
-    def recorded(self, model: ModelRecord, step: StepRecord) -> None:
-        """An end, or metrics that a client posted, is on disk."""
-        self._undrawn.add((model.model_id, step.source))
-        self.events.recorded(model, step)
+    def recorded(self, model: ModelRecord, number: int, step: StepRecord) -> None:
+        """An end, or metrics that a client posted, is on disk under a number."""
+        self._undrawn[model.model_id, step.source] += 1
+        self.events.recorded(model, number, step)
 
     async def draw_curves(self) -> None:
-        """Draw together the steps that were recorded since the last time."""
-        undrawn, self._undrawn = self._undrawn, set()
-        for model_id, source in undrawn:
-            await self.store.curves.draw(model_id, source)
+        """Draw together the steps of runs that have many new ones, or are no longer used. A few
+        are read as they are."""
+        for (model_id, source), count in list(self._undrawn.items()):
+            if count >= _UNDRAWN_STEPS or not self.models.is_live(model_id):
+                del self._undrawn[model_id, source]
+                await self.store.curves.draw(model_id, source)
 
     async def tidy_results(self) -> None:
         """What is done every minute or so, because it looks at everything that is kept."""

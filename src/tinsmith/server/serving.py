@@ -137,7 +137,13 @@ def open_store(config: ServerConfig, metrics: Metrics | None = None) -> Store:
             metrics.observe("store_commit_seconds", seconds)
             metrics.observe("store_commit_writes", num_writes)
 
-    return Store(url, folder.blobs, on_commit, max_owner_bytes=config.key_max_stored_bytes)
+    return Store(
+        url,
+        folder.blobs,
+        on_commit,
+        max_owner_bytes=config.key_max_stored_bytes,
+        max_example_bytes=config.key_max_example_bytes,
+    )
 
 
 def _report_changes(service: Service, report: ReportModels) -> None:

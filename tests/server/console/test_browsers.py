@@ -75,6 +75,19 @@ async def test_a_cookie_and_its_stream_end_with_the_key(server: TestServer) -> N
     assert (await _look(other, cookie)).status_code == 401
 
 
+async def test_keys_are_listed_and_revoked_by_their_owner_alone(server: TestServer) -> None:
+    api, other = server.api, await server.other_user()
+    keys = (await api.get("/console/keys")).json()["keys"]
+    assert [(key["name"], key["is_current"]) for key in keys] == [("first", True)]
+    path = f"/api/v1/console/keys/{keys[0]['key_id']}"
+    assert (await other.http.delete(path, headers=other.headers)).status_code == 404
+    token = (await api.ok("/auth/token", {}))["jwt"]
+    refused = await api.http.delete(path, headers={"authorization": f"Bearer {token}"})
+    assert refused.status_code == 403 and "send a key" in refused.json()["detail"]
+    assert (await api.http.delete(path, headers=api.headers)).status_code == 204
+    assert (await api.get("/console/keys")).status_code == 401
+
+
 async def test_a_cookie_ends_after_a_while(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(browsers, "SESSION_SECONDS", -1)
     assert (await _look(api, await _login(api))).status_code == 401

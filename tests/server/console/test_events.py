@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.support.event_stream import listening
 from tinsmith.server.console import events
+from tinsmith.server.store.records import StepRecord
 
 if TYPE_CHECKING:
-    import pytest
-
     from tests.support.in_process_server import Api, StartServer, TestServer
 
 
@@ -116,6 +118,34 @@ async def test_streams_end_when_the_server_stops(server: TestServer, api: Api) -
         assert await stream.ended(1.0) == []
 
 
+@pytest.mark.slow
+async def test_two_hundred_streams_cost_less_than_a_tenth_of_a_core(
+    server: TestServer, api: Api
+) -> None:
+    """Five events a second, told to 200 readers; what the readers here cost counts, too."""
+    run = await api.model()
+    model = server.service.models.find(run)
+    assert model is not None
+    step = StepRecord(
+        model_id=run, seq_id=1, at=0.0, kind="forward_backward", metrics='{"loss": 1.5}'
+    )
+    async with contextlib.AsyncExitStack() as open_streams:
+        streams = [
+            await open_streams.enter_async_context(listening(server.app, x_api_key=api.key))
+            for _ in range(200)
+        ]
+        await server.until(lambda: server.service.events.num_readers == 200)
+        began, cpu = time.monotonic(), time.process_time()
+        for number in range(15):
+            server.service.events.recorded(model.record, number + 1, step)
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(0.3)
+        share = (time.process_time() - cpu) / (time.monotonic() - began)
+        heard = [await stream.next("step") for stream in streams]
+    assert len(heard) == 200
+    assert share < 0.1, f"{share:.3f} of a core"
+
+
 async def test_nobody_hears_of_anothers_runs(server: TestServer, api: Api) -> None:
     other = await server.other_user()
     run = await api.model()
@@ -133,4 +163,3 @@ async def test_an_id_that_is_none_is_refused(server: TestServer, api: Api) -> No
         "/api/v1/console/events", headers={**api.headers, "last-event-id": "x"}
     )
     assert response.status_code == 400 and "Last-Event-ID" in response.json()["detail"]
-    await asyncio.sleep(0)

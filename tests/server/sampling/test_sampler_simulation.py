@@ -23,6 +23,7 @@ from tinsmith.server.engines import EngineSupervisor
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.sampling.loaded import LoadedSamplers
 from tinsmith.server.sampling.requests import Sampling, sample_job
+from tinsmith.server.sampling.stats import SamplerStats
 from tinsmith.server.store.records import SamplerRecord
 from tinsmith.server.usage import Usage
 from tinsmith.types import ModelInput, SampleRequest, SampleResponse, SamplingParams
@@ -122,7 +123,9 @@ class World:
         self.sampling = Sampling(
             engines=self.engines,
             loaded=self.loaded,
-            usage=Usage(cast(Any, None)),  # counts in memory; nothing is written
+            # These count in memory; nothing is written.
+            usage=Usage(cast(Any, None)),
+            stats=SamplerStats(cast(Any, None)),
             metrics=Metrics(),
             config=ServerConfig(engine_attempts=1000, max_loaded_samplers=MAX_LOADED),
         )

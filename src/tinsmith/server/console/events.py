@@ -61,16 +61,16 @@ class Events:
         """What waits to be read."""
         return sum(r.num_bytes for readers in self._readers.values() for r in readers)
 
-    def recorded(self, model: ModelRecord, step: StepRecord) -> None:
-        """An end, or metrics that a client posted, is on disk."""
+    def recorded(self, model: ModelRecord, number: int, step: StepRecord) -> None:
+        """An end, or metrics that a client posted, is on disk under a number."""
         readers = self._readers.get(model.owner)
         if not readers:
             return
-        message = _message(step)
+        message = _message(number, step)
         for reader in readers:
             is_wanted = reader.run in (None, step.model_id)
             if is_wanted and reader.num_bytes <= MAX_PENDING_BYTES:
-                reader.pending.append((step.entry_id, message))
+                reader.pending.append((number, message))
                 reader.num_bytes += len(message)
                 reader.wake.set()
 
@@ -116,7 +116,7 @@ class Events:
         steps = await self._store.steps.since(after, owner, run, MAX_REPEATED + 1)
         if len(steps) <= MAX_REPEATED:
             last = steps[-1].entry_id if steps else after
-            return last, b"".join(_message(step) for step in steps)
+            return last, b"".join(_message(step.entry_id, step) for step in steps)
         last = await self._store.steps.last_entry()
         reason = "too much has happened since; read the curves again"
         return last, _event("reset", {"reason": reason}, last)
@@ -133,7 +133,7 @@ async def _woken(reader: _Reader, seconds: float) -> None:
     reader.wake.clear()
 
 
-def _message(step: StepRecord) -> bytes:
+def _message(number: int, step: StepRecord) -> bytes:
     """The events of one entry. The id stands in the last: they are heard together or not at all."""
     events: list[tuple[str, Any]] = []
     if step.source == "operation":
@@ -158,8 +158,8 @@ def _message(step: StepRecord) -> bytes:
         )
     last = len(events) - 1
     return b"".join(
-        _event(name, data, step.entry_id if number == last else None)
-        for number, (name, data) in enumerate(events)
+        _event(name, data, number if place == last else None)
+        for place, (name, data) in enumerate(events)
     )
 
 
@@ -180,4 +180,5 @@ def operation_of(step: StepRecord) -> RunOperation:
         ended=step.at,
         tokens=step.num_tokens,
         error=step.error,
+        made=step.made,
     )

@@ -104,7 +104,8 @@ class PassBatch(_Batch):
             operation = running[finished.index]
             item = items[finished.index]
             self._charge(operation, finished.seconds, is_usual=item.custom_loss is None)
-            self.end_with(operation, finished.result, partial(pass_done, item))
+            done = partial(pass_done, item, self.parts.config.keep_examples)
+            self.end_with(operation, finished.result, done)
 
     async def _pass_of(self, operation: Operation) -> Pass | Failure:
         assert isinstance(operation.kind, PassKind)

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 _RETRY_SECONDS = 1.0
 _CONFLICT = "what this request made contradicts what is there already"
 
-OnStep = Callable[[ModelRecord, StepRecord], None]
-"""Hears of every end when it is on disk."""
+OnStep = Callable[[ModelRecord, int, StepRecord], None]
+"""Hears of every end, and the number of its entry, when it is on disk."""
 
 
 class Endings:
@@ -108,8 +108,8 @@ class Endings:
             size = len(model.finishes)
             for finish in batch:
                 self._promises.resolve(finish.request_id, outcome_of(finish), finish.finished_at)
-            for step in steps:
-                self._on_step(model.record, step)
+            for number, step in steps:
+                self._on_step(model.record, number, step)
         model.committing = None
 
     async def _unrecordable(self, model: LiveModel, finish: Finish, error: Exception) -> Finish:

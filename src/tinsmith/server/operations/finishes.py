@@ -6,6 +6,7 @@ import time
 
 from tinsmith.engine.base import Failure, Pass
 from tinsmith.server.futures import Outcome
+from tinsmith.server.operations.examples import examples_of
 from tinsmith.server.operations.observed import encode_metrics, observed
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.store.records import (
@@ -51,7 +52,10 @@ def done(
     )
 
 
-def pass_done(item: Pass, operation: Operation, output: ForwardBackwardOutput) -> Finish:
+def pass_done(
+    item: Pass, num_examples: int, operation: Operation, output: ForwardBackwardOutput
+) -> Finish:
+    """`num_examples` of its sequences, at most, are kept to be looked at."""
     now = time.time()
     metrics = observed(item, output)
     return Finish(
@@ -62,6 +66,7 @@ def pass_done(item: Pass, operation: Operation, output: ForwardBackwardOutput) -
         result=proto.encode_output(output),
         took_effect=True,
         step=_step(operation, "done", now, metrics=metrics, loss_fn=item.loss_fn),
+        examples=examples_of(item, operation.record, output, num_examples) if num_examples else (),
     )
 
 

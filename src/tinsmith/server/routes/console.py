@@ -14,7 +14,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from tinsmith.errors import ValidationError
 from tinsmith.server.console.browsers import SESSION_SECONDS
-from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.auth import TOKEN_PREFIX, Caller, credential_in
 from tinsmith.server.edge.http import (
     COOKIE,
     HAS_DATA,
@@ -178,6 +178,8 @@ async def keys(service: Service, caller: Caller, request: Request) -> ConsoleKey
 
 
 async def revoke_key(service: Service, caller: Caller, request: Request) -> None:
+    if (credential_in(request.headers) or "").startswith(TOKEN_PREFIX):
+        raise Refusal(403, "a token cannot revoke keys; send a key")
     given = request.path_params["key_id"]
     owned = {
         str(key.key_id): key

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, get_args
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tinsmith.engine.base import BaseModelInfo
 from tinsmith.errors import ValidationError
 from tinsmith.server.console.events import operation_of
 from tinsmith.server.console.queue import standing
@@ -18,20 +21,31 @@ from tinsmith.server.edge.http import answer, not_found, query_int
 from tinsmith.server.edge.routing import bare_route, route
 from tinsmith.server.service import Service
 from tinsmith.server.store.blocks import Summary
-from tinsmith.server.store.records import ModelRecord, OperationRecord, OperationStatus, StepRecord
+from tinsmith.server.store.records import (
+    ExampleRecord,
+    ModelRecord,
+    OperationRecord,
+    OperationStatus,
+    SamplerStatsRecord,
+    StepRecord,
+)
 from tinsmith.types.observing import (
     MAX_KEY_CHARACTERS,
     MAX_STEP,
     PostMetricsRequest,
+    RunExample,
     RunExamplesResponse,
     RunOperation,
     RunOperationsResponse,
     RunQueueResponse,
+    RunSampler,
     RunSamplersResponse,
 )
 from tinsmith.wire import endpoints
 
 MAX_POINTS = 5000
+MAX_EXAMPLES = 100
+MAX_SAMPLERS = 1000
 
 
 async def get_metrics(service: Service, caller: Caller, request: Request) -> Response:
@@ -90,7 +104,8 @@ async def post_metrics(
     step = StepRecord(
         model_id=run.model_id, source="posted", seq_id=message.step, at=time.time(), kind="posted"
     )
-    service.recorded(run, await service.posted.post(caller.owner, step, message.metrics))
+    recorded = await service.posted.post(caller.owner, step, message.metrics)
+    service.recorded(run, recorded.entry_id, recorded)
 
 
 async def list_operations(
@@ -138,13 +153,53 @@ async def get_queue(service: Service, caller: Caller, request: Request) -> RunQu
 
 
 async def list_examples(service: Service, caller: Caller, request: Request) -> RunExamplesResponse:
-    await _owned_run(service, caller, request)
-    return RunExamplesResponse(examples=[], is_recorded=False)
+    run = await _owned_run(service, caller, request)
+    limit = query_int(request, "limit", 20, most=MAX_EXAMPLES)
+    step = query_int(request, "step", -1, least=-1, most=MAX_STEP)
+    found = await service.store.examples.of_run(run.model_id, None if step < 0 else step, limit)
+    base = await service.base_model(run.base_model) if found else None
+    shown = await asyncio.to_thread(_examples, service, found, base)
+    return RunExamplesResponse(examples=shown, is_recorded=service.config.keep_examples > 0)
 
 
 async def list_samplers(service: Service, caller: Caller, request: Request) -> RunSamplersResponse:
-    await _owned_run(service, caller, request)
-    return RunSamplersResponse(samplers=[])
+    run = await _owned_run(service, caller, request)
+    await service.sampler_stats.flush()
+    found = await service.store.samplers.stats_of_run(run.model_id, MAX_SAMPLERS)
+    made = await service.store.steps.made(run.model_id)
+    return RunSamplersResponse(samplers=[_sampler(each, made) for each in found])
+
+
+def _sampler(stats: SamplerStatsRecord, made: Mapping[str, int]) -> RunSampler:
+    return RunSampler(
+        sampler=stats.sampler_id,
+        seq=made.get(stats.sampler_id),
+        requests=stats.num_requests,
+        sequences=stats.num_sequences,
+        prompt_tokens=stats.prompt_tokens,
+        sampled_tokens=stats.sampled_tokens,
+        mean_length=stats.sampled_tokens / max(1, stats.num_sequences),
+        longest=stats.longest_tokens,
+        stopped_fraction=stats.num_stopped / max(1, stats.num_sequences),
+        mean_logprob=stats.logprob_sum / max(1, stats.sampled_tokens),
+        first=stats.first_at,
+        last=stats.last_at,
+    )
+
+
+def _examples(
+    service: Service, found: Sequence[ExampleRecord], base: BaseModelInfo | None
+) -> list[RunExample]:
+    """With the tokens as texts, or as their numbers where the server has no tokenizer."""
+    text_of: Callable[[int], str] = str
+    if base is not None and base.tokenizer_folder is not None:
+        with contextlib.suppress(ValidationError):
+            text_of = service.text_models.get(base).token_text
+    bodies = [(each.seq_id, orjson.loads(each.body)) for each in found]
+    return [
+        RunExample(step=step, tokens=[text_of(token) for token in body["ids"]], **body)
+        for step, body in bodies
+    ]
 
 
 async def _owned_run(service: Service, caller: Caller, request: Request) -> ModelRecord:

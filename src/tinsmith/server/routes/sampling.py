@@ -26,6 +26,7 @@ from tinsmith.types import (
     CreateSamplingSessionResponse,
     JoinSamplingSessionRequest,
     JoinSamplingSessionResponse,
+    ParsedCheckpointTinkerPath,
     SampleRequest,
     SampleResponse,
     UntypedAPIFuture,
@@ -58,6 +59,7 @@ async def create_sampling_session(
             model_path=message.model_path,
             weights_id=weights_id,
             created_at=time.time(),
+            model_id=await _run_of(service, caller, message.model_path),
         )
     )
     return CreateSamplingSessionResponse(sampling_session_id=sampler.sampler_id)
@@ -160,6 +162,15 @@ async def _source(
         )
     await check_base_model(service, weights.base_model)
     return weights.base_model, weights.weights_id
+
+
+async def _run_of(service: Service, caller: Caller, path: str | None) -> str | None:
+    """The caller's run that a checkpoint belongs to."""
+    if path is None:
+        return None
+    run_id = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
+    run = await service.store.models.get(run_id)
+    return run_id if run is not None and run.owner == caller.owner else None
 
 
 async def _owned_sampler(service: Service, caller: Caller, sampler_id: str) -> SamplerRecord:

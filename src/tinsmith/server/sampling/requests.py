@@ -26,6 +26,7 @@ from tinsmith.server.futures import Outcome, Promise, Promises
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.sampling.completions import Completions
 from tinsmith.server.sampling.loaded import LoadedSamplers
+from tinsmith.server.sampling.stats import SamplerStats
 from tinsmith.server.sampling.stream_buffer import Patience, buffered
 from tinsmith.server.store.records import SamplerRecord
 from tinsmith.server.usage import Usage
@@ -73,12 +74,14 @@ class Sampling:
         engines: EngineSupervisor,
         loaded: LoadedSamplers,
         usage: Usage,
+        stats: SamplerStats,
         metrics: Metrics,
         config: ServerConfig,
     ) -> None:
         self._engines = engines
         self._loaded = loaded
         self._usage = usage
+        self._stats = stats
         self._metrics = metrics
         self._config = config
         self.promises = Promises(config.sample_result_bytes)
@@ -303,7 +306,15 @@ class Sampling:
             ("sampling_prefill_cached", cached),
             ("sampling_sample", sampled),
         ):
-            self._usage.count(sampler.owner, sampler.base_model, sampler.session_id, kind, amount)
+            self._usage.count(
+                sampler.owner,
+                sampler.base_model,
+                sampler.session_id,
+                kind,
+                amount,
+                sampler.model_id or "",
+            )
+        self._stats.count(sampler, job, response)
         self._metrics.count("sampled_tokens", sampled)
         self._metrics.count("prefilled_tokens", job.prompt.length - cached)
 

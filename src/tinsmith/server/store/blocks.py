@@ -78,6 +78,39 @@ def merged(summaries: Sequence[Summary]) -> Summary:
     return Summary(last.x, last.t, together)
 
 
+def first_blocks(rows: Iterable[Sequence[Any]], end: int) -> list[tuple[int, Summary]]:
+    """The first blocks of steps (number, moment, metrics) below `end`; those without any metrics
+    are left out. What `of_step`, `merged` and `in_blocks` give, in half of the time."""
+    blocks: list[tuple[int, Summary]] = []
+    for block, inside in itertools.groupby(rows, lambda row: row[0] // FIRST_SIZE):
+        if block * FIRST_SIZE >= end:
+            break
+        ranges: dict[str, Range] = {}
+        x, t = 0, 0.0
+        for number, moment, metrics in inside:
+            if metrics == "{}":
+                continue
+            x, t = number, moment
+            for name, value in orjson.loads(metrics).items():
+                known = ranges.get(name)
+                if known is None:
+                    known = ranges[name] = [0, None, None, None]
+                if type(value) is str:
+                    continue
+                if not known[0]:
+                    known[:] = 1, value, value, value
+                    continue
+                known[0] += 1
+                known[1] += (value - known[1]) / known[0]
+                if value < known[2]:
+                    known[2] = value
+                elif value > known[3]:
+                    known[3] = value
+        if ranges:
+            blocks.append((block, Summary(x, t, ranges)))
+    return blocks
+
+
 def in_blocks(summaries: Iterable[Summary], size: int) -> list[tuple[int, Summary]]:
     """What falls into each block of `size` numbers, drawn together; empty ones are left out."""
     return [

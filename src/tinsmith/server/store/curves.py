@@ -17,6 +17,7 @@ from tinsmith.server.store.blocks import (
     FIRST_SIZE,
     SIZES,
     Summary,
+    first_blocks,
     in_blocks,
     of_step,
     size_for,
@@ -120,9 +121,10 @@ def _draw_some(
     connection: sa.Connection, database: Database, model_id: str, source: StepSource
 ) -> bool:
     """Make blocks of the next few hundred steps; whether there may be more."""
+    of_run = {"model_id": model_id, "source": source}
     up_to = connection.execute(_MARK, {"of_model": model_id, "of_source": source}).scalar() or 0
     query = (
-        sa.select(_STEPS.c.seq_id)
+        sa.select(_STEPS.c.seq_id, _STEPS.c.at, _STEPS.c.metrics)
         .where(
             _STEPS.c.model_id == model_id,
             _STEPS.c.source == source,
@@ -133,41 +135,21 @@ def _draw_some(
     )
     if source == "operation" and (pending := _first_pending(connection, model_id)) is not None:
         query = query.where(_STEPS.c.seq_id < pending)
-    numbers = list(connection.execute(query).scalars())
-    end = (numbers[-1] + 1) // FIRST_SIZE * FIRST_SIZE if numbers else 0
+    rows = connection.execute(query).all()
+    end = (rows[-1][0] + 1) // FIRST_SIZE * FIRST_SIZE if rows else 0
     if end <= up_to:
         return False
-    _draw(connection, database, model_id, source, up_to, end)
-    mark = {"model_id": model_id, "source": source, "up_to": end}
-    adding = database.insert(_MARKS)
-    connection.execute(
-        adding.on_conflict_do_update(
-            index_elements=list(_MARKS.primary_key.columns), set_={"up_to": end}
-        ),
-        mark,
-    )
-    return len(numbers) == _STEPS_AT_ONCE
-
-
-def _draw(
-    connection: sa.Connection,
-    database: Database,
-    model_id: str,
-    source: StepSource,
-    start: int,
-    end: int,
-) -> None:
-    """The blocks of every size that end within `start` (not itself) and `end`."""
-    for size in SIZES:
-        first, last = start // size, end // size
+    _put(connection, database, model_id, source, FIRST_SIZE, first_blocks(rows, end))
+    for size in SIZES[1:]:
+        first, last = up_to // size, end // size
         if last <= first:
             break
-        if size == FIRST_SIZE:
-            inside = _steps(connection, model_id, source, first * size, last * size)
-        else:
-            smaller = size // FANOUT
-            inside = _blocks(connection, model_id, source, smaller, first * FANOUT, last * FANOUT)
+        inside = _blocks(
+            connection, model_id, source, size // FANOUT, first * FANOUT, last * FANOUT
+        )
         _put(connection, database, model_id, source, size, in_blocks(inside, size))
+    _upsert(connection, database, _MARKS, [{**of_run, "up_to": end}])
+    return len(rows) == _STEPS_AT_ONCE
 
 
 def _put(
@@ -188,16 +170,18 @@ def _put(
         }
         for block, summary in blocks
     ]
-    if not rows:
-        return
-    adding = database.insert(_BLOCKS)
-    connection.execute(
-        adding.on_conflict_do_update(
-            index_elements=list(_BLOCKS.primary_key.columns),
-            set_={"summary": adding.excluded["summary"]},
-        ),
-        rows,
-    )
+    if rows:
+        _upsert(connection, database, _BLOCKS, rows)
+
+
+def _upsert(
+    connection: sa.Connection, database: Database, table: sa.Table, rows: list[dict[str, Any]]
+) -> None:
+    """Enter rows in the place of those with the same keys."""
+    adding = database.insert(table)
+    changed = {c.name: adding.excluded[c.name] for c in table.c if not c.primary_key}
+    key = list(table.primary_key.columns)
+    connection.execute(adding.on_conflict_do_update(index_elements=key, set_=changed), rows)
 
 
 def redraw(connection: sa.Connection, database: Database, model_id: str, number: int) -> None:

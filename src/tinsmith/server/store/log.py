@@ -19,6 +19,7 @@ from tinsmith.server.store.errors import (
     StoreDamagedError,
     StoreUnavailableError,
 )
+from tinsmith.server.store.examples import Examples
 from tinsmith.server.store.records import Finish, ModelRecord, OperationRecord, StepRecord
 from tinsmith.server.store.steps import Steps
 from tinsmith.server.store.weights import Weights
@@ -44,11 +45,19 @@ _LIGHT_COLUMNS = [c for c in schema.operations.c if c.name not in ("payload", "r
 
 
 class Log:
-    def __init__(self, database: Database, blobs: Blobs, weights: Weights, steps: Steps) -> None:
+    def __init__(
+        self,
+        database: Database,
+        blobs: Blobs,
+        weights: Weights,
+        steps: Steps,
+        examples: Examples,
+    ) -> None:
         self._database = database
         self._blobs = blobs
         self._weights = weights
         self._steps = steps
+        self._examples = examples
 
     async def record(
         self, operation: OperationRecord, model: ModelRecord | None = None
@@ -87,12 +96,12 @@ class Log:
                 await self._blobs.delete([values["payload_file"]])
         return recorded, is_new
 
-    async def finish(self, finishes: Sequence[Finish]) -> list[StepRecord]:
-        """Record ends, all or none; what stays of them. An operation that has ended already is
-        left as it is."""
+    async def finish(self, finishes: Sequence[Finish]) -> list[tuple[int, StepRecord]]:
+        """Record ends, all or none; what stays of them, by number. An operation that has ended
+        already is left as it is."""
         rows = [await self._end_row(finish) for finish in finishes]
 
-        def write(connection: sa.Connection) -> list[StepRecord]:
+        def write(connection: sa.Connection) -> list[tuple[int, StepRecord]]:
             ended = (
                 self._finish_one(connection, finish, row)
                 for finish, row in zip(finishes, rows, strict=True)
@@ -121,7 +130,7 @@ class Log:
 
     def _finish_one(
         self, connection: sa.Connection, finish: Finish, row: dict[str, Any]
-    ) -> StepRecord | None:
+    ) -> tuple[int, StepRecord] | None:
         ended = connection.execute(_ENDED, {"of_request": finish.request_id, **row})
         if ended.rowcount != 1:
             return None
@@ -136,9 +145,14 @@ class Log:
             connection.execute(sa.insert(schema.samplers).values(row_of(finish.sampler)))
         if finish.audit is not None:
             connection.execute(sa.insert(schema.audit).values(row_of(finish.audit)))
-        if finish.step is None:
+        for example in finish.examples:
+            self._examples.add(connection, example)
+        step = finish.step
+        if step is None:
             return None
-        return self._steps.add(connection, dataclasses.replace(finish.step, error=row["error"]))
+        if step.error is not None:
+            step = dataclasses.replace(step, error=row["error"])
+        return self._steps.add(connection, step), step
 
     async def get(self, request_id: str) -> OperationRecord | None:
         table = schema.operations

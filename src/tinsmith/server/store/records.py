@@ -290,18 +290,15 @@ class MarkRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleRecord:
-    """What one sequence of a pass, or of a sample, held; kept only where the owner of the server
-    has switched that on."""
+    """What one sequence of a pass held; kept only where whoever runs the server wants it."""
 
     entry_id: int = 0
     owner: str
     model_id: str
     seq_id: int
-    kind: Literal["trained", "sampled"]
-    at: float
     num_bytes: int
     body: bytes
-    """JSON: tokens, and per token what is known of them."""
+    """JSON: the tokens that were predicted, and for each what is known of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +307,8 @@ class SamplerStatsRecord:
 
     sampler_id: str
     owner: str
+    model_id: str
+    """The run that the weights come from; empty where there is none."""
     num_requests: int
     num_sequences: int
     prompt_tokens: int
@@ -351,6 +350,8 @@ class Finish:
     audit: AuditRecord | None = None
     step: StepRecord | None = None
     """What stays of it when the result is gone."""
+    examples: Sequence[ExampleRecord] = ()
+    """A few of the sequences it saw, to be looked at."""
 
 
 @dataclass(frozen=True, slots=True)

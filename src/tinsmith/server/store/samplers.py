@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import Database, row_of
-from tinsmith.server.store.records import SamplerRecord
+from tinsmith.server.store.records import SamplerRecord, SamplerStatsRecord
 
 
 class Samplers:
@@ -90,3 +91,26 @@ class Samplers:
     async def forget(self, session_id: str) -> None:
         table = schema.samplers
         await self._database.execute(sa.delete(table).where(table.c.session_id == session_id))
+
+    async def add_stats(self, stats: Sequence[SamplerStatsRecord]) -> None:
+        """Add to what samplers have given so far."""
+        table = schema.sampler_stats
+        statement = self._database.insert(table)
+        given = statement.excluded
+        greater = {"longest_tokens", "last_at"}
+        fixed = {"sampler_id", "owner", "model_id", "first_at"}
+        changes: dict[str, sa.ColumnElement[Any]] = {
+            c.name: c + given[c.name] for c in table.c if c.name not in greater | fixed
+        }
+        for name in greater:
+            changes[name] = sa.case((given[name] > table.c[name], given[name]), else_=table.c[name])
+        adding = statement.on_conflict_do_update(index_elements=["sampler_id"], set_=changes)
+        await self._database.execute_many(adding, [row_of(one) for one in stats])
+
+    async def stats_of_run(self, model_id: str, limit: int) -> Sequence[SamplerStatsRecord]:
+        """What was sampled from a run's weights, by the samplers used last first."""
+        table = schema.sampler_stats
+        query = sa.select(table).where(table.c.model_id == model_id)
+        return await self._database.all(
+            SamplerStatsRecord, query.order_by(table.c.last_at.desc()).limit(limit)
+        )

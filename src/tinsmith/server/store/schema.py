@@ -173,6 +173,14 @@ steps = _table(
     records.StepRecord,
     ("entry_id",),
     UniqueConstraint("model_id", "source", "seq_id"),
+    # Few operations make something.
+    Index(
+        None,
+        "model_id",
+        "made",
+        sqlite_where=text("made IS NOT NULL"),
+        postgresql_where=text("made IS NOT NULL"),
+    ),
     types={"entry_id": _ROW_NUMBER},
 )
 
@@ -189,6 +197,8 @@ examples = _table(
     types={"entry_id": _ROW_NUMBER},
 )
 
-sampler_stats = _table("sampler_stats", records.SamplerStatsRecord, ("sampler_id",))
+sampler_stats = _table(
+    "sampler_stats", records.SamplerStatsRecord, ("sampler_id",), Index(None, "model_id")
+)
 
 browser_sessions = _table("browser_sessions", records.BrowserSessionRecord, ("cookie_hash",))

@@ -14,6 +14,7 @@ from tinsmith.server.store import schema
 from tinsmith.server.store.curves import redraw
 from tinsmith.server.store.database import Database, row_of
 from tinsmith.server.store.records import OperationStatus, StepRecord
+from tinsmith.types.non_finite import to_json
 from tinsmith.types.observing import MAX_POSTED_KEYS
 
 _ADD = sa.insert(schema.steps)
@@ -28,11 +29,11 @@ class Steps:
         # One server writes to a store, so that it knows the next number without asking.
         self._numbers = itertools.count((last or 0) + 1)
 
-    def add(self, connection: sa.Connection, step: StepRecord) -> StepRecord:
-        """Record a step as part of a write; the same with its number."""
-        step = dataclasses.replace(step, entry_id=next(self._numbers))
-        connection.execute(_ADD, row_of(step))
-        return step
+    def add(self, connection: sa.Connection, step: StepRecord) -> int:
+        """Record a step as part of a write; its number."""
+        number = next(self._numbers)
+        connection.execute(_ADD, {**row_of(step), "entry_id": number})
+        return number
 
     async def post(self, step: StepRecord, metrics: Mapping[str, float]) -> StepRecord:
         """Record metrics of a client's own under a step. Names that the step has already get the
@@ -46,7 +47,8 @@ class Steps:
 
         def write(connection: sa.Connection) -> StepRecord:
             known = connection.execute(sa.select(table.c.metrics).where(same)).scalar()
-            together = {**orjson.loads(known or "{}"), **metrics}
+            given = {name: to_json(value) for name, value in metrics.items()}
+            together = {**orjson.loads(known or "{}"), **given}
             if len(together) > MAX_POSTED_KEYS:
                 raise ValidationError(
                     f"step {step.seq_id} would have {len(together)} metrics; the limit is "
@@ -55,9 +57,9 @@ class Steps:
                 )
             connection.execute(sa.delete(table).where(same))
             merged = dataclasses.replace(step, metrics=orjson.dumps(together).decode())
-            recorded = self.add(connection, merged)
+            number = self.add(connection, merged)
             redraw(connection, self._database, step.model_id, step.seq_id)
-            return recorded
+            return dataclasses.replace(merged, entry_id=number)
 
         return await self._database.write(write)
 
@@ -89,6 +91,14 @@ class Steps:
         return await self._database.all(
             StepRecord, query.order_by(table.c.seq_id.desc()).limit(limit)
         )
+
+    async def made(self, model_id: str) -> dict[str, int]:
+        """What a run's operations made, checkpoints and samplers, and the number of each."""
+        table = schema.steps
+        query = sa.select(table.c.made, table.c.seq_id).where(
+            table.c.model_id == model_id, table.c.made.is_not(None)
+        )
+        return dict(await self._database.all(lambda made, seq_id: (made, seq_id), query))
 
     async def last_entry(self) -> int:
         """The number of the newest entry of all."""

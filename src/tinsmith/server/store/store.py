@@ -16,6 +16,7 @@ from tinsmith.server.store.browsers import Browsers
 from tinsmith.server.store.checkpoints import Checkpoints
 from tinsmith.server.store.curves import Curves
 from tinsmith.server.store.database import Database
+from tinsmith.server.store.examples import Examples
 from tinsmith.server.store.identity import Identity
 from tinsmith.server.store.keys import Keys
 from tinsmith.server.store.log import Log
@@ -36,10 +37,12 @@ class Store:
         on_commit: OnCommit = lambda seconds, writes: None,
         open_writer: Callable[[sa.Engine, OnCommit], Writes] = Writer,
         max_owner_bytes: int | None = None,
+        max_example_bytes: int = 0,
     ) -> None:
         """Opens the database, creating or migrating its tables as needed. Blocks; call it once.
 
-        `max_owner_bytes` bounds what one owner's checkpoints and unnamed samplers take.
+        `max_owner_bytes` bounds what one owner's checkpoints and unnamed samplers take, and
+        `max_example_bytes` what his examples take.
         `open_writer` says how writes are carried out, where that is not by a thread of their own.
         """
         self.database = Database(url, on_commit, open_writer)
@@ -53,7 +56,8 @@ class Store:
         self.weights = Weights(self.database, max_owner_bytes)
         self.steps = Steps(self.database)
         self.curves = Curves(self.database)
-        self.log = Log(self.database, blobs, self.weights, self.steps)
+        self.examples = Examples(self.database, max_example_bytes)
+        self.log = Log(self.database, blobs, self.weights, self.steps, self.examples)
         self.checkpoints = Checkpoints(self.database, self.weights)
         self.losses = CustomLosses(self.database)
         self.account = Account(self.database)

@@ -53,6 +53,14 @@ def _create_steps() -> None:
             "model_id", "source", "seq_id", name=op.f("uq_steps_model_id_source_seq_id")
         ),
     )
+    is_set = sa.text("made IS NOT NULL")
+    op.create_index(
+        "ix_steps_model_id_made",
+        "steps",
+        ["model_id", "made"],
+        sqlite_where=is_set,
+        postgresql_where=is_set,
+    )
     op.create_table(
         "step_blocks",
         sa.Column("model_id", sa.Text(), nullable=False),
@@ -78,8 +86,6 @@ def _create_samples() -> None:
         sa.Column("owner", sa.Text(), nullable=False),
         sa.Column("model_id", sa.Text(), nullable=False),
         sa.Column("seq_id", sa.BigInteger(), nullable=False),
-        sa.Column("kind", sa.Text(), nullable=False),
-        sa.Column("at", sa.Double(), nullable=False),
         sa.Column("num_bytes", sa.BigInteger(), nullable=False),
         sa.Column("body", sa.LargeBinary(), nullable=False),
         sa.PrimaryKeyConstraint("entry_id", name=op.f("pk_examples")),
@@ -90,6 +96,7 @@ def _create_samples() -> None:
         "sampler_stats",
         sa.Column("sampler_id", sa.Text(), nullable=False),
         sa.Column("owner", sa.Text(), nullable=False),
+        sa.Column("model_id", sa.Text(), nullable=False),
         *(
             sa.Column(name, sa.BigInteger(), nullable=False)
             for name in (
@@ -106,6 +113,7 @@ def _create_samples() -> None:
         sa.Column("last_at", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("sampler_id", name=op.f("pk_sampler_stats")),
     )
+    op.create_index("ix_sampler_stats_model_id", "sampler_stats", ["model_id"])
     op.add_column("samplers", sa.Column("model_id", sa.Text(), nullable=True))
 
 
