@@ -85,6 +85,11 @@ async def test_a_reader_who_was_away_for_long_is_told_to_begin_again(
         assert reset.name == "reset" and reset.id == "5"
         await api.result(await api.send_pass(run, 5))
         assert (await stream.next("step")).data["seq"] == 5
+    # An id from before an older copy of the store was brought back.
+    async with listening(server.app, x_api_key=api.key, last_event_id="1000") as stream:
+        assert (await stream.next()).name == "reset"
+        await api.result(await api.send_pass(run, 6))
+        assert (await stream.next("step")).data["seq"] == 6
 
 
 async def test_a_reader_who_does_not_read_is_let_go(

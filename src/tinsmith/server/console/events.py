@@ -113,13 +113,14 @@ class Events:
 
     async def _missed(self, owner: str, run: str | None, after: int) -> tuple[int, bytes]:
         """What was recorded after an entry, and the number of the last one."""
+        newest = await self._store.steps.last_entry()
         steps = await self._store.steps.since(after, owner, run, MAX_REPEATED + 1)
-        if len(steps) <= MAX_REPEATED:
+        if len(steps) <= MAX_REPEATED and after <= newest:
             last = steps[-1].entry_id if steps else after
             return last, b"".join(_message(step.entry_id, step) for step in steps)
-        last = await self._store.steps.last_entry()
-        reason = "too much has happened since; read the curves again"
-        return last, _event("reset", {"reason": reason}, last)
+        # Too much has happened since; or an older copy of the store was brought back, and what
+        # has this number is still to come.
+        return newest, _event("reset", {"reason": "read the curves again, and go on here"}, newest)
 
 
 async def _woken(reader: _Reader, seconds: float) -> None:
