@@ -127,6 +127,7 @@ CASES: dict[str, Callable[[World], Call]] = {
     "model list": lambda w: Call((), f"{FAKE} +4096", ("models",)),
     "run info": lambda w: Call((w.paths.run_id,), "Base Model +tin", ("training_run_id",)),
     "run list": lambda w: Call((), r"\d+ training run", ("runs",)),
+    "run show": lambda w: Call((w.paths.run_id,), "Loss per token: ", ("run", "curve", "waiting")),
     "sample": lambda w: Call(
         (FAKE, "hi", "--tokenizer", str(w.tokenizer), "--max-tokens", "5", "--temperature", "0"),
         ".",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tinsmith.cli import naming
+from tinsmith.cli.commands import run_show
 from tinsmith.cli.failures import CommandError
 from tinsmith.cli.fetching import all_pages, more_title
 from tinsmith.cli.output import Output, Table, time_text, with_output
@@ -42,6 +43,9 @@ _DEFAULT_COLUMNS = "id,model,lora,updated,status"
 @click.group("run")
 def command() -> None:
     """Manage training runs."""
+
+
+command.add_command(run_show.command)
 
 
 @command.command("list")

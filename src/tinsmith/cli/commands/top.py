@@ -5,24 +5,39 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from tinsmith.cli.naming import run_name
 from tinsmith.cli.output import Output, Table, size_text, with_output
 
 if TYPE_CHECKING:
     from tinsmith.cli.server.metrics import Reading
+    from tinsmith.cli.server.runs import RunNow
+
+
+_CURVE_POINTS = 24
 
 
 @click.command("top")
 @click.option("--interval", type=click.FloatRange(0.1), default=2.0, show_default=True)
 @click.option("--once", is_flag=True, help="One reading over one interval, and end.")
+@click.option(
+    "--runs",
+    "num_runs",
+    type=click.IntRange(0, 50),
+    default=10,
+    show_default=True,
+    help="Most runs to show: those of your key with the last requests.",
+)
 @with_output
-def command(output: Output, interval: float, once: bool) -> None:
-    """Show what a server is doing: models, queues, tokens per second, engine.
+def command(output: Output, interval: float, once: bool, num_runs: int) -> None:
+    """Show what a server is doing: models, queues, tokens per second, engine, and your runs.
 
-    On a terminal the view is renewed until Ctrl-C; elsewhere it is shown once.
+    A run has its loss per token as a curve, tokens for each second of computing, and how many of
+    its operations wait. On a terminal the view is renewed until Ctrl-C; elsewhere it is shown once.
     """
     from tinsmith.cli.server.metrics import read
     from tinsmith.transport.config import ClientConfig
@@ -33,15 +48,71 @@ def command(output: Output, interval: float, once: bool) -> None:
     while True:
         time.sleep(interval)
         now = read(url)
+        runs, reason = _runs(num_runs)
         if is_live:
             click.clear()
         facts = describe(now, before)
-        rows = [[name, text] for name, (_, text) in facts.items()]
-        data = {name.lower().replace(" ", "_"): value for name, (value, _) in facts.items()}
-        output.show({"url": url, **data}, Table(["What", "Now"], rows, url))
+        if output.is_json:
+            data = {name.lower().replace(" ", "_"): value for name, (value, _) in facts.items()}
+            listed = None if runs is None else [_run_facts(run) for run in runs]
+            output.show_json({"url": url, **data, "runs": listed, "no_runs_because": reason})
+        else:
+            rows = [[name, text] for name, (_, text) in facts.items()]
+            output.show(None, Table(["What", "Now"], rows, url))
+            if reason is not None:
+                output.note(f"Your runs are not shown: {reason}")
+            elif runs:
+                output.show(None, _run_table(runs))
         if not is_live:
             return
         before = now
+
+
+def _runs(limit: int) -> tuple[list[RunNow] | None, str | None]:
+    """The caller's runs, or why there are none: unlike the server's numbers they need a key."""
+    from tinsmith.cli.server.runs import latest
+    from tinsmith.client.rest import RestClient
+    from tinsmith.errors import AuthenticationError, TinkerError
+
+    if limit == 0:
+        return [], None
+    try:
+        return latest(RestClient(), limit, points=_CURVE_POINTS), None
+    except AuthenticationError as error:
+        return None, error.message
+    except TinkerError as error:
+        return None, str(error)
+
+
+def _run_facts(now: RunNow) -> dict[str, Any]:
+    return {
+        "run": now.run.training_run_id,
+        "name": run_name(now.run),
+        "status": now.status,
+        "losses": now.curve.mean if now.curve else [],
+        "tokens_per_second": now.tokens_per_second,
+        "waiting": now.queue.waiting,
+        "reason": now.queue.reason,
+    }
+
+
+def _run_table(runs: Sequence[RunNow]) -> Table:
+    from tinsmith.cli.training.plot import sparkline
+
+    columns = ["Run", "Status", "Loss per token", "Now", "Tokens/s", "Waiting"]
+    rows = [
+        [
+            # The beginning of an id is enough for every command.
+            run_name(now.run) or now.run.training_run_id[:8],
+            now.status,
+            sparkline(now.values),
+            f"{now.values[-1]:.4g}" if now.values else "–",
+            "–" if now.tokens_per_second is None else f"{now.tokens_per_second:,.0f}",
+            str(now.queue.waiting),
+        ]
+        for now in runs
+    ]
+    return Table(columns, rows, "Runs with the last requests")
 
 
 def describe(now: Reading, before: Reading) -> dict[str, tuple[Any, str]]:

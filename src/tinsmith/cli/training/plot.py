@@ -15,8 +15,10 @@ _WIDTH, _HEIGHT, _MARGIN = 640, 320, 48
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
-def plot(values: Sequence[float], *, height: int = 6, title: str = "") -> str:
+def plot(values: Sequence[float], *, height: int = 6, title: str = "", columns: int = 72) -> str:
     """Columns that rise with the values, from zero or the least, with a scale at the left.
+
+    Few values are drawn broadly, where that many columns of the terminal are enough.
 
     >>> print(plot([2.0, 1.0], height=2))
     2.00 ┤ ███
@@ -24,10 +26,11 @@ def plot(values: Sequence[float], *, height: int = 6, title: str = "") -> str:
     0.00 ┼───────
     """
     low, top = _range(values)
-    labels = f"{top:.2f}", f"{low:.2f}"
+    form = ".2f" if top - low >= 0.1 else ".1e"
+    labels = f"{top:{form}}", f"{low:{form}}"
     margin = max(map(len, labels))
     lines = [title] if title else []
-    width = 3 if len(values) <= 24 else 1
+    width = 3 if 3 * len(values) <= columns else 1
     for row in range(height, 0, -1):
         cells = []
         for value in values:
@@ -39,6 +42,21 @@ def plot(values: Sequence[float], *, height: int = 6, title: str = "") -> str:
         lines.append((left + "".join(cells)).rstrip())
     lines.append(f"{labels[1]:>{margin}} ┼{'─' * (len(values) * width + 1)}")
     return "\n".join(lines)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A character for each value, from the smallest to the largest; a gap for what is no number.
+
+    >>> sparkline([3.0, 2.0, 1.0])
+    '█▅▁'
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    low = min(finite, default=0.0)
+    span = max(finite, default=0.0) - low or 1.0
+    return "".join(
+        _EIGHTHS[1 + round((value - low) / span * 7)] if math.isfinite(value) else " "
+        for value in values
+    )
 
 
 def thinned(values: Sequence[float], most: int = 72) -> list[float]:
