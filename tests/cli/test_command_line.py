@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -161,11 +162,15 @@ class Trouble:
     patches: dict[str, Any]
 
 
-def _find_spec_without(*missing: str) -> Any:
-    import importlib.util
+def _version_without(missing: str) -> Any:
+    version = importlib.metadata.version
 
-    find = importlib.util.find_spec
-    return lambda name: None if name in missing else find(name)
+    def find(name: str) -> str:
+        if name == missing:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    return find
 
 
 def _which_with_driver(name: str) -> str | None:
@@ -186,7 +191,7 @@ TROUBLES = {
         "engine packages",
         "missing: torch",
         {},
-        {"importlib.util.find_spec": _find_spec_without("torch")},
+        {"importlib.metadata.version": _version_without("torch")},
     ),
     "old Python": Trouble("Python", "", {}, {"sys.version_info": (3, 10, 1)}),
     "disk": Trouble(
@@ -201,7 +206,7 @@ TROUBLES = {
         {},
         {
             "shutil.which": _which_with_driver,
-            "importlib.util.find_spec": _find_spec_without("torch"),
+            "importlib.util.find_spec": lambda name: None,
         },
     ),
     "CPU torch": Trouble(

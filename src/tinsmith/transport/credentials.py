@@ -100,7 +100,7 @@ def official_key(path: Path) -> str | None:
 def _read(path: Path, kind: type[R]) -> R | None:
     try:
         return kind.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValidationError as error:
         raise TinkerError(f"{str(path)!r} is not a credentials file: {error}") from error
