@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 
+from tests.support.child import Child
 from tests.support.server_process import clean_environment
 from tinsmith.cli.training.persona import OPENING
 
@@ -61,3 +65,30 @@ def test_the_demo_tells_people_what_it_did_and_what_to_do_next(tmp_path: Path) -
     assert re.search(r"^training 1/2: loss [\d.]+, \d+ tokens/s, \d+ s left$", done.stderr, re.M)
     # Every line of the error stream is one of ours: no library's own progress bar among them.
     assert all(line.startswith(tuple(stages)) for line in done.stderr.splitlines())
+
+
+def test_a_server_that_is_kept_shows_the_run_to_a_browser_until_ctrl_c(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tinsmith.cli", "demo", "--keep", "--steps", "1"]
+    child = Child([*command, "--data-dir", str(tmp_path)], env=clean_environment())
+    page = ""
+    for line in child.out:
+        page += line
+        if "/training_runs/" in line:
+            break
+    links = re.findall(r"^  (http://\S+)$", page, re.MULTILINE)
+    browser = build_opener(HTTPCookieProcessor())
+    try:
+        assert len(links) == 2, page + child.err.rest()
+        with browser.open(links[0]) as front, browser.open(links[1]) as shown:
+            assert "/login" not in front.url
+            assert shown.url == links[1]
+            assert b'id="charts"' in shown.read()
+        following = page.partition("Three commands to try next:")[2]
+        assert re.findall(r"tinsmith (run|chat|train)", following) == ["run", "chat", "train"]
+    finally:
+        child.process.send_signal(signal.SIGINT)
+    _, errors = child.finish()
+    assert child.process.returncode == 0, errors
+    assert "stopping the server: done" in errors
+    with pytest.raises(URLError):
+        browser.open(links[1])

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 
@@ -166,6 +167,18 @@ def test_a_background_server_is_gone_when_its_block_ends(tmp_path: Path) -> None
         assert server.process.poll() is None
         raise RuntimeError("mistake")
     assert server.process.poll() == 0
+
+
+def test_a_background_server_has_a_link_that_signs_a_browser_in(tmp_path: Path) -> None:
+    from tinsmith.cli.server.background import serving
+
+    with serving(tmp_path, options=["--engine", "fake"]) as server:
+        assert server.console_url is not None
+        browser = build_opener(HTTPCookieProcessor())
+        with browser.open(server.console_url) as signed_in:
+            assert signed_in.url == f"{server.url}/"
+        with browser.open(f"{server.url}/api/v1/training_runs") as runs:
+            assert b"training_runs" in runs.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=str)

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from tinsmith.cli.output import Output, with_output
 
 if TYPE_CHECKING:
     from tinsmith.cli.progress import Progress, Stage
+    from tinsmith.cli.server.background import BackgroundServer
     from tinsmith.client.sampling import SamplingClient
     from tinsmith.client.training import TrainingClient
 
@@ -46,6 +47,7 @@ class Story:
     after: list[str] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     tokens_per_second: float = 0.0
+    run_id: str = ""
     sampler_path: str = ""
     state_path: str = ""
     seconds: float = 0.0
@@ -60,13 +62,19 @@ class Story:
 @click.option("--port", type=int, default=0, help="The server's port; 0 takes a free one.")
 @click.option("--steps", type=click.IntRange(1), default=20, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--keep", is_flag=True, help="Leave the server up until Ctrl-C, to see the run in a browser."
+)
 @with_output
-def command(output: Output, data_dir: Path | None, port: int, steps: int, seed: int) -> None:
+def command(
+    output: Output, data_dir: Path | None, port: int, steps: int, seed: int, keep: bool
+) -> None:
     """Fine-tune a small language model on this machine, and see what it learned.
 
     Fetches SmolLM2-135M-Instruct (93 MB, once), starts a server in the background, teaches the
     model to answer like a pirate, asks it the same questions before and after, saves a
-    checkpoint, and stops the server. Takes about a minute on two cores; needs no account.
+    checkpoint, and stops the server, with --keep at Ctrl-C. Takes about a minute on two cores;
+    needs no account.
     """
     from tinsmith.cli.progress import Progress
 
@@ -76,10 +84,10 @@ def command(output: Output, data_dir: Path | None, port: int, steps: int, seed: 
 
     cache, folder = default_cache_folder(), data_dir or default_data_dir() / "demo"
     _check_disk(cache, folder)
-    started = time.monotonic()
+    progress = Progress(is_quiet=output.is_json)
     try:
         with explained():
-            story, key = _run(folder, port, steps, seed, Progress(is_quiet=output.is_json))
+            _run(output, folder, port, steps, seed, keep, progress)
     except CommandError as error:
         if is_disk_full(f"{error.message} {error.details}"):
             raise CommandError(
@@ -91,8 +99,6 @@ def command(output: Output, data_dir: Path | None, port: int, steps: int, seed: 
         raise Interrupted(
             f"the demo was interrupted and its server is stopped; {command_name()} demo begins anew"
         ) from None
-    story.seconds = time.monotonic() - started
-    _tell(output, story, folder, key)
 
 
 # --- the parts --------------------------------------------------------------------------------
@@ -124,14 +130,16 @@ def _check_disk(cache: Path, data_dir: Path) -> None:
             )
 
 
-def _run(folder: Path, port: int, steps: int, seed: int, progress: Progress) -> tuple[Story, str]:
-    """What happened, and the key that opens the demo's server."""
+def _run(
+    output: Output, folder: Path, port: int, steps: int, seed: int, keep: bool, progress: Progress
+) -> None:
     from tinsmith.cli.server import keyring
     from tinsmith.cli.server.background import serving
     from tinsmith.cli.training import embedded_model
     from tinsmith.server.config import build_config
     from tinsmith.server.serving import FIRST_OWNER
 
+    started = time.monotonic()
     model_folder = embedded_model.fetch(progress.stage("finding the model", total=1.0))
     config = build_config({"data_dir": folder})
     key, _ = keyring.create(config, FIRST_OWNER, "demo", "made by tinsmith demo")
@@ -139,9 +147,21 @@ def _run(folder: Path, port: int, steps: int, seed: int, progress: Progress) -> 
         with progress.stage("starting a server"):
             server = stack.enter_context(serving(folder, port=port, options=_SERVER_OPTIONS))
         story = _teach(server.url, key, model_folder, steps, seed, progress)
+        story.seconds = time.monotonic() - started
+        if keep:
+            _tell(output, story, folder, key, server)
+            _stay(server)
         with progress.stage("stopping the server"):
             stack.close()
-    return story, key
+    if not keep:
+        _tell(output, story, folder, key, None)
+
+
+def _stay(server: BackgroundServer) -> None:
+    """Until Ctrl-C, which is how this is meant to end."""
+    with suppress(KeyboardInterrupt):
+        code = server.process.wait()
+        raise CommandError(f"the demo's server ended by itself, with exit code {code}")
 
 
 def _teach(
@@ -164,6 +184,7 @@ def _teach(
             seed=seed,
             user_metadata={"name": "pirate", "made_by": "tinsmith demo"},
         )
+        story.run_id = training.model_id
         with progress.stage("training", total=steps) as stage:
             _train(training, tokenizer, steps, seed, stage, story)
         with progress.stage("saving a checkpoint"):
@@ -236,7 +257,10 @@ def _train(
 # --- the closing page -------------------------------------------------------------------------
 
 
-def _tell(output: Output, story: Story, data_dir: Path, key: str) -> None:
+def _tell(
+    output: Output, story: Story, data_dir: Path, key: str, server: BackgroundServer | None
+) -> None:
+    """`server` is the one that stays up, if it does."""
     answers = [
         {"question": question, "before": before, "after": after}
         for question, before, after in zip(story.questions, story.before, story.after, strict=True)
@@ -252,8 +276,10 @@ def _tell(output: Output, story: Story, data_dir: Path, key: str) -> None:
                 "sampler_checkpoint": story.sampler_path,
                 "data_dir": str(data_dir),
                 "seconds": story.seconds,
+                **({} if server is None else _addresses(story, key, server)),
             }
         )
+        sys.stdout.flush()
         return
     from tinsmith.cli.training.plot import plot
 
@@ -267,17 +293,41 @@ def _tell(output: Output, story: Story, data_dir: Path, key: str) -> None:
     )
     click.echo(f"Saved: {story.sampler_path}")
     click.echo("\nThree commands to try next:")
-    tinsmith = command_name()
-    for text, remark in (
-        (f"{tinsmith} serve --data-dir {data_dir}", "the same server again, at port 8000"),
-        (
-            "TINKER_BASE_URL=http://127.0.0.1:8000 "
-            f"TINKER_API_KEY={key} {tinsmith} chat {story.sampler_path}",
-            "in a second terminal: talk to the pirate",
-        ),
-        (f"{tinsmith} train sft --help", "train on conversations of your own"),
-    ):
+    for text, remark in _next_commands(story, data_dir, key, server):
         click.echo(f"\n  # {remark}\n  {text}")
+    if server is not None:
+        addresses = _addresses(story, key, server)
+        click.echo("\nThe server stays up until Ctrl-C. To see the run in a browser, sign in with")
+        click.echo(f"  {addresses['console_url']}\n(once, within 15 minutes), then open")
+        click.echo(f"  {addresses['run_url']}")
+        sys.stdout.flush()
+
+
+def _addresses(story: Story, key: str, server: BackgroundServer) -> dict[str, str | None]:
+    return {
+        "base_url": server.url,
+        "api_key": key,
+        "console_url": server.console_url,
+        "run_url": f"{server.url}/training_runs/{story.run_id}",
+    }
+
+
+def _next_commands(
+    story: Story, data_dir: Path, key: str, server: BackgroundServer | None
+) -> list[tuple[str, str]]:
+    tinsmith = command_name()
+    url = "http://127.0.0.1:8000" if server is None else server.url
+    client = f"TINKER_BASE_URL={url} TINKER_API_KEY={key} {tinsmith}"
+    first = (
+        (f"{tinsmith} serve --data-dir {data_dir}", "the same server again, at port 8000")
+        if server is None
+        else (f"{client} run show {story.run_id}", "in a second terminal: how the loss fell")
+    )
+    return [
+        first,
+        (f"{client} chat {story.sampler_path}", "in a second terminal: talk to the pirate"),
+        (f"{tinsmith} train sft --help", "train on conversations of your own"),
+    ]
 
 
 def _show_answers(answers: Sequence[dict[str, str]]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -29,6 +29,8 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP)
 @dataclass(frozen=True, slots=True)
 class BackgroundServer:
     url: str
+    console_url: str | None
+    """A link that signs one browser in, once and soon."""
     process: subprocess.Popen[str]
 
 
@@ -38,7 +40,7 @@ def serving(
 ) -> Iterator[BackgroundServer]:
     """A server that is ready when the block begins, and stopped however the block ends."""
     command = [sys.executable, "-m", "tinsmith.cli", "serve", "--data-dir", str(data_dir)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *options]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--json", *options]
     with tempfile.TemporaryFile("w+") as log, _ended_as_interrupted():
         process = subprocess.Popen(
             command,
@@ -49,10 +51,10 @@ def serving(
             process_group=0,  # Ctrl-C is for the command, which stops its server in order
         )
         try:
-            url = _announced_url(process)
-            if url is None or not _is_ready(process, url):
+            said = _announced(process)
+            if said is None or not _is_ready(process, said["base_url"]):
                 raise CommandError(_last_words(process, log))
-            yield BackgroundServer(url, process)
+            yield BackgroundServer(said["base_url"], said["console_url"], process)
         finally:
             with _handling(signal.SIG_IGN, signal.SIGINT, *_ENDS):
                 _stop(process)
@@ -63,11 +65,15 @@ def _plain_environment() -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if not name.startswith("TINSMITH_")}
 
 
-def _announced_url(process: subprocess.Popen[str]) -> str | None:
+def _announced(process: subprocess.Popen[str]) -> dict[str, Any] | None:
+    """What it says when it can be reached, an object over several lines; None if it ends before."""
     assert process.stdout is not None
+    text = ""
     for line in process.stdout:
-        if found := re.match(r"export TINKER_BASE_URL=(\S+)", line):
-            return found[1]
+        text += line
+        if line == "}\n":
+            announced: dict[str, Any] = json.loads(text)
+            return announced
     process.wait(_STOP_SECONDS)  # it closed its output, so it is about to end
     return None
 
