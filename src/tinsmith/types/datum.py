@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import numpy as np
 
 from tinsmith.errors import ValidationError
+from tinsmith.types import notebook
 from tinsmith.types.convert import kind_of
 from tinsmith.types.inputs import ModelInput
 from tinsmith.types.tensors import TensorData, TensorDtype, is_torch_tensor
@@ -112,6 +113,21 @@ class Datum:
         fields["loss_fn_inputs"] = {key: as_tensor(key, v) for key, v in loss_fn_inputs.items()}
         fields["model_input_spans"] = model_input_spans
         fields["loss_fn_input_spans"] = loss_fn_input_spans
+
+    def _repr_html_(self) -> str | None:
+        """For notebooks: the targets, coloured by what is learned from each. None, which shows the
+        plain form, where each position has several targets or none."""
+        inputs = {name: tensor.to_numpy() for name, tensor in self.loss_fn_inputs.items()}
+        targets = inputs.get("target_tokens")
+        if targets is None or targets.ndim != 1:
+            return None
+        name = next((name for name in ("weights", "advantages") if name in inputs), "weights")
+        weights = inputs.get(name, np.ones(len(targets)))
+        if weights.shape != targets.shape:
+            return None
+        learned = int(np.count_nonzero(weights))
+        title = f"Datum: {len(targets):,} targets, {learned:,} with {name}"
+        return notebook.weighted(targets.tolist(), weights.tolist(), title, name.removesuffix("s"))
 
     def with_provenance(
         self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from tinsmith.types import notebook
 from tinsmith.types.checkpoints import Checkpoint, Cursor
 from tinsmith.types.model import Response
 
@@ -19,6 +20,21 @@ class TrainingRun(Response):
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        saved = self.last_checkpoint, self.last_sampler_checkpoint
+        paths = [None if checkpoint is None else checkpoint.tinker_path for checkpoint in saved]
+        rows: dict[str, object] = {
+            "Base model": self.base_model,
+            "LoRA rank": self.lora_rank,
+            "Status": "Failed" if self.corrupted else "OK",
+            "Last request": f"{self.last_request_time:%Y-%m-%d %H:%M:%S %Z}",
+            "Last checkpoint": paths[0],
+            "Last sampler checkpoint": paths[1],
+            **(self.user_metadata or {}),
+        }
+        return notebook.table(rows, f"Training run {self.training_run_id}")
 
 
 class TrainingRunDetails(TrainingRun):

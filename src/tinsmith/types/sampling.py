@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import ValidationError
+from tinsmith.types import notebook
 from tinsmith.types.convert import converter, kind_of
 from tinsmith.types.inputs import ModelInput
 from tinsmith.types.model import Request, Response, dump
@@ -25,6 +26,9 @@ StopReason = Literal["length", "stop"]
 
 MASK_LOGPROB = -99999.0
 """With token 0, the mark of an empty cell in a top-k matrix."""
+
+_MOST_SHOWN = 8
+"""Sequences, where a response is shown to people."""
 
 TopkList = list[list[tuple[int, float]] | None]
 
@@ -225,6 +229,11 @@ class SampledSequence:
             f"sequence_id={self.sequence_id!r}, tokens={tokens})"
         )
 
+    def _repr_html_(self) -> str:
+        """For notebooks: the tokens, coloured by their log-probabilities."""
+        title = f"{len(self.tokens):,} tokens, ended by {self.stop_reason}"
+        return notebook.scored(self.tokens, self.logprobs, title)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SampleResponse:
@@ -324,7 +333,7 @@ class SampleResponse:
     __hash__ = None  # type: ignore[assignment]  # compared by content, like a list
 
     def __repr__(self) -> str:
-        sequences = [repr(each) for each in self.sequences[:8]]
+        sequences = [repr(each) for each in self.sequences[:_MOST_SHOWN]]
         if len(self.sequences) > len(sequences):
             sequences.append(f"… {len(self.sequences)} sequences")
         parts = [f"sequences=[{', '.join(sequences)}]"]
@@ -333,6 +342,13 @@ class SampleResponse:
         if self.prompt_cache_hit_tokens:
             parts.append(f"prompt_cache_hit_tokens={self.prompt_cache_hit_tokens}")
         return f"SampleResponse({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the first sequences, one below the other."""
+        shown = [each._repr_html_() for each in self.sequences[:_MOST_SHOWN]]
+        if len(self.sequences) > len(shown):
+            shown.append(f"<div>… and {len(self.sequences) - len(shown):,} more sequences</div>")
+        return "".join(shown)
 
 
 def _sequence_from_wire(obj: Any, index: int) -> SampledSequence:
