@@ -29,6 +29,7 @@ def pages(run: str) -> dict[str, str]:
         "/usage": "tbody tr",
         "/server": "tbody tr",
         "/keys": "tbody tr",
+        "/training_runs/nothing": ".empty",
     }
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tests.console.conftest import Console, User, expect, trained_run
+from tinsmith.server.edge.auth import hash_key
+from tinsmith.server.edge.http import COOKIE
+from tinsmith.server.store.records import BrowserSessionRecord
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -47,11 +51,26 @@ def test_a_page_and_its_stream_end_when_the_key_is_revoked(user: User) -> None:
     assert "next=" in page.url
 
 
-def test_a_session_that_has_expired_is_over(user: User) -> None:
+def test_a_page_ends_when_its_session_expires(user: User) -> None:
+    key = next(
+        key
+        for key in user.console.call(user.console.service.store.keys.list())
+        if key.owner == user.owner
+    )
+    now = time.time()
+    session = BrowserSessionRecord(
+        cookie_hash=hash_key("soon over"),
+        key_id=key.key_id,
+        created_at=now,
+        expires_at=now + 2,
+    )
+    user.console.call(user.console.service.store.browsers.add(session))
+    user.page.context.clear_cookies()
+    user.page.context.add_cookies([{"name": COOKIE, "value": "soon over", "url": user.console.url}])
     page = user.open("/")
     expect(page.get_by_text("No runs yet")).to_be_visible()
-    page.context.clear_cookies()
-    page.reload()
+    expect(page.get_by_text("Your session is over")).to_be_visible()
+    user.open("/")
     expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
 
 
@@ -74,3 +93,13 @@ def test_two_users_see_only_their_own(new_user: Callable[..., User]) -> None:
     expect(other.open("/checkpoints").get_by_text("No checkpoints")).to_be_visible()
     for path in (f"/training_runs/{run}", f"/training_runs/{run}/operations"):
         expect(other.open(path).get_by_text("Not found")).to_be_visible()
+
+
+def test_a_link_that_was_used_leads_to_the_login_with_the_reason(
+    console: Console, browser: Browser
+) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(f"{console.url}/console/login?token=used")
+    expect(page.get_by_text("That link was used already")).to_be_visible()
+    context.close()

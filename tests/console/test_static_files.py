@@ -7,6 +7,9 @@ import re
 from importlib.resources import as_file, files
 from pathlib import PurePosixPath
 
+import httpx
+
+from tests.console.conftest import Console
 from tinsmith.server.console import pages
 from tinsmith.server.console.pages.assets import static_files, static_path
 from tinsmith.server.console.pages.routing import PAGES, render
@@ -56,3 +59,18 @@ def test_modules_make_no_markup_of_text() -> None:
     """Names and samples are hostile: what makes elements or programs of a text is not used."""
     for module, text in modules().items():
         assert re.search(MAKES_MARKUP, text) is None, module
+
+
+def test_only_files_of_this_version_are_served_and_nothing_beside_them(console: Console) -> None:
+    for path, status in {
+        f"{static_path()}/console.css": 200,
+        f"{static_path()}/vendor/uplot.js": 200,
+        "/console/static/000000000000/console.css": 404,
+        f"{static_path()}/vendor/uplot.LICENSE": 404,
+        f"{static_path()}/%2e%2e/assets.py": 404,
+    }.items():
+        answer = httpx.get(console.url + path)
+        assert answer.status_code == status, path
+    for encoding in ("gzip", "identity"):
+        sheet = f"{console.url}{static_path()}/console.css"
+        assert ":root" in httpx.get(sheet, headers={"accept-encoding": encoding}).text

@@ -33,7 +33,7 @@ export function table(label, columns, rows) {
 }
 
 /** What a part of a page says when it has nothing to show, and what to do about it. */
-export const empty = (title, ...advice) => h("div", { class: "empty" }, h("p", { class: "title" }, title), h("p", {}, ...advice));
+export const empty = (title, ...advice) => h("div", { class: "empty" }, typeof title === "string" ? h("p", { class: "title" }, title) : title, h("p", {}, ...advice));
 
 export const code = (text) => h("code", {}, text);
 

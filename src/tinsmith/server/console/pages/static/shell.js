@@ -24,7 +24,8 @@ export function trouble(element, error) {
   const title = error.status === 404 ? "Not found" : "This could not be loaded";
   const again = error.status === 404 ? link("/", "To your runs") : h("button", { type: "button", onclick: () => location.reload() }, "Try again");
   const said = error.message[0].toUpperCase() + error.message.slice(1);
-  fill(element, h("div", { class: "empty bad" }, empty(title, /[.?!]$/.test(said) ? said : `${said}.`), again));
+  const heading = element === $("main") ? h("h1", {}, title) : title;
+  fill(element, h("div", { class: "empty bad" }, empty(heading, /[.?!]$/.test(said) ? said : `${said}.`), again));
 }
 
 function theme() {

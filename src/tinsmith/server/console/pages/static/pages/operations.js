@@ -39,7 +39,7 @@ function show() {
   const last = Math.max(...operations.map((o) => o.ended ?? now));
   $("span").textContent = `${clock(first)} to ${clock(last)}, ${duration(last - first)}`;
   fill($("operations"), table("Operations, newest first", [
-    ["No.", (o) => number(o.seq), "number"],
+    ["No.", (o) => link(`/training_runs/${encodeURIComponent(id)}/steps/${o.seq}`, number(o.seq)), "number"],
     ["Kind", (o) => code(o.kind), "nowrap"],
     ["Status", statusOf],
     ["Waited", (o) => duration((o.started ?? o.ended ?? now) - o.submitted), "number"],

@@ -215,7 +215,7 @@ async function loadSamplers() {
 async function loadFailures() {
   const { operations } = await get(here("operations"), { status: "failed", limit: 20 });
   fill($("failures"), operations.length ? table("Failed operations", [
-    ["Operation", (o) => number(o.seq), "number"], ["Kind", (o) => code(o.kind)],
+    ["Operation", (o) => link(`/training_runs/${encodeURIComponent(id)}/steps/${o.seq}`, number(o.seq)), "number"], ["Kind", (o) => code(o.kind)],
     ["When", (o) => clock(o.ended), "nowrap"], ["After", (o) => duration(o.ended - (o.started ?? o.submitted)), "number"],
     ["Error", (o) => o.error, "error"],
   ], operations) : h("p", { class: "muted" }, "No operation of this run has failed."));
