@@ -14,6 +14,9 @@ from tinsmith import AdamParams, Datum, ModelInput, ServiceClient, TrainingClien
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
+PATIENCE_MS = 60_000
+"""The model computes on this machine's cores, which may be busy."""
+
 SENTENCE = list(range(1000, 1024))
 
 
@@ -46,6 +49,7 @@ def test_a_curve_grows_while_the_real_model_trains_and_it_answers(
     page = context.new_page()
     with ThreadPoolExecutor(1) as pool:  # our client may not block a thread with an event loop
         service, training = pool.submit(create).result()
+        context.set_default_timeout(PATIENCE_MS)
         assert context.request.post(f"{server.url}/console/login", data={"key": server.key}).ok
         page.goto(f"{server.url}/training_runs/{training.model_id}")
         expect(page.get_by_text("No steps yet")).to_be_visible()
@@ -53,7 +57,7 @@ def test_a_curve_grows_while_the_real_model_trains_and_it_answers(
         plot = page.locator('[data-key="Loss per token"] .plot')
         for number in range(1, 6):
             pool.submit(learn, training).result(120)
-            expect(plot).to_have_attribute("data-points", str(number))
+            expect(plot).to_have_attribute("data-points", str(number), timeout=PATIENCE_MS)
         page.locator('[data-key="Loss per token"]').get_by_role("button", name="Table").click()
         losses = page.locator('[data-key="Loss per token"] tbody tr td:nth-child(3)')
         last, *_, first = map(float, losses.all_inner_texts())
@@ -61,9 +65,9 @@ def test_a_curve_grows_while_the_real_model_trains_and_it_answers(
         pool.submit(service.close, "success").result()
     page.goto(f"{server.url}/playground")
     page.get_by_text("Options").click()
-    page.get_by_label("Most tokens").fill("8")
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Most tokens").fill("12")
     page.get_by_label("Message").fill("What is the capital of France?")
     page.keyboard.press("Enter")
-    expect(page.get_by_role("button", name="Send")).to_be_enabled()
-    expect(page.locator(".reply .tokens")).to_contain_text("Paris")
+    expect(page.locator(".reply .tokens")).to_contain_text("Paris", timeout=PATIENCE_MS)
     context.close()
