@@ -22,6 +22,7 @@ import pytest
 
 from tests.engine.boundary.stub_core import StubCore
 from tinsmith.engine.base import Failure, Pass, SampleJob, Step, TokensSampled
+from tinsmith.engine.local.boundary.frames import Packed
 from tinsmith.engine.local.boundary.messages import (
     Abandon,
     Done,
@@ -256,6 +257,25 @@ class TestProcess:
             assert isinstance(results[1].result, ForwardBackwardOutput)
             events = [event async for event in engine.sample(job("j", 3, stream=True))]
             assert [type(e) for e in events] == [TokensSampled] * 3 + [SampleResponse]
+
+    async def test_thousands_of_samples_are_unpacked_beside_the_event_loop(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        threads = []
+        unpack = Packed.open
+
+        def noting(packed: Packed) -> Any:
+            threads.append(threading.get_ident())
+            return unpack(packed)
+
+        monkeypatch.setattr(Packed, "open", noting)
+        async with running() as engine:
+            (few,) = [event async for event in engine.sample(job("few"))]
+            assert not threads
+            (many,) = [event async for event in engine.sample(job("many"))]
+        assert isinstance(few, SampleResponse) and len(few.sequences) == 1
+        assert isinstance(many, SampleResponse) and len(many.sequences) == 4096
+        assert len(threads) == 1 and threads[0] != threading.get_ident()
 
     async def test_calls_are_sent_when_they_are_made(self) -> None:
         async with running() as engine:

@@ -20,6 +20,7 @@ import pickle
 import socket
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -79,6 +80,21 @@ def encode(value: object, *, max_bytes: int = MAX_FRAME_BYTES) -> list[Buffer]:
 
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A value of so many parts that its receiver unpacks it in a thread: on an event loop
+    everybody would wait for it."""
+
+    pickled: bytes
+
+    @classmethod
+    def of(cls, value: object) -> Packed:
+        return cls(pickle.dumps(value, protocol=5))
+
+    def open(self) -> Any:
+        return pickle.loads(self.pickled)
 
 
 class Decoder:

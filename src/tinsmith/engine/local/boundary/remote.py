@@ -16,7 +16,7 @@ from typing import Any
 
 from tinsmith.engine.base import Engine
 from tinsmith.engine.calls import CALLS, Call
-from tinsmith.engine.local.boundary.frames import Channel
+from tinsmith.engine.local.boundary.frames import Channel, Packed
 from tinsmith.engine.local.boundary.messages import (
     Abandon,
     Done,
@@ -72,7 +72,8 @@ class RemoteEngine(Engine):
     async def _results(self, number: int, replies: Replies) -> AsyncIterator[Any]:
         try:
             while isinstance(reply := await replies.get(), Item):
-                yield reply.value
+                value = reply.value
+                yield await asyncio.to_thread(value.open) if isinstance(value, Packed) else value
             if not isinstance(reply, Done):
                 raise _as_error(reply)
         finally:

@@ -28,6 +28,7 @@ from tinsmith.engine.base import (
     TokensSampled,
 )
 from tinsmith.engine.calls import CALLS
+from tinsmith.engine.local.boundary.frames import Packed
 from tinsmith.engine.local.boundary.messages import (
     Abandon,
     Beat,
@@ -39,10 +40,14 @@ from tinsmith.engine.local.boundary.messages import (
     Result,
     Trouble,
 )
+from tinsmith.types import SampleResponse
 
 logger = logging.getLogger(__name__)
 
 PassResults = Generator[FinishedPass | None, None, None]
+
+_MANY_SEQUENCES = 256
+"""A response with so many takes milliseconds to unpack."""
 
 
 class Core(Protocol):
@@ -265,7 +270,7 @@ class Worker:
             job_number = self._jobs.get(job_id)
             if job_number is None:
                 continue
-            replies.append(Item(job_number, event))
+            replies.append(Item(job_number, _packed(event)))
             if not isinstance(event, TokensSampled):
                 del self._jobs[job_id]
                 replies.append(Done(job_number))
@@ -304,3 +309,8 @@ class Worker:
 def describe(error: Exception) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _packed(event: SampleEvent) -> SampleEvent | Packed:
+    is_large = isinstance(event, SampleResponse) and len(event.sequences) >= _MANY_SEQUENCES
+    return Packed.of(event) if is_large else event
