@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinsmith import disk
+from tinsmith.cli.weights.peft_layout import to_peft
 from tinsmith.engine.base import SnapshotKind
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
@@ -345,7 +346,7 @@ TOKENS = torch.tensor([1, 5, 9, 33, 80, 2, 41])
     "lora", [{}, {"train_unembed": False}, {"rank": 2, "train_attn": False}], ids=str
 )
 @pytest.mark.filterwarnings("ignore:.*tie.*", "ignore:Model has `tie_word_embeddings=True`")
-def test_peft_loads_our_checkpoint_with_the_same_logits(
+def test_peft_loads_what_is_made_of_our_checkpoint_with_the_same_logits(
     model_folder: Callable[[str], Path],
     reference_model: Callable[[str], Any],
     new_adapter: NewAdapter,
@@ -358,6 +359,7 @@ def test_peft_loads_our_checkpoint_with_the_same_logits(
     decoder = Decoder.load(model_folder(variant_name))
     adapter = new_adapter(decoder, **lora)
     checkpoints.save(adapter, tmp_path / "c", "exact")
+    to_peft(tmp_path / "c")
     model = PeftModel.from_pretrained(reference_model(variant_name), tmp_path / "c").eval()
     with torch.no_grad():
         theirs = model(TOKENS[None]).logits[0]

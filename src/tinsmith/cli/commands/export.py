@@ -69,6 +69,7 @@ def command(
     the adapter's on the base model; it is kept only if they agree.
     """
     from tinsmith.cli.weights import checkpoint_files
+    from tinsmith.cli.weights.peft_layout import to_peft
     from tinsmith.client.rest import RestClient
 
     checkpoint_files.parse_downloadable(checkpoint_path)
@@ -87,6 +88,7 @@ def command(
         made = {each: Path(name) / each for each in _FORMATS}
         made["peft"].mkdir()
         checkpoint_files.fetch(client, checkpoint_path, made["peft"], output)
+        to_peft(made["peft"])
         if base is not None and form != "peft":
             _merge(base, made["peft"], made["merged"], output)
         if form == "gguf":

@@ -44,6 +44,8 @@ def push(client: RestClient, path: str, upload: Upload) -> str:
             "huggingface_hub is required for this command.",
             "Install it with: pip install huggingface_hub, then run: hf auth login",
         ) from error
+    from tinsmith.cli.weights.peft_layout import to_peft
+
     parsed = checkpoint_files.parse_downloadable(path)
     if upload.create_pr and upload.revision is not None:
         raise CommandError("Cannot specify both --create-pr and --revision")
@@ -56,6 +58,7 @@ def push(client: RestClient, path: str, upload: Upload) -> str:
         folder = Path(name)
         checkpoint_files.fetch(client, path, folder, Output(is_json=True))
         _check_is_adapter(folder)
+        to_peft(folder)
         info = client.get_weights_info_by_tinker_path(path).result()
         _name_base_model(folder / "adapter_config.json", info.base_model)
         revision = upload.revision

@@ -25,6 +25,12 @@ from tinsmith.errors import ValidationError
 _HEAD = "lm_head.weight"
 _HEADS = (_HEAD, "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
+_MIXTRAL = {
+    ".mlp.": ".block_sparse_moe.",
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+}
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", ".pt", ".pth")
 
 
@@ -47,7 +53,8 @@ def merge(base: Path, adapter: Path, target: Path, tell: Tell) -> int:
             found = _HEAD
         if found is None:
             raise ValidationError(
-                f"the adapter changes {name!r}, which the base model in {base} does not have"
+                f"the adapter changes {name!r}, which the base model in {base} does not have; "
+                "experts are merged where the model's files have a matrix for each"
             )
         pairs[found] = pair
     target.mkdir(parents=True, exist_ok=True)
@@ -76,9 +83,18 @@ def _tensor_of(name: str, weights: Mapping[str, Stored]) -> str | None:
     """
     if name in weights:
         return name
+    if (mixtral := _mixtral_name(name)) in weights:
+        return mixtral
     wanted = _HEADS if name == _HEAD else (_bare(name),)
     found = [each for each in weights if _bare(each) in wanted]
     return found[0] if len(found) == 1 else None
+
+
+def _mixtral_name(name: str) -> str:
+    """What its files call a matrix of an expert."""
+    for plain, own in _MIXTRAL.items():
+        name = name.replace(plain, own)
+    return name
 
 
 def _bare(name: str) -> str:

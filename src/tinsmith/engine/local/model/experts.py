@@ -73,6 +73,13 @@ class Experts:
         parts = routing.restored(rows).view(*choices.shape, -1)
         return (parts * shares[..., None]).sum(dim=1).to(x.dtype)
 
+    def matrix(self, projection: str, expert: int) -> Tensor:
+        """One expert's (inputs, outputs) of `gate_proj`, `up_proj` or `down_proj`, as a view."""
+        if projection == "down_proj":
+            return self._down.weight[expert]
+        is_second = self._module.has_gate and projection == "up_proj"
+        return self._up.weight[expert][:, self._up.columns[is_second]]
+
     @property
     def _up(self) -> ExpertWeights:
         module = self._module

@@ -156,6 +156,18 @@ class Adapter:
                     return self._split_a(low_rank, index), low_rank.b[index]
         return None
 
+    @property
+    def modules(self) -> list[str]:
+        """The model's own names of what is trained."""
+        projections = [place.projection for place in self.layout.places.values()]
+        return [module for projection in projections for module in projection.modules]
+
+    @property
+    def unembedding_modules(self) -> list[str]:
+        """That of them which is the unembedding, if it is trained."""
+        projections = [place.projection for place in self.layout.places.values()]
+        return [each.modules[0] for each in projections if each.part == "unembed"]
+
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """PEFT's names and views into the weights, in the vector's order."""
         for place in self.layout.places.values():

@@ -1,14 +1,16 @@
-"""Checkpoints: an adapter as a folder that `peft` and vLLM read as it is.
+"""Checkpoints: an adapter as a folder in the hosted service's layout.
 
-    adapter_model.safetensors   the weights, under PEFT's names
+    adapter_model.safetensors   the weights, under the hosted service's names
     adapter_config.json         PEFT's description
     optimizer.safetensors       Adam's moments by the same names (kinds "training" and "exact")
     gradients.safetensors       the pending gradient, if there was one (kind "exact")
     tinsmith.json               what this is, and size and checksum of every file above
 
 Loading checks everything before it touches the adapter, so a damaged or foreign folder
-changes nothing. A folder without `tinsmith.json` is taken for an adapter that PEFT wrote; it has
-weights only. Where folders are kept, and what they are called, is the caller's affair.
+changes nothing. The names of release 0.1 were PEFT's; both are read. A folder without
+`tinsmith.json` is taken for an adapter that PEFT or the hosted service wrote; it has weights only.
+`cli.weights.peft_layout` makes PEFT's files of it. Where folders are kept, and what they are
+called, is the caller's affair.
 """
 
 from __future__ import annotations
@@ -25,6 +27,15 @@ import torch
 from torch import Tensor
 
 from tinsmith.disk import FileRecord, describe_file, new_folder, write_file
+from tinsmith.engine.adapter_names import (
+    CONFIG,
+    MANIFEST,
+    PREFIX,
+    UNEMBEDDING,
+    WEIGHTS,
+    hosted_module,
+    without_text_part,
+)
 from tinsmith.engine.base import SnapshotInfo, SnapshotKind
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.snapshots.peft_config import peft_config, read_json, read_peft_config
@@ -34,14 +45,10 @@ from tinsmith.errors import EngineError, ValidationError
 from tinsmith.types import LoraConfig
 
 FORMAT = 1
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
 OPTIMIZER = "optimizer.safetensors"
 GRADIENTS = "gradients.safetensors"
-MANIFEST = "tinsmith.json"
 
 _KINDS: tuple[SnapshotKind, ...] = get_args(SnapshotKind)
-_PEFT_PREFIX = "base_model.model."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -49,8 +56,7 @@ def save(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
     """Write the adapter to `folder`, which must not exist; it appears whole or not at all."""
     places = _places(adapter)
     weights = _split(adapter.flat, places)
-    modules = sorted({_module(name) for name in places})
-    config = peft_config(adapter.base_model, adapter.rank, modules)
+    config = peft_config(adapter.base_model, adapter.rank, adapter.modules)
     with new_folder(folder) as draft:
         files = {
             WEIGHTS: write_file(draft / WEIGHTS, encode_tensors(weights, {"format": "pt"})),
@@ -97,18 +103,17 @@ def load(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
     wanted = _files_of(manifest, kind)
     for name in wanted:
         _verify(folder / name, manifest.files[name])
-    places = _places(adapter)
-    flat = _joined(read_tensors(folder / WEIGHTS), places, WEIGHTS)
+    flat = _joined(read_tensors(folder / WEIGHTS), adapter, WEIGHTS)
     moments: dict[str, Tensor] = {}
     if kind != "sampler" and manifest.has_optimizer:
         stored = read_tensors(folder / OPTIMIZER)
         for which in _MOMENTS:
             prefix = which + "."
             named = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
-            moments[which] = _joined(named, places, OPTIMIZER)
+            moments[which] = _joined(named, adapter, OPTIMIZER)
     gradient = None
     if GRADIENTS in wanted:
-        gradient = _joined(read_tensors(folder / GRADIENTS), places, GRADIENTS)
+        gradient = _joined(read_tensors(folder / GRADIENTS), adapter, GRADIENTS)
     step = 0 if kind == "sampler" else manifest.step
     _replace(adapter, flat, step=step, gradient=gradient, **moments)
     return SnapshotInfo(
@@ -262,10 +267,22 @@ _Place = tuple[int, torch.Size]
 
 def _places(adapter: Adapter) -> dict[str, _Place]:
     """Where each named tensor lies in the adapter's vectors: its offset and shape."""
-    start = adapter.flat.storage_offset()
+    start, names = adapter.flat.storage_offset(), _hosted_names(adapter)
     return {
-        name: (view.storage_offset() - start, view.shape) for name, view in adapter.named_tensors()
+        names[name]: (view.storage_offset() - start, view.shape)
+        for name, view in adapter.named_tensors()
     }
+
+
+def _hosted_names(adapter: Adapter) -> dict[str, str]:
+    """From PEFT's names of the adapter's tensors to the hosted service's."""
+    heads = adapter.unembedding_modules
+    names = {}
+    for name, _ in adapter.named_tensors():
+        module, ending = _module(name), name.rsplit(".", 2)[1:]
+        hosted = hosted_module(module, is_unembedding=module in heads)
+        names[name] = ".".join([PREFIX + hosted, *ending])
+    return names
 
 
 def _split(vector: Tensor, places: Mapping[str, _Place]) -> dict[str, Tensor]:
@@ -277,9 +294,10 @@ def _split(vector: Tensor, places: Mapping[str, _Place]) -> dict[str, Tensor]:
     }
 
 
-def _joined(tensors: Mapping[str, Tensor], places: Mapping[str, _Place], file: str) -> Tensor:
-    """The vector whose named parts are `tensors`; they must be exactly those of `places`."""
-    tensors = _renamed(tensors, places)
+def _joined(tensors: Mapping[str, Tensor], adapter: Adapter, file: str) -> Tensor:
+    """The vector whose named parts are `tensors`; they must be exactly those of the adapter."""
+    places = _places(adapter)
+    tensors = _renamed(tensors, adapter)
     for name in tensors.keys() ^ places.keys():
         problem = "is missing" if name in places else "has no place in this model"
         raise ValidationError(f"tensor {name!r} {problem}", file)
@@ -295,18 +313,10 @@ def _joined(tensors: Mapping[str, Tensor], places: Mapping[str, _Place], file: s
     return vector
 
 
-def _renamed(tensors: Mapping[str, Tensor], places: Mapping[str, _Place]) -> dict[str, Tensor]:
-    """The tensors under this model's names.
-
-    A model that also sees images has its text part under `language_model`, which the files of
-    release 0.1 and those of the same model without its eyes leave out.
-    """
-    short = {_without_part(name): name for name in places}
-    return {short.get(_without_part(name), name): tensor for name, tensor in tensors.items()}
-
-
-def _without_part(name: str) -> str:
-    return name.replace(".language_model.", ".")
+def _renamed(tensors: Mapping[str, Tensor], adapter: Adapter) -> dict[str, Tensor]:
+    """The tensors under the hosted service's names, where they have PEFT's."""
+    known = {without_text_part(old): new for old, new in _hosted_names(adapter).items()}
+    return {known.get(without_text_part(name), name): tensor for name, tensor in tensors.items()}
 
 
 # Adapters that PEFT wrote
@@ -323,7 +333,7 @@ def _read_foreign(adapter: Adapter, folder: Path, kind: SnapshotKind) -> tuple[T
         raise ValidationError(f"the checkpoint has rank {config.rank}, the model {adapter.rank}")
     path = _foreign_weights(folder)
     places = _places(adapter)
-    stored = {n: t.float() for n, t in _renamed(read_tensors(path), places).items()}
+    stored = {n: t.float() for n, t in _renamed(read_tensors(path), adapter).items()}
     names = frozenset(stored)
     for name in names - places.keys():
         hint = ""
@@ -337,7 +347,7 @@ def _read_foreign(adapter: Adapter, folder: Path, kind: SnapshotKind) -> tuple[T
             if _partner(name) in names:
                 raise ValidationError(f"tensor {name!r} is missing", WEIGHTS)
             stored[name] = _untrained(name, shape)
-    flat = _joined(stored, places, WEIGHTS)
+    flat = _joined(stored, adapter, WEIGHTS)
     if not flat.isfinite().all():
         raise ValidationError("holds numbers that are not finite", WEIGHTS)
     return flat, path.stat().st_size
@@ -372,11 +382,11 @@ def _partner(name: str) -> str:
 
 def _module(name: str) -> str:
     """`model.layers.0.mlp.up_proj`, of the name of its A or B."""
-    return name.removeprefix(_PEFT_PREFIX).rsplit(".", 2)[0]
+    return name.removeprefix(PREFIX).rsplit(".", 2)[0]
 
 
 def _part(module: str) -> str:
-    if module.rsplit(".", 1)[-1] == "lm_head":
+    if module == UNEMBEDDING or module.rsplit(".", 1)[-1] == "lm_head":
         return "unembed"
     return "attn" if "att" in module.rpartition(".")[0].lower() else "mlp"
 

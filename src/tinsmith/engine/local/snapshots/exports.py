@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from tinsmith.engine.adapter_names import CONFIG, PREFIX, WEIGHTS
+from tinsmith.engine.local.model.experts import Experts
 from tinsmith.engine.local.model.families import read_config
 from tinsmith.engine.local.model.sources import quiet_transformers
 from tinsmith.engine.local.snapshots.peft_config import read_json
@@ -28,7 +31,7 @@ _MOST_FLOAT32_BYTES = 2**33
 _NUM_TOKENS = 16
 _QUANTIZED_LIMIT = 0.1
 """8 bits a number cost a few hundredths (SmolLM2: 0.034); what is written wrongly costs all."""
-_PREFIX = "base_model.model."
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 
 
 def check_export(
@@ -36,9 +39,13 @@ def check_export(
 ) -> float | None:
     """The largest difference between logits, relative to the largest; too large is an error.
 
-    `base` is the base model's folder, `adapter` the checkpoint's, `exported` what was made of them.
-    None where there is no reader to compare with: the one for GGUF does not scale rotations.
+    `base` is the base model's folder, `adapter` the adapter's in PEFT's layout, `exported` what
+    was made of them.
+    None where there is no reader to compare with: the one for GGUF does not scale rotations, and
+    `peft` joins the matrices of experts in some families only.
     """
+    if form == "peft" and any(_EXPERT.match(name) for name in read_tensors(exported / WEIGHTS)):
+        return None
     ropes = {spec.rope for spec in read_config(base).layers} if form == "gguf" else set()
     if any(rope and rope.kind != "default" for rope in ropes):
         return None
@@ -63,8 +70,8 @@ def check_export(
 
 
 def _expected_logits(base: Path, adapter: Path, dtype: torch.dtype, *, is_rounded: bool) -> Tensor:
-    settings = read_json(adapter / "adapter_config.json")
-    tensors = read_tensors(adapter / "adapter_model.safetensors")
+    settings = read_json(adapter / CONFIG)
+    tensors = read_tensors(adapter / WEIGHTS)
     scale = settings["lora_alpha"] / settings["r"]
     model = _load(base, dtype)
     stored = {tensor.dtype for tensor in stored_tensors(weight_files(base)).values()}
@@ -73,25 +80,31 @@ def _expected_logits(base: Path, adapter: Path, dtype: torch.dtype, *, is_rounde
         if not name.endswith(".lora_A.weight"):
             continue
         stem = name.removesuffix(".lora_A.weight")
-        module = _module(model, stem.removeprefix(_PREFIX))
         delta = scale * (tensors[f"{stem}.lora_B.weight"].float() @ a.float())
-        weight = module.weight.detach().float() + delta
-        if is_rounded:
-            weight = weight.to(kept)
-        # A new parameter: the embedding may share the old one.
-        module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+        _add(model, stem.removeprefix(PREFIX), delta, kept if is_rounded else torch.float32)
     return _logits(model)
 
 
-def _module(model: Any, name: str) -> nn.Linear:
+def _add(model: Any, name: str, delta: Tensor, kept: torch.dtype) -> None:
+    """Add to a module's weight, whose sum is rounded as if it were stored as `kept`."""
+    if expert := _EXPERT.fullmatch(name):
+        experts = Experts(expert[1], _module(model, expert[1]))
+        weight = experts.matrix(expert[3], int(expert[2])).detach()
+        weight.copy_((weight.float() + delta.t()).to(kept))
+        return
+    module = _module(model, name)
+    weight = (module.weight.detach().float() + delta).to(kept)
+    # A new parameter: the embedding may share the old one.
+    module.weight = nn.Parameter(weight.to(module.weight.dtype), requires_grad=False)
+
+
+def _module(model: Any, name: str) -> Any:
     try:
-        module = model.get_submodule(name)
+        return model.get_submodule(name)
     except AttributeError:
         raise ValidationError(
             f"the adapter changes {name!r}, which {type(model).__name__} does not have"
         ) from None
-    assert isinstance(module, nn.Linear), f"{name} is a {type(module).__name__}"
-    return module
 
 
 def _peft_logits(base: Path, exported: Path, dtype: torch.dtype) -> Tensor:
@@ -102,7 +115,7 @@ def _peft_logits(base: Path, exported: Path, dtype: torch.dtype) -> Tensor:
 
     model = PeftModel.from_pretrained(_load(base, dtype), exported)
     loaded = get_peft_model_state_dict(model, save_embedding_layers=False)
-    for name, tensor in read_tensors(exported / "adapter_model.safetensors").items():
+    for name, tensor in read_tensors(exported / WEIGHTS).items():
         if name not in loaded or not torch.equal(loaded[name].float().cpu(), tensor.float()):
             raise ValidationError(f"peft does not find {name!r} of the adapter in the base model")
     return _logits(model)

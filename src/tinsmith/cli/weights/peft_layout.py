@@ -1,0 +1,102 @@
+"""An adapter's files in PEFT's layout, made of those of a checkpoint, without torch.
+
+A checkpoint has the hosted service's layout: its names (`engine.adapter_names`), and the matrices
+of experts in one tensor of three dimensions, of leading size 1 where all experts share them. PEFT
+has the model's own names, which are in the checkpoint's `adapter_config.json`, and vLLM a matrix
+for each expert.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from tinsmith.engine.adapter_names import (
+    CONFIG,
+    MANIFEST,
+    PREFIX,
+    TEXT_PART,
+    UNEMBEDDING,
+    WEIGHTS,
+    without_text_part,
+)
+from tinsmith.engine.stored_tensors import Stored, encode_header, stored_tensors
+
+_HEADS = ("lm_head", "embed_out")
+_GATED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_PLAIN = {"w1": "up_proj", "w2": "down_proj"}
+
+
+def to_peft(folder: Path) -> None:
+    """Rewrite a checkpoint in a folder of one's own as PEFT's two files of an adapter.
+
+    One without safetensors, and one that has PEFT's names already, are left as they are.
+    """
+    path = folder / WEIGHTS
+    if not path.exists():
+        return
+    settings = json.loads((folder / CONFIG).read_text("utf-8"))
+    stored = stored_tensors([path])
+    named = _Names(settings.get("target_modules"), stored)
+    parts = {
+        new: tensor if expert is None else _matrix_of(expert, tensor)
+        for name, tensor in stored.items()
+        for new, expert in named.of(name)
+    }
+    if list(parts) == list(stored):
+        return
+    draft = path.with_suffix(".draft")
+    with draft.open("wb") as file:
+        entries = {new: part.entry for new, part in parts.items()}
+        file.write(encode_header(entries, {"format": "pt"}))
+        for part in parts.values():
+            file.write(part.read_bytes())
+    draft.replace(path)
+    targets = {new.removeprefix(PREFIX).rsplit(".", 2)[0] for new in parts}
+    settings["target_modules"] = sorted(named.targets(targets))
+    (folder / CONFIG).write_text(json.dumps(settings, indent=1, sort_keys=True) + "\n", "utf-8")
+    # It has the checksums of the files as they were.
+    (folder / MANIFEST).unlink(missing_ok=True)
+
+
+def _matrix_of(expert: int, tensor: Stored) -> Stored:
+    """One expert's matrix; what all experts share is that of each."""
+    count = tensor.shape[0]
+    size = tensor.num_bytes // count
+    begin = tensor.begin + (0 if count == 1 else expert * size)
+    return replace(tensor, shape=tensor.shape[1:], begin=begin, num_bytes=size)
+
+
+class _Names:
+    """PEFT's names of a checkpoint's tensors."""
+
+    def __init__(self, targets: object, stored: Mapping[str, Stored]) -> None:
+        """`targets` are the model's own names; a text in their place names none."""
+        targets = targets if isinstance(targets, list) else []
+        self._whole = {without_text_part(each): each for each in targets if TEXT_PART in each}
+        self._head = next((each for each in targets if each in _HEADS), _HEADS[0])
+        self._stored = stored
+
+    def of(self, name: str) -> Iterator[tuple[str, int | None]]:
+        """The names that a tensor becomes, each with the expert whose matrix it is."""
+        module, letter, _ = name.removeprefix(PREFIX).rsplit(".", 2)
+        module = self._head if module == UNEMBEDDING else self._whole.get(module, module)
+        if len(self._stored[name].shape) == 2:
+            yield f"{PREFIX}{module}.{letter}.weight", None
+            return
+        layer, _, which = module.rpartition(".")
+        gate = f"{PREFIX}{layer}.w3.{letter}.weight"
+        projection = (_GATED if gate in self._stored else _PLAIN)[which]
+        for expert in range(self._num_experts(name)):
+            yield f"{PREFIX}{layer}.{expert}.{projection}.{letter}.weight", expert
+
+    def _num_experts(self, name: str) -> int:
+        stem = name.rsplit(".", 2)[0]
+        pair = (f"{stem}.lora_A.weight", f"{stem}.lora_B.weight")
+        return max(self._stored[each].shape[0] for each in pair)
+
+    def targets(self, modules: set[str]) -> set[str]:
+        """What `adapter_config.json` calls them: the last parts of names where these suffice."""
+        return modules if self._whole else {module.rpartition(".")[2] for module in modules}
