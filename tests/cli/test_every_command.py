@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import pytest
 
+from chaos import tiny_model
 from tests.support import server_process
 from tests.support.child import Child
 from tests.support.server_process import ServerProcess
@@ -124,6 +125,7 @@ CASES: dict[str, Callable[[World], Call]] = {
     "key create": lambda w: Call(("x", *w.data_dir), "^tml-", ("key", "key_id", "name")),
     "key list": lambda w: Call(w.data_dir, "Key ID +Name", ("keys",)),
     "key revoke": lambda w: Call((_new_key(w), *w.data_dir), r"Revoked key \d+", ("revoked",)),
+    "model check": lambda w: Call((str(_tiny_model(w)),), "Runs on +our own decoder", ("runs_on",)),
     "model list": lambda w: Call((), f"{FAKE} +4096", ("models",)),
     "run info": lambda w: Call((w.paths.run_id,), "Base Model +tin", ("training_run_id",)),
     "run list": lambda w: Call((), r"\d+ training run", ("runs",)),
@@ -190,6 +192,11 @@ def _deleted(world: World) -> str:
 def _new_key(world: World) -> str:
     made = world.run("--json", "key", "create", "spare", *world.data_dir)
     return str(json.loads(made.stdout)["key_id"])
+
+
+def _tiny_model(world: World) -> Path:
+    tiny_model.build(world.tmp_path / "model")
+    return world.tmp_path / "model"
 
 
 def _prompts(world: World) -> str:

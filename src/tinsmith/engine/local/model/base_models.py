@@ -47,7 +47,10 @@ def dtype_of(config: LocalEngineConfig) -> torch.dtype:
 
 
 class BaseModels:
-    """The table of names, and the models in memory, least recently used first."""
+    """The table of names, and the models in memory, least recently used first.
+
+    A folder that has several names is read, compared and loaded once.
+    """
 
     def __init__(self, config: LocalEngineConfig, progress: Progress = no_progress) -> None:
         if config.pack_weights and config.deterministic:
@@ -64,9 +67,9 @@ class BaseModels:
         self._device = device_of(config)
         self._dtype = dtype_of(config)
         self._folders: dict[str, Path] = {}
-        self._configs: dict[str, DecoderConfig] = {}
-        self._loaded: OrderedDict[str, Decoder] = OrderedDict()
-        self._pins: Counter[str] = Counter()
+        self._configs: dict[Path, DecoderConfig] = {}
+        self._loaded: OrderedDict[Path, Decoder] = OrderedDict()
+        self._pins: Counter[Path] = Counter()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,8 +77,11 @@ class BaseModels:
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        """What is in memory now, least recently used first."""
-        return tuple(self._loaded)
+        """The names, as far as they were asked for, of what is in memory now, least recently
+        used first."""
+        return tuple(
+            name for place in self._loaded for name in self._folders if self._place(name) == place
+        )
 
     @property
     def nbytes(self) -> int:
@@ -91,9 +97,14 @@ class BaseModels:
             self._folders[name] = model_folder(source, self._config, self._progress)
         return self._folders[name]
 
+    def _place(self, name: str) -> Path:
+        """What all names of the same files have in common."""
+        return self.folder(name).resolve()
+
     def config(self, name: str) -> DecoderConfig:
         """The model's shape, without loading it; what is in doubt about the model is an error."""
-        if name not in self._configs:
+        place = self._place(name)
+        if place not in self._configs:
             folder = self.folder(name)
             try:
                 config = read_config(folder)
@@ -102,8 +113,8 @@ class BaseModels:
             else:
                 if self._config.verify_models:
                     self._verify(name, config)
-            self._configs[name] = config
-        return self._configs[name]
+            self._configs[place] = config
+        return self._configs[place]
 
     def _verify(self, name: str, config: DecoderConfig) -> None:
         try:
@@ -128,15 +139,16 @@ class BaseModels:
 
     def get(self, name: str) -> Decoder:
         """The model, in memory. It may be dropped again by a later call unless it is pinned."""
-        if name not in self._loaded:
+        place = self._place(name)
+        if place not in self._loaded:
             config, folder = self.config(name), self.folder(name)
             self._make_room(name, folder)
             logger.info("loading %s from %s", name, folder)
-            self._loaded[name] = self._load(folder, config)
-            if self._may_pack(name):
-                self._loaded[name].allow_packing()
-        self._loaded.move_to_end(name)
-        return self._loaded[name]
+            self._loaded[place] = self._load(folder, config)
+            if self._may_pack(name, place):
+                self._loaded[place].allow_packing()
+        self._loaded.move_to_end(place)
+        return self._loaded[place]
 
     def _load(self, folder: Path, config: DecoderConfig) -> Decoder:
         kind = self._config.base_weights
@@ -147,12 +159,13 @@ class BaseModels:
     def pin(self, name: str) -> Decoder:
         """The model, kept in memory until as many calls of `unpin`."""
         decoder = self.get(name)
-        self._pins[name] += 1
+        self._pins[self._place(name)] += 1
         return decoder
 
     def unpin(self, name: str) -> None:
-        assert self._pins[name] > 0, f"{name} is not pinned"
-        self._pins[name] -= 1
+        place = self._place(name)
+        assert self._pins[place] > 0, f"{name} is not pinned"
+        self._pins[place] -= 1
 
     @contextlib.contextmanager
     def use(self, name: str) -> Iterator[Decoder]:
@@ -163,16 +176,16 @@ class BaseModels:
         finally:
             self.unpin(name)
 
-    def _may_pack(self, name: str) -> bool:
+    def _may_pack(self, name: str, place: Path) -> bool:
         """Whether a model just loaded is to be packed. One that must be and cannot is dropped."""
         wanted, budget = self._config.pack_weights, self._config.memory_budget_bytes
-        packed_bytes = self._loaded[name].packed_bytes
+        packed_bytes = self._loaded[place].packed_bytes
         if self._config.deterministic or wanted is False:
             return False
         room = machine_bytes() if budget is None else budget
         does_fit = budget is None or self.nbytes + packed_bytes <= budget
         if wanted and not does_fit:
-            del self._loaded[name]
+            del self._loaded[place]
             raise EngineError(
                 f"the packed weights of {name!r} take {packed_bytes:,} bytes more, which is beyond "
                 f"the budget of {budget:,} bytes; raise memory_budget_bytes or leave out "

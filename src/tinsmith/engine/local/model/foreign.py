@@ -41,6 +41,7 @@ from tinsmith.engine.local.model.families import (
 )
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.model.model_types import nearest_type
 from tinsmith.engine.local.model.quantized import quantize
 from tinsmith.engine.local.model.recurrence import StateShape
 from tinsmith.engine.local.model.recurrent_layers import RecurrentLayer, recurrent_layer
@@ -71,16 +72,20 @@ def is_foreign(config: DecoderConfig) -> bool:
 def read_config(folder: Path, reason: UnsupportedModelError) -> ForeignConfig:
     """The model's shape, or a refusal that begins with why our own decoder cannot run it."""
     settings = read_settings(folder / "config.json")
-    architecture = (settings.get("architectures") or [settings.get("model_type")])[0]
+    model_type = str(settings.get("model_type"))
+    architecture = (settings.get("architectures") or [model_type])[0]
+    nearest = f"the nearest type that works is {nearest_type(model_type)!r}"
     try:
         with torch.device("meta"):
             model = _build_empty(folder)
         return _describe(model, str(architecture))
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{reason}; and {architecture} cannot run: {error}") from None
+        raise UnsupportedModelError(
+            f"{reason}; and {architecture} cannot run: {error}; {nearest}"
+        ) from None
     except Exception as error:  # foreign code: whatever it raises means that it does not fit
         raise UnsupportedModelError(
-            f"{reason}; and transformers could not run {architecture}: {error}"
+            f"{reason}; and transformers could not run {architecture}: {error}; {nearest}"
         ) from error
 
 

@@ -1,0 +1,88 @@
+"""What can be said of a model before it is served: whether, how, and in how much memory it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.model.base_models import BaseModels, device_of, dtype_of
+from tinsmith.engine.local.model.families import read_settings
+from tinsmith.engine.local.model.foreign import is_foreign
+from tinsmith.engine.local.model.lora import Layout
+from tinsmith.engine.local.model.model_types import Path as RunsOn
+from tinsmith.engine.local.sample.kvcache import CacheShape
+from tinsmith.engine.stored_tensors import num_elements, stored_tensors, weight_files
+from tinsmith.memory import machine_bytes
+from tinsmith.types import LoraConfig
+
+_TRAINING_VECTORS = 4
+"""Of an adapter in float32: weights, gradient and two moments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCheck:
+    """A model that can be served, and what it takes on this machine."""
+
+    model_type: str
+    architecture: str
+    runs_on: RunsOn
+    adapted: tuple[str, ...]
+    """Last parts of the names of the modules that adapters extend."""
+
+    max_context_length: int
+    num_parameters: int
+    device: str
+    dtype: str
+    weights_bytes: int
+    rank: int
+    adapter_bytes: int
+    """Of one adapter of that rank while it trains."""
+
+    token_bytes: int
+    """What the sampler keeps of a token."""
+
+    sequence_bytes: int
+    """What it keeps of a sequence beside its tokens."""
+
+    memory_bytes: int
+    """What the device has."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether weights and one adapter leave a fifth of the memory to activations."""
+        return self.weights_bytes + self.adapter_bytes <= 0.8 * self.memory_bytes
+
+
+def check_model(folder: Path, rank: int) -> ModelCheck:
+    """The facts about a model folder; one that cannot be served is an `EngineError`."""
+    settings = LocalEngineConfig(models={"model": str(folder)})
+    config = BaseModels(settings).config("model")
+    device, dtype = device_of(settings), dtype_of(settings)
+    modules = [module for each in config.projections for module in each.modules]
+    cache = CacheShape.of(config, device, dtype)
+    size = num_elements(stored_tensors(weight_files(folder)))
+    return ModelCheck(
+        model_type=str(read_settings(folder / "config.json").get("model_type")),
+        architecture=config.architecture,
+        runs_on="transformers" if is_foreign(config) else "decoder",
+        adapted=tuple(dict.fromkeys(module.rpartition(".")[2] for module in modules)),
+        max_context_length=config.max_context_length,
+        num_parameters=size,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        weights_bytes=size * dtype.itemsize,
+        rank=rank,
+        adapter_bytes=4 * _TRAINING_VECTORS * Layout(config, LoraConfig(rank=rank)).size,
+        token_bytes=cache.bytes_per_token,
+        sequence_bytes=cache.state_bytes,
+        memory_bytes=_memory_bytes(device),
+    )
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return machine_bytes()

@@ -1,0 +1,119 @@
+"""The model types that are known to work: what runs them, what adapters extend, what proves it.
+
+Others may run through `transformers`' modules too, where the comparison at load time holds. The
+page of models is written from this table, and tests compare it with the code.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from dataclasses import dataclass
+from typing import Literal
+
+Path = Literal["decoder", "transformers"]
+"""Our own decoder, or the modules of `transformers` with our attention, experts and adapters."""
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_EXPERTS = ("w1", "w3", "w2")
+_DELTA_RULE = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "out_proj")
+_LATENT = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
+
+_OWN = "tests/engine/model/test_decoder.py"
+_FAMILIES = "tests/engine/families/test_families.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelType:
+    name: str
+    """The `model_type` of its `config.json`."""
+
+    runs_on: Path
+    adapted: tuple[str, ...]
+    """Last parts of module names, the unembedding aside. Of experts, `w1` is gate, `w3` up and
+    `w2` down; without a gate `w1` is up."""
+
+    test: str
+    limits: str = ""
+
+
+MODEL_TYPES = (
+    *(
+        ModelType(name=name, runs_on="decoder", adapted=(*_ATTENTION, *_MLP), test=_OWN)
+        for name in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+    ),
+    ModelType(
+        name="qwen2_moe",
+        runs_on="transformers",
+        adapted=(*_ATTENTION, *_MLP, *_EXPERTS),
+        test=_FAMILIES,
+    ),
+    *(
+        ModelType(
+            name=name, runs_on="transformers", adapted=(*_ATTENTION, *_EXPERTS), test=_FAMILIES
+        )
+        for name in ("qwen3_moe", "mixtral", "olmoe")
+    ),
+    ModelType(
+        name="gpt_oss",
+        runs_on="transformers",
+        adapted=(*_ATTENTION, *_EXPERTS),
+        test=_FAMILIES,
+        limits="sinks take attention by hand: memory grows with the square of a sequence's length",
+    ),
+    *(
+        ModelType(
+            name=name,
+            runs_on="transformers",
+            adapted=(*_LATENT, *_MLP, *_EXPERTS),
+            test=_FAMILIES,
+            limits="the sampler keeps whole keys and values, not the latent vector",
+        )
+        for name in ("deepseek_v3", "kimi_k2")
+    ),
+    ModelType(
+        name="qwen3_next",
+        runs_on="transformers",
+        adapted=("in_proj_qkvz", "out_proj", *_ATTENTION, *_MLP, *_EXPERTS),
+        test=_FAMILIES,
+    ),
+    ModelType(
+        name="qwen3_5_text",
+        runs_on="transformers",
+        adapted=(*_DELTA_RULE, *_ATTENTION, *_MLP),
+        test=_FAMILIES,
+    ),
+    ModelType(
+        name="qwen3_5_moe_text",
+        runs_on="transformers",
+        adapted=(*_DELTA_RULE, *_ATTENTION, *_MLP, *_EXPERTS),
+        test=_FAMILIES,
+    ),
+    ModelType(
+        name="nemotron_h",
+        runs_on="transformers",
+        adapted=(
+            "gate_proj",
+            "x_proj",
+            "out_proj",
+            "w1",
+            "w2",
+            "up_proj",
+            "down_proj",
+            *_ATTENTION,
+        ),
+        test=_FAMILIES,
+    ),
+)
+
+
+def nearest_type(model_type: str) -> str:
+    """The known type whose name is most like this one, from its beginning on."""
+
+    def likeness(name: str) -> tuple[int, float]:
+        pairs = zip(name, model_type, strict=False)
+        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        return same, difflib.SequenceMatcher(a=name, b=model_type).ratio()
+
+    return max((known.name for known in MODEL_TYPES), key=likeness)

@@ -1,0 +1,63 @@
+"""The table of model types says what the code does, and `model check` what a model will take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.engine.families.test_families import FAMILIES
+from tests.support.tiny_families import save_tiny
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.model import families
+from tinsmith.engine.local.model.base_models import BaseModels
+from tinsmith.engine.local.model.checking import check_model
+from tinsmith.engine.local.model.model_types import MODEL_TYPES, nearest_type
+from tinsmith.engine.local.sample.kvcache import CacheShape, Span
+from tinsmith.errors import EngineError
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_every_type_of_the_table_is_tested_and_no_tested_one_is_missing() -> None:
+    table = {each.name: each for each in MODEL_TYPES}
+    own = [name for name, each in table.items() if each.runs_on == "decoder"]
+    assert own == list(families.FAMILIES)
+    assert set(table) - set(own) == set(FAMILIES)
+    assert all((ROOT / each.test).is_file() for each in MODEL_TYPES)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_table_names_what_is_adapted(model_type: str, tmp_path: Path) -> None:
+    save_tiny(model_type, tmp_path)
+    found = check_model(tmp_path, rank=4)
+    (expected,) = [each for each in MODEL_TYPES if each.name == model_type]
+    assert set(found.adapted) == {*expected.adapted, "lm_head"}
+    assert (found.model_type, found.runs_on) == (model_type, "transformers")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "nemotron_h"])
+def test_a_check_counts_the_memory_that_the_model_takes(
+    model_type: str, tmp_path: Path, model_folder: Callable[[str], Path]
+) -> None:
+    if model_type == "llama":
+        folder = model_folder("llama")
+    else:
+        save_tiny(model_type, tmp_path)
+        folder = tmp_path
+    found = check_model(folder, rank=4)
+    config = LocalEngineConfig(device="cpu", models={"m": str(folder)}, pack_weights=False)
+    decoder = BaseModels(config).get("m")
+    # The files also have buffers, such as a router's bias.
+    assert decoder.nbytes <= found.weights_bytes <= 1.01 * decoder.nbytes
+    assert found.fits
+    span = Span(CacheShape.of(decoder.config, decoder.device, decoder.dtype), num_tokens=10)
+    assert found.sequence_bytes + 10 * found.token_bytes == span.nbytes
+
+
+def test_a_model_that_cannot_be_served_is_refused_with_the_nearest_type(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe_2", "vocab_size": 9}')
+    with pytest.raises(EngineError, match="the nearest type that works is 'qwen3_moe'"):
+        check_model(tmp_path, rank=4)
+    assert nearest_type("llama4_text") == "llama"
