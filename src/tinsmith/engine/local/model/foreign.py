@@ -123,14 +123,24 @@ def load(
         segments = AdapterSegments.whole(len(tokens))
         hidden = decoder.hidden(tokens, positions, PackedAttention(config, lengths), segments)
         logits = decoder.unembed(hidden, segments)
-    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
-    if (logits - expected).abs().max() > tolerance * expected.abs().max():
+    if not _agree(logits, expected, dtype):
         raise UnsupportedModelError(
             f"{config.architecture} does more between hidden states and logits, or in its "
             f"attention, than we know of; supported model types: {', '.join(FAMILIES)}"
         )
     decoder.quantize(base_weights)
     return decoder
+
+
+def _agree(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two ways of computing the same differ by rounding only.
+
+    In half precision rounding may send a token to another expert, which shows in single logits.
+    """
+    difference = logits - expected
+    if dtype == torch.float32:
+        return bool(difference.abs().max() <= 1e-4 * expected.abs().max())
+    return bool(difference.norm() <= 5e-2 * expected.norm())
 
 
 class ForeignDecoder(Decoder):
