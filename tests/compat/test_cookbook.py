@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tinsmith
-from tests.engine.test_exports import snapshot
+from tests.engine.test_exports import save_model, snapshot
 from tests.engine.train.training_reference import Reference
 from tests.support.tiny_families import save_tiny
 
@@ -125,21 +125,12 @@ def test_its_merged_models_compute_what_our_checkpoints_do(cookbook: Path, tmp_p
 
     `build_lora_adapter` takes them too, of all but DeepSeek, for which it makes none.
     """
-    adapted, lines = {}, []
+    adapted = {}
     for model_type in KNOWN_TO_ITS_MERGE:
         folder = tmp_path / model_type
         base = save_tiny(model_type, folder / "base")
         adapted[model_type] = Reference(base, snapshot(folder / "base", folder / "adapter"))
-        lines.append(f"{folder / 'base'} {folder / 'adapter'} {folder}/out\n")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "cookbook_weights.py")],
-        input="".join(lines),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env={**os.environ, "PYTHONPATH": str(cookbook), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    give_to_the_cookbook(cookbook, [tmp_path / model_type for model_type in adapted])
     tokens = torch.arange(12)
     for model_type, reference in adapted.items():
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / model_type / "out" / "merged")
@@ -150,3 +141,27 @@ def test_its_merged_models_compute_what_our_checkpoints_do(cookbook: Path, tmp_p
         assert (found - expected).abs().max() < 1e-5 * expected.abs().max(), model_type
         has_adapter = (tmp_path / model_type / "out" / "adapter").exists()
         assert has_adapter == (model_type != "deepseek_v3")
+
+
+def test_it_takes_a_checkpoint_of_a_model_with_tied_embeddings(
+    cookbook: Path, tmp_path: Path
+) -> None:
+    """Its merged model changes the one matrix that both ends share, so nothing is compared."""
+    save_model("llama, tied", tmp_path / "base")
+    snapshot(tmp_path / "base", tmp_path / "adapter")
+    give_to_the_cookbook(cookbook, [tmp_path])
+    assert (tmp_path / "out" / "merged" / "config.json").exists()
+    assert (tmp_path / "out" / "adapter" / "adapter_config.json").exists()
+
+
+def give_to_the_cookbook(cookbook: Path, folders: list[Path]) -> None:
+    """Each has `base` and `adapter`, and is given `out`."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "cookbook_weights.py")],
+        input="".join(f"{each}/base {each}/adapter {each}/out\n" for each in folders),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "PYTHONPATH": str(cookbook), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engine.sample.sampling_reference import (
@@ -184,6 +185,40 @@ def test_tenants_sample_what_each_samples_alone(
         (beside,) = together[job.job_id].sequences
         assert alone.tokens == beside.tokens
         assert (alone.logprobs_np == beside.logprobs_np).all()
+
+
+@pytest.mark.parametrize("shorten", ["self_attn", "attn"])
+def test_an_adapter_that_the_hosted_service_wrote_is_loaded(
+    family: tuple[Any, Decoder], new_adapter: NewAdapter, tmp_path: Path, shorten: str
+) -> None:
+    """Its files are weights and their description; in some models `self_attn` is `attn`."""
+    _, decoder = family
+    adapter, loaded = new_adapter(decoder), new_adapter(decoder, fill_seed=None)
+    checkpoints.save(adapter, tmp_path / "one", "sampler")
+    (tmp_path / "one" / "tinsmith.json").unlink()
+    path = tmp_path / "one" / "adapter_model.safetensors"
+    tensors = {k.replace("self_attn", shorten): v for k, v in load_file(path).items()}
+    assert "base_model.model.model.unembed_tokens.lora_A.weight" in tensors
+    save_file(tensors, path)
+    assert checkpoints.read_lora(tmp_path / "one").rank == adapter.rank
+    checkpoints.load(loaded, tmp_path / "one", "sampler")
+    assert torch.equal(adapter.flat, loaded.flat)
+
+
+def test_in_bfloat16_gradients_are_near_those_in_float32(
+    family: tuple[Any, Decoder], new_adapter: NewAdapter, tmp_path: Path
+) -> None:
+    """Rounding sends a few tokens to other experts, so that they only point the same way."""
+    reference, decoder = family
+    reference.save_pretrained(tmp_path)
+    models = {"tiny": str(tmp_path)}
+    half = BaseModels(LocalEngineConfig(device="cpu", dtype="bfloat16", models=models)).get("tiny")
+    assert half.dtype == torch.bfloat16
+    exact, rounded = new_adapter(decoder), new_adapter(half)
+    succeed(decoder, RAGGED, exact)
+    succeed(half, RAGGED, rounded)
+    assert exact.grad is not None and rounded.grad is not None
+    assert torch.cosine_similarity(exact.grad, rounded.grad, dim=0) > 0.95
 
 
 def test_a_snapshot_continues_bit_for_bit(

@@ -316,6 +316,8 @@ def _joined(tensors: Mapping[str, Tensor], adapter: Adapter, file: str) -> Tenso
 def _renamed(tensors: Mapping[str, Tensor], adapter: Adapter) -> dict[str, Tensor]:
     """The tensors under the hosted service's names, where they have PEFT's."""
     known = {without_text_part(old): new for old, new in _hosted_names(adapter).items()}
+    # The hosted service leaves out the `self` of gpt-oss's attention.
+    known |= {old.replace(".self_attn.", ".attn."): new for old, new in known.items()}
     return {known.get(without_text_part(name), name): tensor for name, tensor in tensors.items()}
 
 
