@@ -16,12 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 import tinsmith
+from tests.engine.families.test_families import load
+from tests.engine.sample.sampling_reference import trainer_logits
 from tests.engine.test_exports import save_model, snapshot
 from tests.engine.train.training_reference import Reference
-from tests.support.tiny_families import save_tiny
+from tests.support.tiny_families import build_tiny, save_tiny
 
 pytest.importorskip("tinker")
 pytestmark = pytest.mark.slow
@@ -141,6 +144,28 @@ def test_its_merged_models_compute_what_our_checkpoints_do(cookbook: Path, tmp_p
         assert (found - expected).abs().max() < 1e-5 * expected.abs().max(), model_type
         has_adapter = (tmp_path / model_type / "out" / "adapter").exists()
         assert has_adapter == (model_type != "deepseek_v3")
+
+
+@pytest.mark.parametrize("model", ["Qwen3_5", "Qwen3_5Moe"])
+def test_it_merges_a_checkpoint_of_a_model_that_also_sees_images(
+    model: str, cookbook: Path, tmp_path: Path
+) -> None:
+    """As Qwen3.5 is published: queries, keys and values of linear attention are one matrix."""
+    text_type = {"Qwen3_5": "qwen3_5_text", "Qwen3_5Moe": "qwen3_5_moe_text"}[model]
+    text = build_tiny(text_type).config.to_dict()
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
+    config = getattr(transformers, f"{model}Config")(
+        text_config=text, vision_config={**vision, "out_hidden_size": 32}
+    )
+    torch.manual_seed(3)
+    whole = getattr(transformers, f"{model}ForConditionalGeneration")(config)
+    whole.save_pretrained(tmp_path / "base")
+    adapter = snapshot(tmp_path / "base", tmp_path / "adapter")
+    give_to_the_cookbook(cookbook, [tmp_path])
+    tokens = list(range(5, 30))
+    expected = trainer_logits(load(tmp_path / "base"), tokens, adapter)
+    found = trainer_logits(load(tmp_path / "out" / "merged"), tokens)
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_it_takes_a_checkpoint_of_a_model_with_tied_embeddings(
