@@ -28,15 +28,15 @@ def test_the_real_model_learns_a_style_without_code(tmp_path: Path) -> None:
             return dict(json.loads(done.stdout))
 
         facts = run(
-            *("train", "sft", str(data), "--steps", "6", "--batch-size", "8", "--eval-every", "3"),
-            *("--learning-rate", "1e-3", "--samples", "1", "--sample-tokens", "12"),
+            *("train", "sft", str(data), "--steps", "5", "--batch-size", "4", "--eval-every", "5"),
+            *("--learning-rate", "1e-3", "--samples", "1", "--sample-tokens", "8"),
         )
         scores = run(
-            *("eval", str(facts["sampler_checkpoint"]), str(data), "--limit", "4"),
-            *("--check", "regex:^Arr", "--max-tokens", "8"),
+            *("eval", str(facts["sampler_checkpoint"]), str(data), "--limit", "2"),
+            *("--check", "regex:^Arr", "--max-tokens", "4"),
         )
     folder = RunFolder.open(Path(str(facts["folder"])))
     losses = [line["loss"] for line in folder.metrics()]
-    assert losses[-1] < losses[0] - 0.5
+    assert losses[-1] < losses[0] - 0.3
     assert folder.samples()["before"] != folder.samples()["after"]
-    assert scores["prompts"] == 4
+    assert scores["prompts"] == 2
