@@ -196,10 +196,17 @@ def walks(folder: Path, model: Path) -> dict[str, list[str]]:
             house.kill_engine()
             learn()
 
+        kept: list[tinsmith.SamplingClient] = []
+
+        def save() -> None:
+            # Kept: a client that is dropped tells the server so, during somebody else's walk.
+            kept.append(training.save_weights_and_get_sampling_client())
+            sample(kept[-1])
+
         calls: dict[str, Callable[[], Any]] = {
             "forward_backward": learn,
             "sample": lambda: sample(base),
-            "save": lambda: sample(training.save_weights_and_get_sampling_client()),
+            "save": save,
             "rebuild": rebuild,
         }
         learn()
