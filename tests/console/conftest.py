@@ -69,7 +69,9 @@ def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
     is_ready, is_over = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
-        config = build_config({"data_dir": folder / "data", "hold_seconds": 0.5})
+        config = build_config(
+            {"data_dir": folder / "data", "hold_seconds": 0.5, "keep_examples": 2}
+        )
         store = await claim_store(config)
         secret = await store.keys.secret("signing")
         service = Service(config, store, secret, _factory(engine), Metrics())

@@ -125,7 +125,8 @@ def test_an_operation_has_a_page_with_its_numbers(user: User) -> None:
     expect(page.get_by_role("heading", name="Operation 1")).to_be_visible()
     expect(page.locator("#facts")).to_contain_text("forward_backward")
     expect(page.locator("#facts")).to_contain_text("Loss per token")
-    expect(page.get_by_text("Examples are not kept")).to_be_visible()
+    user.open(f"/training_runs/{run}/steps/2")
+    expect(page.get_by_text("No examples of this operation")).to_be_visible()
 
 
 @pytest.mark.parametrize("path", ["/sessions", "/usage", "/server", "/keys"])
