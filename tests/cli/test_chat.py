@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -238,3 +239,88 @@ def test_a_character_of_two_tokens_is_shown_whole(
         stdin="hello\n",
     )
     assert (result.exit_code, result.stdout) == (0, "Ahé!\n")
+
+
+def test_two_models_answer_side_by_side_from_one_seed(
+    server: ServerProcess, run: Run, byte_tokenizer: Path
+) -> None:
+    path = learned_abab(server, tokenizers.load(str(byte_tokenizer)))
+    options = ("--tokenizer", str(byte_tokenizer), "--max-tokens", "20", "--temperature", "1")
+    lines = "hello\nand then?\n"
+    same = run("chat", FAKE, "--versus", FAKE, *options, "--json", stdin=lines)
+    assert same.exit_code == 0, same.output
+    told = [json.loads(line) for line in same.stdout.splitlines()]
+    assert [each["user"] for each in told] == ["hello", "and then?"]
+    assert all(each["assistant"] == each["versus"] != "" for each in told)
+    seed = str(told[0]["seed"])
+    again = run("chat", FAKE, "--seed", seed, *options, "--json", stdin=lines)
+    assert json.loads(again.stdout.splitlines()[0])["assistant"] == told[0]["versus"]
+    # One below the other where there is no terminal, under their names.
+    options = (*options[:-1], "0")
+    shown = run("chat", path, "--versus", FAKE, *options, stdin="hello\n")
+    assert shown.exit_code == 0, shown.output
+    assert f"{path}:\n{'ab' * 10}\n\n{FAKE}:\n" in shown.stdout
+
+
+def test_a_model_that_cannot_answer_ends_both(run: Run, byte_tokenizer: Path) -> None:
+    result = run(
+        *("chat", FAKE, "--versus", FAKE, "--tokenizer", str(byte_tokenizer)),
+        *("--top-k", "-5"),
+        stdin="hello\n",
+    )
+    assert result.exit_code == 1
+    assert result.stderr.count("Error: ") == 1
+    assert "top_k" in result.stderr
+
+
+def test_a_service_without_streams_is_asked_once_where_there_is_a_seed(
+    stub: TinkerStub, run: Run, byte_tokenizer: Path
+) -> None:
+    """Each piece would begin with the seed anew, and not be what a sample with it is."""
+    tokens = tokenizers.load(str(byte_tokenizer)).encode("The flag")
+    stub.on("/api/v1/asample", lambda request: sampled(stub, tokens, "stop"))
+    result = run(
+        *("chat", "m", "--seed", "3", "--max-tokens", "90", "--tokenizer", str(byte_tokenizer)),
+        env={"TINKER_BASE_URL": stub.url},
+        stdin="hello\n",
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "The flag\n"
+    [asked] = [request.json()["sampling_params"] for request in stub.seen("/asample")]
+    assert (asked["seed"], asked["max_tokens"]) == (3, 90)
+
+
+def test_on_a_terminal_two_replies_grow_in_columns_until_ctrl_c(
+    slow_server: ServerProcess, byte_tokenizer: Path
+) -> None:
+    path = learned_abab(slow_server, tokenizers.load(str(byte_tokenizer)))
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*chat_command(path, byte_tokenizer, 1000), "--versus", path],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=slow_server.environment | {"TERM": "xterm", "COLUMNS": "90"},
+    )
+    os.close(theirs)
+    shown = ""
+
+    def read_until(pattern: str) -> None:
+        nonlocal shown
+        while not (found := re.search(pattern, shown)):
+            shown += os.read(ours, 4096).decode(errors="replace")
+        shown = shown[found.end() :]
+
+    try:
+        read_until(r"both with seed \d+")
+        read_until("> ")
+        os.write(ours, b"hello\n")
+        read_until(r"│ abab\S* +│ abab\S* +│")
+        process.send_signal(signal.SIGINT)
+        read_until("> ")
+        os.write(ours, b"/exit\n")
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)

@@ -26,7 +26,9 @@ def reply(
 ) -> Iterator[str]:
     """What the assistant says to `messages`, in pieces that make up the whole."""
     prompt = conversation.prompt_tokens(tokenizer, messages)
-    tokens = _tokens(client, prompt, params, otherwise=_in_pieces)
+    # Pieces that each began with the same seed would not be what one sample with it is.
+    otherwise = _in_pieces if params.seed is None else _whole
+    tokens = _tokens(client, prompt, params, otherwise=otherwise)
     return _texts(tokens, lambda spoken: conversation.reply_text(tokenizer, spoken))
 
 
