@@ -168,3 +168,15 @@ async def test_an_id_that_is_none_is_refused(server: TestServer, api: Api) -> No
         "/api/v1/console/events", headers={**api.headers, "last-event-id": "x"}
     )
     assert response.status_code == 400 and "Last-Event-ID" in response.json()["detail"]
+
+
+async def test_trouble_with_telling_keeps_no_operation_from_ending(
+    server: TestServer, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("whoever listens is in trouble")
+
+    run = await api.model()
+    monkeypatch.setattr(server.service.events, "recorded", fails)
+    for number in (1, 2):
+        assert (await api.output(await api.send_pass(run, number))).metrics["loss:sum"] > 0

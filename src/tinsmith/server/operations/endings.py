@@ -109,8 +109,15 @@ class Endings:
             for finish in batch:
                 self._promises.resolve(finish.request_id, outcome_of(finish), finish.finished_at)
             for number, step in steps:
-                self._on_step(model.record, number, step)
+                self._tell(model.record, number, step)
         model.committing = None
+
+    def _tell(self, model: ModelRecord, number: int, step: StepRecord) -> None:
+        """Whoever listens is beside the way: his trouble must not keep later ends from the disk."""
+        try:
+            self._on_step(model, number, step)
+        except Exception:
+            logger.exception("nobody was told of operation %d of %s", step.seq_id, model.model_id)
 
     async def _unrecordable(self, model: LiveModel, finish: Finish, error: Exception) -> Finish:
         """A failed end in place of one that cannot be recorded. Where that is no conflict over a
