@@ -122,6 +122,47 @@ def test_peft_joins_the_matrices_of_experts(model_type: str, tmp_path: Path) -> 
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen3_5_text", {}),
+        ("nemotron_h", {"layers_block_type": ["mamba", "mlp", "attention", "mamba"]}),
+    ],
+)
+def test_modules_that_are_one_matrix_of_the_model_have_one_adapter_in_peft(
+    model_type: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Queries, keys and values of linear attention; gate and x of Mamba, beside rows of neither.
+
+    `peft` itself takes no adapter of Mamba's output, so there the merged model has to do.
+    """
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base, folder, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
+    reference = save_tiny(model_type, base, **changes)
+    adapter = snapshot(base, folder)
+    tokens = torch.arange(12)
+    is_taken = model_type != "nemotron_h"
+    with torch.no_grad():
+        expected = Reference(reference, adapter).logits(tokens)
+        to_peft(folder, base)
+        merge(base, folder, merged, lambda *facts: None)
+        found = [AutoModelForCausalLM.from_pretrained(merged)(tokens[None]).logits[0]]
+        assert (check_export("peft", base, folder, folder) is not None) == is_taken
+        if is_taken:
+            found.append(PeftModel.from_pretrained(reference, folder)(tokens[None]).logits[0])
+    for logits in found:
+        assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_an_adapter_of_mamba_layers_needs_its_base_model_to_be_exported(tmp_path: Path) -> None:
+    save_tiny("nemotron_h", tmp_path / "base")
+    snapshot(tmp_path / "base", tmp_path / "adapter")
+    with pytest.raises(ValidationError, match="give its folder with --base"):
+        to_peft(tmp_path / "adapter")
+
+
 def test_the_matrices_of_experts_are_not_merged_into_tensors_of_all(tmp_path: Path) -> None:
     save_tiny("gpt_oss", tmp_path / "base")
     snapshot(tmp_path / "base", tmp_path / "adapter")

@@ -88,7 +88,7 @@ def command(
         made = {each: Path(name) / each for each in _FORMATS}
         made["peft"].mkdir()
         checkpoint_files.fetch(client, checkpoint_path, made["peft"], output)
-        to_peft(made["peft"])
+        to_peft(made["peft"], base)
         if base is not None and form != "peft":
             _merge(base, made["peft"], made["merged"], output)
         if form == "gguf":

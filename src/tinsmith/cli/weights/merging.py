@@ -24,6 +24,7 @@ from tinsmith.errors import ValidationError
 
 _HEAD = "lm_head.weight"
 _HEADS = (_HEAD, "embed_out.weight")
+_WRAPPERS = ("model", "language_model", "backbone")
 _EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
 _MIXTRAL = {
     ".mlp.": ".block_sparse_moe.",
@@ -98,7 +99,7 @@ def _mixtral_name(name: str) -> str:
 
 
 def _bare(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in ("model", "language_model"))
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _embedding(weights: Mapping[str, Stored], base: Path) -> str:

@@ -3,7 +3,7 @@
 A checkpoint has the hosted service's layout: its names (`engine.adapter_names`), and the matrices
 of experts in one tensor of three dimensions, of leading size 1 where all experts share them. PEFT
 has the model's own names, which are in the checkpoint's `adapter_config.json`, and vLLM a matrix
-for each expert.
+for each expert. What is one matrix of the model has one adapter there (`fused_modules`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from tinsmith.cli.weights.fused_modules import JoinedFactor, join_modules, joined_ranks
 from tinsmith.engine.adapter_names import (
     CONFIG,
     MANIFEST,
@@ -29,20 +30,22 @@ _GATED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _PLAIN = {"w1": "up_proj", "w2": "down_proj"}
 
 
-def to_peft(folder: Path) -> None:
+def to_peft(folder: Path, base: Path | None = None) -> None:
     """Rewrite a checkpoint in a folder of one's own as PEFT's two files of an adapter.
 
-    One without safetensors, and one that has PEFT's names already, are left as they are.
+    One without safetensors, and one that has PEFT's names already, are left as they are. `base` is
+    the base model's folder, without which adapters of Mamba layers cannot be written.
     """
     path = folder / WEIGHTS
     if not path.exists():
         return
     settings = json.loads((folder / CONFIG).read_text("utf-8"))
     stored = stored_tensors([path])
-    named = _Names(settings.get("target_modules"), stored)
+    joined = join_modules(stored, base)
+    named = _Names(settings.get("target_modules"), joined)
     parts = {
-        new: tensor if expert is None else _matrix_of(expert, tensor)
-        for name, tensor in stored.items()
+        new: _matrix_of(expert, tensor) if isinstance(tensor, Stored) else tensor
+        for name, tensor in joined.items()
         for new, expert in named.of(name)
     }
     if list(parts) == list(stored):
@@ -56,13 +59,20 @@ def to_peft(folder: Path) -> None:
     draft.replace(path)
     targets = {new.removeprefix(PREFIX).rsplit(".", 2)[0] for new in parts}
     settings["target_modules"] = sorted(named.targets(targets))
+    if ranks := joined_ranks(joined):
+        # Their scale, alpha / rank, is that of the whole adapter.
+        scale = settings["lora_alpha"] / settings["r"]
+        alphas = {name: scale * rank for name, rank in ranks.items()}
+        settings |= {"rank_pattern": ranks, "alpha_pattern": alphas}
     (folder / CONFIG).write_text(json.dumps(settings, indent=1, sort_keys=True) + "\n", "utf-8")
     # It has the checksums of the files as they were.
     (folder / MANIFEST).unlink(missing_ok=True)
 
 
-def _matrix_of(expert: int, tensor: Stored) -> Stored:
-    """One expert's matrix; what all experts share is that of each."""
+def _matrix_of(expert: int | None, tensor: Stored) -> Stored:
+    """One expert's matrix, where it is of experts; what all of them share is that of each."""
+    if expert is None:
+        return tensor
     count = tensor.shape[0]
     size = tensor.num_bytes // count
     begin = tensor.begin + (0 if count == 1 else expert * size)
@@ -72,7 +82,7 @@ def _matrix_of(expert: int, tensor: Stored) -> Stored:
 class _Names:
     """PEFT's names of a checkpoint's tensors."""
 
-    def __init__(self, targets: object, stored: Mapping[str, Stored]) -> None:
+    def __init__(self, targets: object, stored: Mapping[str, Stored | JoinedFactor]) -> None:
         """`targets` are the model's own names; a text in their place names none."""
         targets = targets if isinstance(targets, list) else []
         self._whole = {without_text_part(each): each for each in targets if TEXT_PART in each}

@@ -31,6 +31,7 @@ _MOST_FLOAT32_BYTES = 2**33
 _NUM_TOKENS = 16
 _QUANTIZED_LIMIT = 0.1
 """8 bits a number cost a few hundredths (SmolLM2: 0.034); what is written wrongly costs all."""
+_NOT_READ = re.compile(r".+\.(experts\.\d+\.\w+_proj|mixer\.out_proj)\.")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 
 
@@ -42,9 +43,9 @@ def check_export(
     `base` is the base model's folder, `adapter` the adapter's in PEFT's layout, `exported` what
     was made of them.
     None where there is no reader to compare with: the one for GGUF does not scale rotations, and
-    `peft` joins the matrices of experts in some families only.
+    `peft` joins the matrices of experts in some families only and takes none of Mamba layers.
     """
-    if form == "peft" and any(_EXPERT.match(name) for name in read_tensors(exported / WEIGHTS)):
+    if form == "peft" and any(_NOT_READ.match(name) for name in read_tensors(exported / WEIGHTS)):
         return None
     ropes = {spec.rope for spec in read_config(base).layers} if form == "gguf" else set()
     if any(rope and rope.kind != "default" for rope in ropes):
