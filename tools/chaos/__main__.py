@@ -47,7 +47,7 @@ CLIENT_SECONDS = 300.0
 LOOP_STEPS = 60
 MAX_GROWTH_BYTES = 16 * 1024 * 1024
 """What a loop may add to the engine's memory; each of its samplers has a quarter of a MiB."""
-DISK_BYTES = 32 * 1024 * 1024
+DISK_BYTES = 128 * 1024 * 1024
 """The data folder's disk, and as much again for each minute: clients leave checkpoints behind."""
 
 
