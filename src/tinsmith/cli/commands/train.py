@@ -123,6 +123,8 @@ def _new_run(method: str, source: str | None, options: dict[str, Any]) -> RunFol
     if not settings.data:
         raise CommandError("Give data to train on: a file, or the name of a data set")
     path = _folder_of(method, settings)
+    if path.is_file():
+        raise CommandError(f"{path} is a file", "Choose a folder (--output).")
     if (path / RUN_FILE).exists():
         raise CommandError(
             f"{path} has a run in it",
@@ -184,9 +186,11 @@ def _prepared(
 ) -> tuple[Method[Any, Any], RunFolder]:
     """The method with its data, and the folder that knows which data they are."""
     from tinsmith.cli.sampling.tokenizer import load_tokenizer
-    from tinsmith.cli.training import methods
+    from tinsmith.cli.training import methods, records
     from tinsmith.cli.training.checkpoints import Start
 
+    # A file that is not there is said at once: looking for a tokenizer may take minutes.
+    next(records.read(folder.settings.data), None)
     tokenizer = load_tokenizer(service, model, folder.settings.tokenizer)
     world = methods.World(service, model, tokenizer, Start(service, model, folder).sampler)
     method = methods.find(folder.method)(folder.settings, world)
