@@ -71,6 +71,7 @@ def check(output: Output, folder: Path, rank: int) -> None:
     FOLDER has the model's `config.json` and safetensors. Weights are not loaded. Ends with exit
     code 1 and the reason if the model cannot be served.
     """
+    from tinsmith import extras
     from tinsmith.errors import EngineError, ValidationError
 
     try:
@@ -78,7 +79,7 @@ def check(output: Output, folder: Path, rank: int) -> None:
     except ImportError as error:
         raise CommandError(
             f"Checking a model needs the engine: {error}",
-            "Install it with: pip install 'tinsmith[engine]'",
+            f"Install it with: {extras.install_line('engine')}",
         ) from error
     try:
         found = check_model(folder, rank)
