@@ -24,8 +24,8 @@ PAIRS = {
 
 OURS_ALONE = {
     "ServiceClient": {"stats", "check_accessible", "session_has_ended"},
-    "TrainingClient": {"encode", "decode"},
-    "SamplingClient": {"stream"},
+    "TrainingClient": {"encode", "decode", "log_metrics"},
+    "SamplingClient": {"stream", "release_when_dropped"},
     "RestClient": {
         "iter_training_runs",
         "iter_checkpoints",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import subprocess
@@ -58,14 +59,20 @@ def check(words: list[str], line: str) -> None:
     command: click.Command = cli
     known = {option for param in cli.params for option in param.opts + param.secondary_opts}
     context = click.Context(cli)
-    for word in words:
+    for before, word in itertools.pairwise(["", *words]):
         if word.startswith("-"):
             assert word.partition("=")[0] in known, f"{line}: {word}"
-        elif isinstance(command, click.Group):
+        elif isinstance(command, click.Group) and not _takes_a_value(command, before):
             found = command.get_command(context, word)
             assert found is not None, f"{line}: {word}"
             command = found
             known |= {o for param in command.params for o in param.opts + param.secondary_opts}
+
+
+def _takes_a_value(command: click.Command, word: str) -> bool:
+    """Whether what follows this word is an option's value, and no command."""
+    options = [each for each in command.params if isinstance(each, click.Option)]
+    return any(word in option.opts and not option.is_flag for option in options)
 
 
 def test_a_command_that_does_not_exist_is_found() -> None:

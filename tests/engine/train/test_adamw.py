@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tinsmith.cli.weights.peft_layout import to_peft
 from tinsmith.engine.base import Pass
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
@@ -251,6 +252,7 @@ def test_ten_training_steps_equal_those_of_torch_on_a_peft_model(
     adapter = new_adapter(tiny_decoder, fill_seed=None)
     start = adapter.flat.clone()
     checkpoints.save(adapter, tmp_path / "start", "sampler")
+    to_peft(tmp_path / "start")
     model = PeftModel.from_pretrained(
         reference_model("llama"), tmp_path / "start", is_trainable=True
     ).eval()
