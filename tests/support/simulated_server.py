@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
@@ -43,14 +44,19 @@ def simulated_machine(seed: int) -> Iterator[None]:
     Processes are killed here, but the power never fails: nothing waits for a disk.
     """
     began, chance = int(time.time()) + _HEAD_START_SECONDS, random.Random(seed)
+    simulation = threading.get_ident()
 
     def since_start() -> float:
         return asyncio.get_running_loop().time()
 
+    def here(simulated: Callable[[], float], real: Callable[[], float]) -> Callable[[], float]:
+        """Threads that an earlier test has left keep their time."""
+        return lambda: simulated() if threading.get_ident() == simulation else real()
+
     with (
-        patch("time.time", lambda: began + since_start()),
-        patch("time.monotonic", since_start),
-        patch("time.perf_counter", since_start),
+        patch("time.time", here(lambda: began + since_start(), time.time)),
+        patch("time.monotonic", here(since_start, time.monotonic)),
+        patch("time.perf_counter", here(since_start, time.perf_counter)),
         patch("uuid.uuid4", lambda: uuid.UUID(int=chance.getrandbits(128), version=4)),
         patch("os.fsync", lambda descriptor: None),
     ):
