@@ -91,8 +91,15 @@ def test_a_mistake_in_a_settings_file_names_the_file_and_the_key(
     ],
 )
 def test_what_is_missing_is_said(
-    run: Run, byte_tokenizer: Path, arguments: tuple[str, ...], complaint: str
+    run: Run,
+    byte_tokenizer: Path,
+    arguments: tuple[str, ...],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     refused = run(*arguments, "--tokenizer", str(byte_tokenizer))
     assert refused.exit_code == 1
     assert complaint in refused.stderr
