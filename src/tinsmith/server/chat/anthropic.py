@@ -131,21 +131,23 @@ def _messages(value: Any, index: int) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for number, part in enumerate(content):
         _add_block(messages, role, part, f"{path}.content[{number}]")
-    return messages
+    # Joined once: a text that grows block by block is copied for each of them.
+    return [{**message, "content": "".join(message["content"])} for message in messages]
 
 
 def _add_block(messages: list[dict[str, Any]], role: str, part: Any, path: str) -> None:
+    """Add to the last message, or to a new one; contents are lists of texts so far."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "tool_result":
         content = text_of(part.get("content") or "", f"{path}.content")
-        told = {"role": "tool", "content": content, "tool_call_id": str(part.get("tool_use_id"))}
+        told = {"role": "tool", "content": [content], "tool_call_id": str(part.get("tool_use_id"))}
         messages.append(told)
         return
     if not messages or messages[-1]["role"] != role:
-        messages.append({"role": role, "content": ""})
+        messages.append({"role": role, "content": []})
     message = messages[-1]
     if kind == "text" and isinstance(part.get("text"), str):
-        message["content"] += part["text"]
+        message["content"].append(part["text"])
     elif kind == "thinking" and role == "assistant":
         message["reasoning_content"] = str(part.get("thinking", ""))
     elif kind == "tool_use" and role == "assistant" and isinstance(part.get("name"), str):
