@@ -35,7 +35,7 @@ def training(server: ServerProcess) -> Iterator[TrainingClient]:
     """A run of three steps, with a reward that its client posted."""
     with ServiceClient(base_url=server.url, api_key=server.key) as service:
         client = service.create_lora_training_client(
-            "tinsmith/fake", rank=8, user_metadata={"name": NAME}
+            "tinsmith/fake", rank=8, seed=1, user_metadata={"name": NAME}
         )
         for _ in range(3):
             learn(client)
@@ -51,7 +51,7 @@ def learn(training: TrainingClient) -> None:
         loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]},
     )
     training.forward_backward([datum], "cross_entropy")
-    training.optim_step(AdamParams(learning_rate=0.5)).result()
+    training.optim_step(AdamParams(learning_rate=0.05)).result()
 
 
 def show_command(*arguments: str) -> list[str]:

@@ -34,7 +34,9 @@ def _posted(stub: Any, training: TrainingClient) -> list[Any]:
     return [request.json() for request in stub.requests if request.path == _path(training)]
 
 
-def test_metrics_go_to_the_run_of_the_client_made_last(stub: Any, service: ServiceClient) -> None:
+def test_metrics_go_to_the_run_of_the_client_made_last(
+    stub: Any, service: ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
     first, second = (service.create_lora_training_client("m") for _ in range(2))
     for client in (first, second):
         stub.on(_path(client), Answer(204, b""))
@@ -46,6 +48,14 @@ def test_metrics_go_to_the_run_of_the_client_made_last(stub: Any, service: Servi
         {"step": 8, "metrics": {"reward": 0.75}},
     ]
     assert _posted(stub, first) == [{"step": 0, "metrics": {"reward": "NaN"}}]
+    assert not caplog.records, "what was delivered is not warned of"
+
+
+def test_metrics_arrive_in_the_order_of_their_calls(stub: Any, training: TrainingClient) -> None:
+    stub.on(_path(training), Answer(204, b"", delay=0.05), Answer(204, b""))
+    for step in range(5):
+        tinsmith.log({"reward": 0.5}, step, run=training)
+    assert [posted["step"] for posted in _posted(stub, training)] == [0, 1, 2, 3, 4]
 
 
 def test_what_is_no_number_is_refused_by_name(training: TrainingClient) -> None:

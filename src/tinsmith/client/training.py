@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -49,7 +50,7 @@ from tinsmith.types.console import console_of, training_run_console_url
 from tinsmith.types.model import Model
 from tinsmith.types.observing import PostMetricsRequest
 from tinsmith.wire import endpoints
-from tinsmith.wire.endpoints import Promised
+from tinsmith.wire.endpoints import Endpoint, Promised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,6 +93,7 @@ class TrainingClient:
             f"Training for {model_id}", "limit of concurrent training clients reached"
         )
         self._passes = Passes(holder, model_id, self._turns, self._observer)
+        self._metrics_order = asyncio.Lock()
         run_log.note(self)
 
     def __repr__(self) -> str:
@@ -453,7 +455,13 @@ class TrainingClient:
         """
         endpoint = endpoints.POST_RUN_METRICS.at(run_id=self.model_id)
         message = PostMetricsRequest(step=step, metrics=dict(metrics))
-        return self.holder.submit_future(self.holder.api.call, endpoint, message)
+        return self.holder.submit_future(self._post_metrics, endpoint, message)
+
+    async def _post_metrics(
+        self, endpoint: Endpoint[PostMetricsRequest, None], message: PostMetricsRequest
+    ) -> None:
+        async with self._metrics_order:
+            await self.holder.api.call(endpoint, message)
 
     def get_console_url(self) -> str:
         """This run in the web console of the service."""

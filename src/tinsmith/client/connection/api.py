@@ -13,7 +13,7 @@ import random
 import sys
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 from tinsmith.client.connection.stats import Stats
 from tinsmith.errors import APIError, APIResponseValidationError, ValidationError
@@ -74,6 +74,8 @@ class Api:
     ) -> Resp:
         """Send a message, or one that is encoded already, and read the answer."""
         response = await self.send(endpoint, message, **options)
+        if endpoint.response is endpoints.NOTHING:
+            return cast(Resp, None)
         return decode(endpoint.response, response)
 
     async def send(
