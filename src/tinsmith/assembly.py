@@ -5,19 +5,26 @@ Engines are imported when they are asked for, so that a server on the fake one n
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinsmith.engine.base import Engine
 from tinsmith.errors import ValidationError
 from tinsmith.server.config import ServerConfig, check_settings
-from tinsmith.server.engines import EngineFactory
+from tinsmith.server.engines.plan import SlotPlan
+from tinsmith.server.engines.slot import EngineFactory
+
+if TYPE_CHECKING:
+    from tinsmith.engine.local.config import LocalEngineConfig
 
 ENGINES = ("fake", "local")
 
 
 def engine_factory(config: ServerConfig) -> EngineFactory:
-    """What starts the engine that the configuration names; called again when an engine died."""
+    """What starts the engine that the configuration names, for each slot; called again when an
+    engine died."""
     if config.engine == "fake":
         return _fake_factory(config)
     if config.engine == "local":
@@ -37,7 +44,7 @@ def _fake_factory(config: ServerConfig) -> EngineFactory:
     renamed = {"pass_seconds": "fake_pass_seconds", "token_seconds": "fake_token_seconds"}
     settings = FakeEngineConfig(**_engine_settings(FakeEngineConfig, config, passed_on, renamed))
 
-    async def start() -> Engine:
+    async def start(plan: SlotPlan) -> Engine:
         return FakeEngine(settings)
 
     return start
@@ -58,10 +65,24 @@ def _local_factory(config: ServerConfig) -> EngineFactory:
     settings = LocalEngineConfig(**_engine_settings(LocalEngineConfig, config, passed_on))
     patience = Patience(config.engine_silence_seconds, config.engine_turn_seconds)
 
-    async def start() -> Engine:
-        return await LocalEngine.start(settings, patience=patience)
+    async def start(plan: SlotPlan) -> Engine:
+        kind, _, number = plan.device.partition(":")
+        own: dict[str, Any] = {"device": kind, "num_threads": _num_threads(settings, plan)}
+        return await LocalEngine.start(
+            dataclasses.replace(settings, **own),
+            patience=patience,
+            cuda_device=int(number) if number else None,
+        )
 
     return start
+
+
+def _num_threads(settings: LocalEngineConfig, plan: SlotPlan) -> int | None:
+    """Engines beside each other share the cores evenly: with all of them each, they would wait
+    for one another at every operation."""
+    if settings.num_threads is not None or settings.deterministic or plan.num_slots == 1:
+        return settings.num_threads
+    return max(1, len(os.sched_getaffinity(0)) // plan.num_slots)
 
 
 def _engine_settings(

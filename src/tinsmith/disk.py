@@ -51,7 +51,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     if os.path.lexists(folder):
         raise ValidationError(f"{folder.name!r} exists already and is not overwritten")
-    draft = folder.with_name(f".{folder.name}{_DRAFT_SUFFIX}")
+    draft = draft_of(folder)
     create_folder(folder.parent)
     discard_folder(draft)
     create_draft(draft)
@@ -61,6 +61,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         discard_folder(draft)
         raise
+
+
+def draft_of(path: Path) -> Path:
+    """What a file or folder is called before it is finished."""
+    return path.with_name(f".{path.name}{_DRAFT_SUFFIX}")
 
 
 def is_draft(path: Path) -> bool:
@@ -86,7 +91,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
 @writes
 def publish_file(path: Path, data: bytes) -> None:
     """Put `data` under a name, durably; the name has it whole or is as it was."""
-    draft = path.with_name(f".{path.name}{_DRAFT_SUFFIX}")
+    draft = draft_of(path)
     try:
         with draft.open("wb") as file:
             file.write(data)

@@ -27,6 +27,7 @@ from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
 from tinsmith.server.config import build_config
 from tinsmith.server.edge.app import build_app
 from tinsmith.server.edge.auth import create_key
+from tinsmith.server.engines.plan import SlotPlan
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
 from tinsmith.server.serving import claim_store
@@ -92,8 +93,8 @@ def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
     thread.join(30)
 
 
-def _factory(config: FakeEngineConfig) -> Callable[[], Coroutine[Any, Any, FakeEngine]]:
-    async def factory() -> FakeEngine:
+def _factory(config: FakeEngineConfig) -> Callable[[SlotPlan], Coroutine[Any, Any, FakeEngine]]:
+    async def factory(plan: SlotPlan) -> FakeEngine:
         return FakeEngine(config)
 
     return factory

@@ -26,6 +26,7 @@ from tinsmith.server.config import build_config
 from tinsmith.server.edge.app import build_app
 from tinsmith.server.edge.auth import create_key
 from tinsmith.server.edge.openapi import description
+from tinsmith.server.engines.plan import SlotPlan
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
 from tinsmith.server.serving import claim_store
@@ -62,7 +63,7 @@ class FuzzedServer:
         store = await claim_store(config)
         key, _ = await create_key(store, "owner", "fuzz")
 
-        async def factory() -> FakeEngine:
+        async def factory(plan: SlotPlan) -> FakeEngine:
             return FakeEngine(FakeEngineConfig(models=(FakeModel(name=MODEL),)))
 
         self.service = Service(

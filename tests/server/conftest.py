@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tests.support.in_process_server import MODEL, Api, StartServer, TestServer
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
 from tinsmith.server.config import build_config
 from tinsmith.server.edge.auth import create_key
+from tinsmith.server.engines.plan import SlotPlan
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
 from tinsmith.server.serving import claim_store
@@ -25,18 +26,24 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
     keys: list[str] = []
 
     async def start(
-        broken: str = "", engine: type[FakeEngine] = FakeEngine, **settings: Any
+        broken: str = "",
+        engine: type[FakeEngine] = FakeEngine,
+        before_start: Callable[[SlotPlan], Awaitable[None]] | None = None,
+        **settings: Any,
     ) -> TestServer:
-        """With an engine that is up; `broken` is why none can be started."""
+        """With engines that are up; `broken` is why none can be started, and `before_start` is
+        waited for each time one is."""
         config = build_config({"data_dir": tmp_path / "data", "hold_seconds": 0.5, **settings})
         store = await claim_store(config)
         if not keys:
             keys.append((await create_key(store, "owner", "first"))[0])
         engines: list[FakeEngine] = []
 
-        async def factory() -> FakeEngine:
+        async def factory(plan: SlotPlan) -> FakeEngine:
             if broken:
                 raise RuntimeError(broken)
+            if before_start is not None:
+                await before_start(plan)
             model = FakeModel(name=MODEL)
             engines.append(
                 engine(
@@ -53,7 +60,8 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
         service.url = "http://server"
         await service.start()
         if not broken:
-            await service.engines.get()  # tests look into `engines` at once
+            for slot in service.engines.slots:
+                await slot.get()  # tests look into `engines` at once
         servers.append(TestServer(service, keys[0], engines))
         return servers[-1]
 

@@ -13,6 +13,7 @@ from tinsmith.engine.fake import FakeEngine
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.errors import ValidationError
 from tinsmith.server.config import build_config, check_settings, load_config
+from tinsmith.server.engines.plan import SlotPlan
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -33,7 +34,7 @@ def test_engine_settings_come_from_file_environment_and_options_in_that_order(
 
 async def test_what_is_set_reaches_the_engine() -> None:
     config = build_config({"engine": "fake", "engine.max_lora_rank": "4"})
-    engine = await engine_factory(config)()
+    engine = await engine_factory(config)(SlotPlan())
     assert isinstance(engine, FakeEngine)
     assert (await engine.capabilities()).max_lora_rank == 4
 

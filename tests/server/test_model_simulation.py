@@ -81,6 +81,7 @@ class World:
             max_loaded_models=MAX_LOADED_MODELS,
             snapshot_steps=3,
             engine_attempts=1000,
+            engines=random.choice((1, 2, 3)),
         )
         self.server = SimulatedServer(random, self.config, MODEL)
         self.is_open = asyncio.Event()
@@ -444,7 +445,8 @@ async def make_trouble(world: World) -> None:
         await asyncio.sleep(world.random.random() * 40)
         trouble = world.random.randrange(4)
         if trouble < 2:
-            world.server.engine.die("killed by the simulation")
+            engine = world.random.choice(list(world.server.engines.values()))
+            engine.die("killed by the simulation")
             continue
         world.is_open.clear()
         if trouble == 2:
@@ -464,7 +466,8 @@ async def check_that_nothing_is_left(world: World) -> None:
     assert len(service.promises) == service.promises.nbytes == 0, "results of long ago are kept"
     assert len(service.models) == 0, "models that nobody uses are kept"
     assert service.admission.requests.total == service.admission.body_bytes.total == 0
-    assert (await world.server.engine.health()).num_adapters == 0
+    for engine in world.server.engines.values():
+        assert (await engine.health()).num_adapters == 0
     assert all(service.models.backlog_of(owner).num_operations == 0 for owner in OWNERS)
     assert service.folder.names() == await service.store.file_names()
 

@@ -25,6 +25,7 @@ from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.edge.app import build_app
+from tinsmith.server.engines.plan import SlotPlan
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
 from tinsmith.server.store.database import sqlite_url
@@ -132,7 +133,8 @@ class SimulatedServer:
         self._random = random
         self._config = config
         self._model = model
-        self.engine = FakeEngine()
+        self.engines: dict[int, FakeEngine] = {}
+        """The present engine of each slot."""
 
     async def start(self, prepare: Callable[[Store], Awaitable[None]] | None = None) -> None:
         """`prepare` is called with the store before anybody is served."""
@@ -155,7 +157,8 @@ class SimulatedServer:
 
     async def kill(self, survivors: set[asyncio.Task[Any]]) -> None:
         """End everything but the tasks of those who are not part of the server."""
-        self.engine.die("the server was killed")
+        for engine in self.engines.values():
+            engine.die("the server was killed")
         for writer in self.writers:
             writer.cut()
         while parts := asyncio.all_tasks() - survivors - {asyncio.current_task()}:
@@ -196,11 +199,12 @@ class SimulatedServer:
         content = b"".join(message.get("body", b"") for message in sent[1:])
         return Answer(sent[0]["status"], given.get("content-type", ""), content)
 
-    async def _new_engine(self) -> FakeEngine:
+    async def _new_engine(self, plan: SlotPlan) -> FakeEngine:
         await asyncio.sleep(self._random.random() * 2)
         seconds = self._config.fake_pass_seconds
-        self.engine = FakeEngine(FakeEngineConfig(models=(self._model,), pass_seconds=seconds))
-        return self.engine
+        config = FakeEngineConfig(models=(self._model,), pass_seconds=seconds)
+        engine = self.engines[plan.number] = FakeEngine(config)
+        return engine
 
     def _writer(self, engine: sa.Engine, on_commit: OnCommit) -> LoopWriter:
         self.writers.append(LoopWriter(self._random, engine, on_commit))

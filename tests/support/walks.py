@@ -27,6 +27,7 @@ from tinsmith.engine.local.boundary.remote import RemoteEngine
 from tinsmith.engine.local.boundary.worker import Incoming, Worker
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.server.config import build_config
+from tinsmith.server.engines.plan import SlotPlan
 from tinsmith.server.serving import serve
 from tinsmith.types import Datum, ModelInput, SamplingParams
 
@@ -115,7 +116,7 @@ class House:
         self._thread.join(30)
 
     def _run(self) -> None:
-        async def factory() -> Engine:
+        async def factory(plan: SlotPlan) -> Engine:
             engine = ThreadEngine(self._engine)
             await engine.start()
             self.engines.append(engine)

@@ -60,6 +60,18 @@ class ServerConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the local engine runs: auto, cpu or cuda."""
 
+    engines: int | None = None
+    """How many engine processes there are; by default one for each of `devices`, or one."""
+
+    devices: str = ""
+    """Devices of the engines in turns, as "cuda:0,cuda:1"; by default all have `device`."""
+
+    engine_roles: str = ""
+    """What the engines do, in turns: train, sample or both, as "train,sample"; by default both."""
+
+    engine_lost_seconds: float = 60.0
+    """After this long without an engine a slot's models go on in others, until one is up again."""
+
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the base weights: auto, float32 or bfloat16."""
 

@@ -30,13 +30,17 @@ from tinsmith.server.edge.admission import Admission
 from tinsmith.server.edge.auth import KEY_CHANGES, Auth
 from tinsmith.server.edge.sockets import Sockets
 from tinsmith.server.edge.workers import Workers
-from tinsmith.server.engines import EngineFactory, EngineSupervisor
+from tinsmith.server.engines.plan import slot_plans
+from tinsmith.server.engines.pool import EnginePool
+from tinsmith.server.engines.slot import EngineFactory, Slot
 from tinsmith.server.futures import Promises
 from tinsmith.server.metrics import Metrics
+from tinsmith.server.operations.dispatcher import Dispatcher
 from tinsmith.server.operations.endings import Endings
 from tinsmith.server.operations.execution import Executor
 from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.operations.recorder import Recorder
+from tinsmith.server.operations.runner import Free
 from tinsmith.server.operations.scheduler import Scheduler
 from tinsmith.server.operations.snapshots import Snapshots
 from tinsmith.server.sampling.loaded import LoadedSamplers
@@ -92,19 +96,22 @@ class Service:
         self.folder = DataFolder(config.data_dir)
         self.trash = Trash(self.folder.trash)
         self.weights = WeightsFolders(self.folder.weights, store, self.trash)
-        self.engines = EngineSupervisor(engine_factory, self.weights.sweep_drafts)
+        self.engines = EnginePool(
+            slot_plans(config),
+            engine_factory,
+            self.weights.sweep_drafts,
+            lambda: LoadedSamplers(self.weights.folder, config.max_loaded_samplers),
+        )
         self.promises = Promises(_RECENT_RESULT_BYTES)
         self.models = LiveModels(store, self.promises)
         self.sessions = Sessions(store, self.models, config)
         self.checkpoints = Checkpoints(store, self.weights)
         self.samplers = Samplers(store)
-        self.loaded_samplers = LoadedSamplers(self.weights.folder, config.max_loaded_samplers)
         self.usage = Usage(store)
         self.sampler_stats = SamplerStats(store)
         self.text_models = TextModels()
         self.sampling = Sampling(
             engines=self.engines,
-            loaded=self.loaded_samplers,
             usage=self.usage,
             stats=self.sampler_stats,
             metrics=metrics,
@@ -122,7 +129,6 @@ class Service:
             store,
             self.weights,
             self.checkpoints,
-            self.loaded_samplers,
             # Requests that an earlier release recorded are replayed as they are.
             dataclasses.replace(self.limits, allows_nul=True),
         )
@@ -137,15 +143,21 @@ class Service:
             metrics=metrics,
             on_step=self.recorded,
         )
-        self.scheduler = Scheduler(
-            store=store,
-            engines=self.engines,
-            models=self.models,
-            endings=endings,
-            executor=executor,
-            snapshots=self.snapshots,
-            metrics=metrics,
-            config=config,
+
+        def new_scheduler(slot: Slot, let_go: Free) -> Scheduler:
+            return Scheduler(
+                store=store,
+                slot=slot,
+                endings=endings,
+                executor=executor,
+                snapshots=self.snapshots,
+                metrics=metrics,
+                config=config,
+                let_go=let_go,
+            )
+
+        self.scheduler = Dispatcher(
+            self.engines, self.models, new_scheduler, config.engine_lost_seconds
         )
         self.retrieved: dict[str, float] = {}
         """Results of training operations that were fetched, not yet written down."""
@@ -207,7 +219,7 @@ class Service:
         if self.engines.capabilities is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.config.hold_seconds):
-                    await self.engines.get()
+                    await self.engines.first()
         if self.engines.capabilities is None:
             raise EngineError(self.engines.trouble)
         return self.engines.capabilities
@@ -231,7 +243,7 @@ class Service:
         if self.is_draining:
             return "the server is stopping"
         if not self.engines.is_up:
-            return f"the engine is {'restarting' if self.engines.generation else 'starting'}"
+            return f"the engine is {'restarting' if self.engines.has_been_up else 'starting'}"
         capabilities = self.engines.capabilities
         if capabilities is not None and not capabilities.models:
             return "there is no model that can be served"
@@ -253,7 +265,7 @@ class Service:
         await self.sampling.give_up_abandoned(self.sessions.silence)
         self.sampling.expire()
         self.promises.expire(retrieved_before=now - 60, finished_before=now - 600)
-        self.models.forget_idle(self.engines.generation, now - _FORGET_SECONDS)
+        self.models.forget_idle(now - _FORGET_SECONDS)
 
     def recorded(self, model: ModelRecord, number: int, step: StepRecord) -> None:
         """An end, or metrics that a client posted, is on disk under a number."""
@@ -320,9 +332,7 @@ class Service:
             "active_body_bytes": lambda: self.admission.body_bytes.total,
             "queued_operations": lambda: sum(len(m.queue) for m in self.models),
             "live_models": lambda: len(self.models),
-            "loaded_models": lambda: sum(
-                m.generation == self.engines.generation for m in self.models
-            ),
+            "loaded_models": lambda: sum(model.is_loaded for model in self.models),
             "running_samples": lambda: self.sampling.num_running,
             "sample_result_bytes": lambda: self.sampling.promises.nbytes,
             "event_streams": lambda: self.events.num_readers,

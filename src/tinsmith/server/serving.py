@@ -24,7 +24,7 @@ from tinsmith.server.edge.answer_headers import FIXED_HEADERS
 from tinsmith.server.edge.app import build_app
 from tinsmith.server.edge.auth import create_key
 from tinsmith.server.edge.connections import Connection
-from tinsmith.server.engines import EngineFactory
+from tinsmith.server.engines.slot import EngineFactory
 from tinsmith.server.garbage import collected_rarely
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service

@@ -7,13 +7,14 @@ Folders that nothing refers to go: to the trash where somebody may want them bac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import re
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tinsmith import disk
@@ -36,12 +37,19 @@ class WeightsFolders:
         self._store = store
         self._trash = trash
         self._moving = threading.Lock()
+        self._writing: set[str] = set()
         disk.create_folder(root)
 
-    def new(self) -> tuple[str, Path]:
-        """A fresh id, and the folder (which does not exist yet) that belongs to it."""
+    @contextlib.contextmanager
+    def new(self) -> Iterator[tuple[str, Path]]:
+        """A fresh id, and the folder (which does not exist yet) that belongs to it, for an engine
+        to write before the context ends."""
         weights_id = uuid.uuid4().hex
-        return weights_id, self._root / weights_id
+        self._writing.add(weights_id)
+        try:
+            yield weights_id, self._root / weights_id
+        finally:
+            self._writing.remove(weights_id)
 
     def folder(self, weights_id: str) -> Path:
         return self._root / weights_id
@@ -82,9 +90,10 @@ class WeightsFolders:
             await asyncio.to_thread(self._move_to_trash, strangers)
 
     async def sweep_drafts(self) -> None:
-        """Delete what an engine was writing when it died. Only while no engine is at work."""
+        """Delete what an engine was writing when it died, and nothing that another is writing."""
         drafts = await asyncio.to_thread(lambda: [*filter(disk.is_draft, self._root.iterdir())])
-        await asyncio.to_thread(self._delete, drafts)
+        writing = {disk.draft_of(self.folder(weights_id)) for weights_id in self._writing}
+        await asyncio.to_thread(self._delete, [each for each in drafts if each not in writing])
 
     def _old_folders(self, changed_before: float) -> list[Path]:
         return [

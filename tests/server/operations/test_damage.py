@@ -162,5 +162,5 @@ async def test_what_an_engine_was_writing_when_it_died_is_swept_before_the_next(
     draft = tmp_path / "data" / "weights" / ".0123.draft"
     draft.mkdir()
     server.kill_engine()
-    await server.until(lambda: server.service.engines.generation == 2, 10)
+    await server.until(lambda: server.service.engines.slots[0].generation == 2, 10)
     assert not draft.exists()

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 async def test_models_with_nothing_to_do_are_not_looked_at(
     server: TestServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.service.scheduler.housekeeping_seconds = 600.0  # that looks at everything
+    [scheduler] = server.service.scheduler.schedulers.values()
+    scheduler.housekeeping_seconds = 600.0  # that looks at everything
     idle = [await server.api.model() for _ in range(5)]
     busy = await server.api.model()
     looked_at: list[int] = []

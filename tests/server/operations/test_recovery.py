@@ -187,7 +187,7 @@ async def test_a_snapshot_keeps_gradients_that_are_not_applied_yet(
         if each is model:
             live = await server.service.models.get(model)
             assert live is not None
-            engine, _ = await server.service.engines.get()
+            engine = await server.service.engines.first()
             await server.service.snapshots.take(engine, live)
             server.kill_engine()
         await api.result(await api.send_pass(each, 2))
@@ -309,8 +309,8 @@ async def test_models_that_nobody_uses_are_forgotten_and_found_again(server: Tes
     assert live is not None
     live.wants_unload = True
     server.service.scheduler.wake_all()
-    await server.until(lambda: live.is_idle(server.service.engines.generation))
-    server.service.models.forget_idle(server.service.engines.generation, live.last_used_at + 1)
+    await server.until(lambda: live.is_idle)
+    server.service.models.forget_idle(live.last_used_at + 1)
     assert len(server.service.models) == 0
     assert await api.loss(model, 6) == before
 

@@ -19,7 +19,9 @@ from tests.support.simulated_loop import simulate
 from tinsmith.engine.base import Capabilities, Engine, Failure, Health, SampleEvent, SampleJob
 from tinsmith.errors import EngineDiedError, EngineError
 from tinsmith.server.config import ServerConfig
-from tinsmith.server.engines import EngineSupervisor
+from tinsmith.server.engines.plan import SlotPlan
+from tinsmith.server.engines.pool import EnginePool
+from tinsmith.server.engines.slot import Slot
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.sampling.loaded import LoadedSamplers
 from tinsmith.server.sampling.requests import Sampling, sample_job
@@ -109,6 +111,9 @@ class StrictEngine:
             raise EngineDiedError("killed by the simulation")
 
 
+async def _nothing() -> None: ...
+
+
 class World:
     """A server's sampling half, its engines, and the weights on disk."""
 
@@ -117,12 +122,13 @@ class World:
         self.folders = {f"w{number}" for number in range(4)}
         self.deleted: set[str] = set()
         self.faults: list[str] = []
-        self.engine = StrictEngine(random, self.folders, self.faults)
-        self.engines = EngineSupervisor(self._new_engine)
-        self.loaded = LoadedSamplers(Path, MAX_LOADED)
+        self.engines: dict[int, StrictEngine] = {}
+        plans = [SlotPlan(number=number) for number in range(random.choice((1, 2, 3)))]
+        self.pool = EnginePool(
+            plans, self._new_engine, _nothing, lambda: LoadedSamplers(Path, MAX_LOADED)
+        )
         self.sampling = Sampling(
-            engines=self.engines,
-            loaded=self.loaded,
+            engines=self.pool,
             # These count in memory; nothing is written.
             usage=Usage(cast(Any, None)),
             stats=SamplerStats(cast(Any, None)),
@@ -130,9 +136,9 @@ class World:
             config=ServerConfig(engine_attempts=1000, max_loaded_samplers=MAX_LOADED),
         )
 
-    async def _new_engine(self) -> Engine:
-        self.engine = StrictEngine(self.random, self.folders, self.faults)
-        return cast(Engine, self.engine)
+    async def _new_engine(self, plan: SlotPlan) -> Engine:
+        engine = self.engines[plan.number] = StrictEngine(self.random, self.folders, self.faults)
+        return cast(Engine, engine)
 
     def sampler(self) -> SamplerRecord:
         weights_id = self.random.choice([None, *sorted(self.folders)])
@@ -204,8 +210,7 @@ async def train_for_a_while(world: World, num_rounds: int) -> None:
 
 
 async def freeze(world: World, weights_id: str) -> None:
-    engine, generation = await world.engines.get()
-    await world.loaded.freeze(engine, generation, "model", weights_id, "ann")
+    await freeze_in(world.random.choice(world.pool.slots), weights_id)
     world.folders.add(weights_id)
     if len(world.folders) > 8:
         gone = world.random.choice(sorted(world.folders))
@@ -213,29 +218,38 @@ async def freeze(world: World, weights_id: str) -> None:
         world.folders.discard(gone)
 
 
+async def freeze_in(slot: Slot, weights_id: str) -> None:
+    engine, generation = await slot.get()
+    await slot.samplers.freeze(engine, generation, "model", weights_id, "ann")
+
+
 async def kill_for_a_while(world: World, num_rounds: int) -> None:
     for _ in range(num_rounds):
         await asyncio.sleep(world.random.random() * 60)
-        world.engine.die()
+        world.random.choice(list(world.engines.values())).die()
 
 
 async def live(random: random.Random) -> None:
     world = World(random)
-    await world.engines.start()
+    await world.pool.start()
     people = [sample_for_a_while(world, 25) for _ in range(6)]
     people += [stream_for_a_while(world, 20) for _ in range(2)]
     people += [train_for_a_while(world, 40), kill_for_a_while(world, random.randrange(4))]
     async with asyncio.timeout(PATIENCE_SECONDS):
         await asyncio.gather(*people)
     await asyncio.sleep(60.0)
-    await freeze(world, "last")  # the list is of the present engine only once it is used
+    for slot in world.pool.slots:
+        await freeze_in(slot, "last")  # the list is of the present engine only once it is used
     await asyncio.sleep(60.0)  # whoever gave way for it has left the engine, then the list
     assert not world.faults, world.faults
-    assert not world.engine.jobs, "jobs that nobody waits for are still in the engine"
-    assert len(world.loaded) == len(world.engine.samplers) <= MAX_LOADED
+    for slot in world.pool.slots:
+        engine = world.engines[slot.number]
+        assert not engine.jobs, "jobs that nobody waits for are still in the engine"
+        assert len(slot.samplers) == len(engine.samplers) <= MAX_LOADED
+        assert slot.num_jobs == 0
     assert world.sampling.num_running == world.sampling.num_streams == 0
     await world.sampling.close()
-    await world.engines.close()
+    await world.pool.close()
 
 
 def run(seed: int) -> int:

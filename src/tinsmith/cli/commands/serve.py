@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 )
 @click.option("--engine", help="Which engine does the mathematics: local or fake.")
 @click.option("--device", help="auto, cpu or cuda.")
+@click.option("--engines", type=int, help="How many engine processes (one for each device).")
+@click.option("--devices", help="Devices of the engines in turns, as cuda:0,cuda:1.")
+@click.option("--roles", "engine_roles", help="What the engines do in turns: train, sample, both.")
 @click.option("--dtype", help="auto, float32 or bfloat16.")
 @click.option("--base-weights", help="full, int8 or nf4: base models in less memory.")
 @click.option(

@@ -68,11 +68,17 @@ class LocalEngine(RemoteEngine):
 
     @classmethod
     async def start(
-        cls, config: LocalEngineConfig, *, core: str = CORE, patience: Patience | None = None
+        cls,
+        config: LocalEngineConfig,
+        *,
+        core: str = CORE,
+        patience: Patience | None = None,
+        cuda_device: int | None = None,
     ) -> LocalEngine:
         """Start the process; returns when it is ready for requests.
 
         `core` names the class that computes, as `module:name`, for tests of the boundary itself.
+        The process sees of several CUDA devices only `cuda_device`, where that is given.
         """
         patience = patience or Patience()
         ours, theirs = socket.socketpair()
@@ -86,7 +92,12 @@ class LocalEngine(RemoteEngine):
                 stderr=asyncio.subprocess.STDOUT,
                 # Threads that wait give their core away: spinning, as is the default, slows a
                 # pass several times as soon as anything else runs on the machine.
-                env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONUNBUFFERED": "1"},
+                env={
+                    "OMP_WAIT_POLICY": "passive",
+                    **os.environ,
+                    "PYTHONUNBUFFERED": "1",
+                    **_visible(cuda_device),
+                },
             )
         except BaseException:
             ours.close()
@@ -226,6 +237,18 @@ class LocalEngine(RemoteEngine):
             if text:
                 self._last_lines.append(text)
                 logger.info("engine process %d: %s", self.pid, text)
+
+
+def _visible(cuda_device: int | None) -> dict[str, str]:
+    """Of the devices that this process may use, the one of that number."""
+    if cuda_device is None:
+        return {}
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = ours.split(",") if ours else None
+    if names is not None and cuda_device >= len(names):
+        known = f"CUDA_VISIBLE_DEVICES is {ours}, which has {len(names)}"
+        raise EngineError(f"there is no device cuda:{cuda_device}: {known}")
+    return {"CUDA_VISIBLE_DEVICES": names[cuda_device] if names else str(cuda_device)}
 
 
 def _describe_exit(status: int | None) -> str:

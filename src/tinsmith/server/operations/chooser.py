@@ -76,6 +76,8 @@ class Candidate(Generic[M]):
     """Whether the present engine holds it."""
     is_snapshot_due: bool = False
     wants_unload: bool = False
+    is_leaving: bool = False
+    """Whether it is to go on in another slot, whatever it has to do."""
     rebuild_attempts: int = 0
     """How often the engine died while the model was being rebuilt."""
     seconds_per_token: float | None = None
@@ -151,6 +153,8 @@ def next_move(candidate: Candidate[M], *, may_save: bool = True) -> Move | None:
     head = candidate.front[0] if candidate.front else None
     if candidate.is_failed:
         return Move.FAIL
+    if may_save and candidate.is_loaded and candidate.is_leaving:
+        return Move.UNLOAD
     if may_save and candidate.is_loaded and candidate.is_snapshot_due:
         return Move.SNAPSHOT
     if head is None:

@@ -20,7 +20,6 @@ from tinsmith.server.operations.codecs import LoadRequest, PassRequest, pass_dat
 from tinsmith.server.operations.finishes import done, failed
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.operation import Operation
-from tinsmith.server.sampling.loaded import LoadedSamplers
 from tinsmith.server.store.errors import OverQuotaError
 from tinsmith.server.store.records import (
     AuditRecord,
@@ -61,7 +60,6 @@ class Executor:
     store: Store
     weights: WeightsFolders
     checkpoints: Checkpoints
-    loaded_samplers: LoadedSamplers
     limits: Limits
 
     async def request_of(self, operation: Operation, kind: type[R]) -> R:
@@ -230,9 +228,10 @@ class Executor:
         weights = await self._snapshot(engine, model, "sampler")
         if isinstance(weights, Failure):
             return failed(operation, weights)
-        await self.loaded_samplers.freeze(
-            engine, model.generation, model.model_id, weights.weights_id, model.owner
-        )
+        if (slot := model.slot) is not None and slot.plan.samples:
+            await slot.samplers.freeze(
+                engine, model.generation, model.model_id, weights.weights_id, model.owner
+            )
         sampler = SamplerRecord(
             sampler_id=sampler_id,
             session_id=session_id,
@@ -251,8 +250,8 @@ class Executor:
     async def _snapshot(
         self, engine: Engine, model: LiveModel, kind: SnapshotKind
     ) -> WeightsRecord | Failure:
-        weights_id, folder = self.weights.new()
-        info = await engine.snapshot(model.model_id, folder, kind)
+        with self.weights.new() as (weights_id, folder):
+            info = await engine.snapshot(model.model_id, folder, kind)
         if isinstance(info, Failure):
             if info.category == "server":
                 raise DiskTroubleError(info.message)

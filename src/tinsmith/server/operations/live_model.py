@@ -5,19 +5,27 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tinsmith.engine.base import Failure
 from tinsmith.server.operations.queue import SequenceQueue
 from tinsmith.server.store.records import Finish, ModelRecord
 from tinsmith.types import LoraConfig
 
+if TYPE_CHECKING:
+    from tinsmith.server.engines.slot import Slot
+
 
 @dataclass(slots=True, eq=False)
 class LiveModel:
     record: ModelRecord
     queue: SequenceQueue
+    slot: Slot | None = None
+    """Where the model trains; None while it has nothing to do and no engine holds it."""
     generation: int = 0
-    """The engine that holds the model's adapter, counted from 1; 0 for none."""
+    """The slot's engine that holds the model's adapter, counted from 1; 0 for none."""
+    next_slot: Slot | None = None
+    """Where it is to go on as soon as its state is on disk."""
     is_busy: bool = False
     """Whether something of this model is in the engine's hands."""
     failure: Failure | None = None
@@ -56,10 +64,17 @@ class LiveModel:
     def lora(self) -> LoraConfig:
         return LoraConfig(**self.record.lora)
 
-    def is_idle(self, generation: int) -> bool:
-        """Whether nothing of the model is in the engine, queued or on its way."""
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the present engine of its slot holds it."""
+        slot = self.slot
+        return slot is not None and slot.is_up and self.generation == slot.generation
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of the model is in an engine, queued or on its way."""
         return (
-            self.generation != generation
+            not self.is_loaded
             and not self.is_busy
             and not len(self.queue)
             and not self.num_recording

@@ -83,11 +83,13 @@ class LiveModels:
     def is_live(self, model_id: str) -> bool:
         return model_id in self._models or model_id in self._reading
 
-    def forget_idle(self, generation: int, used_before: float) -> None:
+    def forget_idle(self, used_before: float) -> None:
         """Let go of models that nobody has used for a while; the store has them."""
         for model in self:
-            if model.is_idle(generation) and model.last_used_at < used_before:
+            if model.is_idle and model.last_used_at < used_before:
                 del self._models[model.model_id]
+                if model.slot is not None:
+                    del model.slot.models[model]
 
     async def get(self, model_id: str) -> LiveModel | None:
         if model_id in self._models:

@@ -8,10 +8,9 @@ from collections import Counter
 from tinsmith.engine.base import Engine, Failure
 from tinsmith.errors import EngineError, TinkerError
 from tinsmith.server.config import ServerConfig
-from tinsmith.server.engines import EngineSupervisor
+from tinsmith.server.engines.slot import Slot
 from tinsmith.server.operations.endings import Endings
 from tinsmith.server.operations.live_model import LiveModel
-from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.operations.recovery import RebuildError, Recovery
 from tinsmith.server.operations.runner import Free
 from tinsmith.server.operations.snapshots import Snapshots
@@ -114,6 +113,7 @@ class Save(ModelWork):
     def broke(self, error: Exception) -> None:
         """The log goes on growing; another attempt is made when the next snapshot is due."""
         logger.error("saving %s failed", self.model.model_id, exc_info=error)
+        self.model.next_slot = None
         if not self._is_leaving:
             self._snapshots.put_off(self.model)
 
@@ -124,11 +124,8 @@ class Save(ModelWork):
 class Residents:
     """The models that the engine holds, and which of them go when there are too many."""
 
-    def __init__(
-        self, models: LiveModels, engines: EngineSupervisor, config: ServerConfig, wake: Free
-    ) -> None:
-        self._models = models
-        self._engines = engines
+    def __init__(self, slot: Slot, config: ServerConfig, wake: Free) -> None:
+        self._slot = slot
         self._config = config
         self._wake = wake
 
@@ -161,7 +158,7 @@ class Residents:
         self._put_away(idle[: max(0, len(staying) - self._config.max_loaded_models)])
 
     def _loaded(self) -> list[LiveModel]:
-        return [m for m in self._models if m.generation == self._engines.generation]
+        return [model for model in self._slot.models if model.is_loaded]
 
     def _put_away(self, models: list[LiveModel]) -> None:
         for model in models:

@@ -17,7 +17,7 @@ from typing import Protocol
 from tinsmith.engine.base import Engine, Failure
 from tinsmith.errors import EngineError, TinkerError
 from tinsmith.server.config import ServerConfig
-from tinsmith.server.engines import EngineSupervisor
+from tinsmith.server.engines.supervisor import EngineSupervisor
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.operations.endings import Endings
 from tinsmith.server.operations.execution import DiskTroubleError, Executor
@@ -62,7 +62,13 @@ class Work(Protocol):
 
 async def run_guarded(work: Work, engines: EngineSupervisor, *, is_alone: bool = False) -> None:
     async with engines.exclusive() if is_alone else contextlib.nullcontext():
-        engine, generation = await engines.get()
+        try:
+            engine, generation = await engines.get()
+        except EngineError as error:
+            # Its slot is lost: the models go on in another.
+            work.waited(error)
+            work.close()
+            return
         try:
             await work.run(engine, generation)
         except EngineError as error:

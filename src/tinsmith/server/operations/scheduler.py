@@ -1,7 +1,8 @@
 """The heart of the server: choose what runs next, run it, and go on when something has ended.
 
-`chooser` decides, `runner` guards what runs, `endings` records how it ended. What is kept here is
-what is under way, and which models may have something to do.
+There is one scheduler for each slot, for the models that train there. `chooser` decides, `runner`
+guards what runs, `endings` records how it ended. What is kept here is what is under way, and which
+models may have something to do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from tinsmith.engine.base import Failure
 from tinsmith.server.config import ServerConfig
-from tinsmith.server.engines import EngineSupervisor
+from tinsmith.server.engines.slot import Slot
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.operations.batches import PassBatch, Single, StepBatch
 from tinsmith.server.operations.chooser import (
@@ -32,11 +33,10 @@ from tinsmith.server.operations.endings import Endings
 from tinsmith.server.operations.execution import Executor
 from tinsmith.server.operations.gaps import GapWatch
 from tinsmith.server.operations.live_model import LiveModel
-from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.recovery import Recovery
 from tinsmith.server.operations.residence import Load, Residents, Save
-from tinsmith.server.operations.runner import STORE_PAUSE_SECONDS, Parts, Work, run_guarded
+from tinsmith.server.operations.runner import STORE_PAUSE_SECONDS, Free, Parts, Work, run_guarded
 from tinsmith.server.operations.shares import Shares
 from tinsmith.server.operations.snapshots import Snapshots
 from tinsmith.server.store.errors import StoreUnavailableError
@@ -50,23 +50,24 @@ class Scheduler:
         self,
         *,
         store: Store,
-        engines: EngineSupervisor,
-        models: LiveModels,
+        slot: Slot,
         endings: Endings,
         executor: Executor,
         snapshots: Snapshots,
         metrics: Metrics,
         config: ServerConfig,
+        let_go: Free,
     ) -> None:
+        """`let_go` is called with a model that nothing keeps in this slot any more."""
         self._store = store
-        self._engines = engines
-        self._models = models
+        self._slot = slot
+        self._let_go = let_go
         self._endings = endings
         self._snapshots = snapshots
         self._metrics = metrics
         self._config = config
         self._recovery = Recovery(executor)
-        self._residents = Residents(models, engines, config, self.wake)
+        self._residents = Residents(slot, config, self.wake)
         self._shares = Shares()
         self._parts = Parts(
             executor=executor,
@@ -84,7 +85,7 @@ class Scheduler:
         self._works: dict[asyncio.Task[None], Work | None] = {}
         """What is under way; None for the end of a gap."""
         self._is_alone = False
-        engines.on_start(self.wake_all)
+        slot.on_start(self.wake_all)
 
     def wake(self, model: LiveModel) -> None:
         """Something of this model may have become ready."""
@@ -92,7 +93,7 @@ class Scheduler:
         self._wake.set()
 
     def wake_all(self) -> None:
-        self._awake.update(dict.fromkeys(self._models))
+        self._awake.update(self._slot.models)
         self._wake.set()
 
     async def run(self) -> None:
@@ -103,12 +104,13 @@ class Scheduler:
                     await self._wake.wait()
             if time.monotonic() - watched_at >= self.housekeeping_seconds:
                 watched_at = time.monotonic()
-                for model in self._gaps.over(self._models):
+                for model in self._gaps.over(self._slot.models):
                     self._start(None, self._end_gap(model), [model])
                 self._residents.put_away_excess()
                 self.wake_all()  # time alone makes snapshots due
             self._wake.clear()
-            if self._engines.is_up:
+            self._let_go_of_those_leaving()
+            if self._slot.is_up:
                 self._start_ready()
 
     async def drain(self) -> None:
@@ -126,7 +128,7 @@ class Scheduler:
         had = self._had(model)
         ahead = [
             other
-            for other in self._models
+            for other in self._slot.models
             if other is not model
             and not other.is_busy
             and other.queue.head() is not None
@@ -151,6 +153,14 @@ class Scheduler:
 
     # Choosing
 
+    def _let_go_of_those_leaving(self) -> None:
+        """Those that are to go on elsewhere, or have nothing to do, and that no engine holds."""
+        for model in list(self._awake):
+            is_done = model.next_slot is not None or not (len(model.queue) or model.num_recording)
+            if is_done and not model.is_busy and not model.is_loaded:
+                del self._awake[model]
+                self._let_go(model)
+
     def _start_ready(self) -> None:
         ready = [model for model in self._awake if not model.is_busy]
         choice = choose(
@@ -174,9 +184,10 @@ class Scheduler:
             base_model=model.record.base_model,
             front=model.queue.front(max_tokens),
             is_failed=model.failure is not None,
-            is_loaded=model.generation == self._engines.generation,
+            is_loaded=model.is_loaded,
             is_snapshot_due=self._snapshots.is_due(model),
             wants_unload=model.wants_unload and not len(model.queue),
+            is_leaving=model.next_slot is not None,
             rebuild_attempts=model.rebuild_attempts,
             seconds_per_token=model.seconds_per_token,
         )
@@ -196,9 +207,9 @@ class Scheduler:
         """Whether the model has something to do that could not start yet."""
         if model.is_busy:
             return False
-        is_loaded = model.generation == self._engines.generation
+        wants_save = model.wants_unload or model.next_slot is not None
         return model.queue.head() is not None or (
-            is_loaded and (model.wants_unload or self._snapshots.is_due(model))
+            model.is_loaded and (wants_save or self._snapshots.is_due(model))
         )
 
     # Running
@@ -254,7 +265,7 @@ class Scheduler:
 
     def _start_work(self, work: Work, *, is_alone: bool) -> None:
         self._is_alone |= is_alone
-        self._start(work, run_guarded(work, self._engines, is_alone=is_alone), work.models)
+        self._start(work, run_guarded(work, self._slot, is_alone=is_alone), work.models)
 
     def _start(
         self, work: Work | None, running: Coroutine[Any, Any, None], models: list[LiveModel]

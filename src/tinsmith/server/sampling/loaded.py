@@ -24,7 +24,7 @@ from tinsmith.errors import EngineError
 
 
 class LoadedSamplers:
-    """The list of the present engine; a new engine begins with an empty one."""
+    """The list of a slot's present engine; a new engine begins with an empty one."""
 
     def __init__(self, folder_of: Callable[[str], Path], max_loaded: int) -> None:
         self._folder_of = folder_of
@@ -34,6 +34,10 @@ class LoadedSamplers:
 
     def __len__(self) -> int:
         return len(self._places.loaded)
+
+    def has(self, weights_id: str) -> bool:
+        """Whether these weights have a place, be they there or on their way."""
+        return weights_id in self._places.loaded
 
     @contextlib.asynccontextmanager
     async def hold(

@@ -21,11 +21,11 @@ from tinsmith.engine.base import Engine, Failure, SampleEvent, SampleJob
 from tinsmith.errors import EngineError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.edge.shares import Shares
-from tinsmith.server.engines import EngineSupervisor
+from tinsmith.server.engines.pool import EnginePool
+from tinsmith.server.engines.slot import Slot
 from tinsmith.server.futures import Outcome, Promise, Promises
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.sampling.completions import Completions
-from tinsmith.server.sampling.loaded import LoadedSamplers
 from tinsmith.server.sampling.stats import SamplerStats
 from tinsmith.server.sampling.stream_buffer import Patience, buffered
 from tinsmith.server.store.records import SamplerRecord
@@ -71,15 +71,13 @@ class Sampling:
     def __init__(
         self,
         *,
-        engines: EngineSupervisor,
-        loaded: LoadedSamplers,
+        engines: EnginePool,
         usage: Usage,
         stats: SamplerStats,
         metrics: Metrics,
         config: ServerConfig,
     ) -> None:
         self._engines = engines
-        self._loaded = loaded
         self._usage = usage
         self._stats = stats
         self._metrics = metrics
@@ -154,7 +152,8 @@ class Sampling:
         num_bytes = job.prompt.nbytes
         self._enter(sampler.owner, num_bytes)
         try:
-            stream = buffered(self._stream(sampler, job), self.patience)
+            slot = self._engines.sampling_slot(job)
+            stream = buffered(self._stream(slot, sampler, job), self.patience)
             async with contextlib.aclosing(stream) as events:
                 async for event in events:
                     yield event
@@ -170,12 +169,24 @@ class Sampling:
         self._prompt_bytes.give_back(owner, num_bytes)
 
     async def _stream(
-        self, sampler: SamplerRecord, job: SampleJob
+        self, slot: Slot, sampler: SamplerRecord, job: SampleJob
     ) -> AsyncGenerator[SampleEvent, None]:
-        engine, generation = await self._engines.get()
+        slot.num_jobs += 1
+        try:
+            async with contextlib.aclosing(self._in_slot(slot, sampler, job)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            slot.num_jobs -= 1
+
+    async def _in_slot(
+        self, slot: Slot, sampler: SamplerRecord, job: SampleJob
+    ) -> AsyncGenerator[SampleEvent, None]:
+        engine, generation = await slot.get()
+        slot.bases.add(sampler.base_model)
         self.num_streams += 1
         try:
-            async with self._weights(engine, generation, sampler) as failure:
+            async with _weights(slot, engine, generation, sampler) as failure:
                 if failure is not None:
                     yield failure
                     return
@@ -183,20 +194,10 @@ class Sampling:
                     async for event in events:
                         yield event
         except EngineError as error:
-            self._engines.report(generation, error)
+            slot.report(generation, error)
             raise
         finally:
             self.num_streams -= 1
-
-    def _weights(
-        self, engine: Engine, generation: int, sampler: SamplerRecord
-    ) -> contextlib.AbstractAsyncContextManager[Failure | None]:
-        """Holds the sampler's weights in the engine, where it has any of its own."""
-        if sampler.weights_id is None:
-            return contextlib.nullcontext()
-        return self._loaded.hold(
-            engine, generation, sampler.weights_id, sampler.base_model, sampler.owner
-        )
 
     async def _events(
         self, engine: Engine, sampler: SamplerRecord, job: SampleJob
@@ -263,18 +264,22 @@ class Sampling:
     async def _outcome(self, running: _Running, job: SampleJob) -> Outcome:
         attempts = self._config.engine_attempts
         last: EngineError | None = None
+        slot = self._engines.sampling_slot(job)
         for number in range(1, attempts + 1):
             # Having been there at all deaths but the last allowed one, it is suspected of them.
             is_suspect = number == attempts > 1
+            if not slot.is_open:
+                # Otherwise it stays: what kills an engine is not let loose on all of them.
+                slot = self._engines.sampling_slot(job)
             try:
-                async with self._engines.exclusive() if is_suspect else self._engines.shared():
-                    return await self._attempt(running, job)
+                async with slot.exclusive() if is_suspect else slot.shared():
+                    return await self._attempt(slot, running, job)
             except EngineError as error:
                 last = error
         raise last or EngineError("the engine gave no result")
 
-    async def _attempt(self, running: _Running, job: SampleJob) -> Outcome:
-        async with contextlib.aclosing(self._stream(running.sampler, job)) as events:
+    async def _attempt(self, slot: Slot, running: _Running, job: SampleJob) -> Outcome:
+        async with contextlib.aclosing(self._stream(slot, running.sampler, job)) as events:
             async for event in events:
                 if isinstance(event, Failure):
                     return Outcome(error=event.message, category=event.category)
@@ -323,6 +328,17 @@ async def _encoded(response: SampleResponse) -> bytes:
     if len(response.sequences) < _MANY_SEQUENCES:
         return proto.encode_sample(response)
     return await asyncio.to_thread(proto.encode_sample, response)
+
+
+def _weights(
+    slot: Slot, engine: Engine, generation: int, sampler: SamplerRecord
+) -> contextlib.AbstractAsyncContextManager[Failure | None]:
+    """Holds the sampler's weights in the engine, where it has any of its own."""
+    if sampler.weights_id is None:
+        return contextlib.nullcontext()
+    return slot.samplers.hold(
+        engine, generation, sampler.weights_id, sampler.base_model, sampler.owner
+    )
 
 
 async def _cancel(engine: Engine, job_id: str) -> None:

@@ -1,4 +1,4 @@
-"""The engine's supervisor: starts it, notices its death, starts another.
+"""An engine's supervisor: starts it, notices its death, starts another.
 
 Each start is a generation. Whoever works with an engine remembers its generation and reports
 trouble under it, so that many reports of one death cause one restart.
@@ -15,8 +15,6 @@ from tinsmith.engine.base import Capabilities, Engine, Health
 from tinsmith.errors import EngineDiedError, EngineError
 
 logger = logging.getLogger(__name__)
-
-EngineFactory = Callable[[], Awaitable[Engine]]
 
 
 async def _nothing() -> None: ...
@@ -37,9 +35,11 @@ _STEADY_SECONDS = 10.0
 
 class EngineSupervisor:
     def __init__(
-        self, factory: EngineFactory, clean_up: Callable[[], Awaitable[None]] = _nothing
+        self,
+        factory: Callable[[], Awaitable[Engine]],
+        clean_up: Callable[[], Awaitable[None]] = _nothing,
     ) -> None:
-        """`clean_up` is called before each start, when no engine is at work."""
+        """`clean_up` is called before each start, when the last engine is gone."""
         self._factory = factory
         self._clean_up = clean_up
         self._closing: asyncio.Task[None] | None = None
@@ -48,7 +48,8 @@ class EngineSupervisor:
         self._is_unshared = asyncio.Event()
         self._is_unshared.set()
         self._engine: Engine | None = None
-        self._is_up = asyncio.Event()
+        self._is_settled = asyncio.Event()
+        """Whether whoever waits for an engine need not wait any longer: it is up, or lost."""
         self._is_needed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._on_start: list[Callable[[], None]] = []
@@ -58,6 +59,9 @@ class EngineSupervisor:
         self.capabilities: Capabilities | None = None
         self.health = Health(alive=False)
         """As last heard, every few seconds."""
+        self.is_lost = False
+        """Whether nobody should wait for it any longer; it is, until one is up after all."""
+        self.down_since = 0.0
 
     def on_start(self, callback: Callable[[], None]) -> None:
         """`callback` is called each time an engine is up."""
@@ -65,16 +69,25 @@ class EngineSupervisor:
 
     @property
     def is_up(self) -> bool:
-        return self._is_up.is_set()
+        return self._engine is not None
 
     async def start(self) -> None:
+        self.down_since = asyncio.get_running_loop().time()
         self._task = asyncio.create_task(self._supervise(), name="engine-supervisor")
 
     async def get(self) -> tuple[Engine, int]:
-        """The present engine and its generation; waits while there is none."""
+        """The present engine and its generation; waits while there is none, unless it is lost."""
         while self._engine is None:
-            await self._is_up.wait()
+            if self.is_lost:
+                raise EngineError(self.trouble)
+            await self._is_settled.wait()
         return self._engine, self.generation
+
+    def give_up(self) -> None:
+        """Nobody is to wait for this engine any longer. Attempts to start it go on."""
+        if self._engine is None:
+            self.is_lost = True
+            self._is_settled.set()
 
     @contextlib.asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
@@ -117,7 +130,8 @@ class EngineSupervisor:
     def _down(self, reason: str) -> None:
         dead, self._engine = self._engine, None
         self.trouble = f"the engine is restarting after: {reason}"
-        self._is_up.clear()
+        self.down_since = asyncio.get_running_loop().time()
+        self._is_settled.clear()
         self._is_needed.set()
         if dead is not None:
             self._closing = asyncio.create_task(_close(dead))
@@ -144,7 +158,8 @@ class EngineSupervisor:
             self.generation += 1
             self._is_needed.clear()
             self._engine = engine
-            self._is_up.set()
+            self.is_lost = False
+            self._is_settled.set()
             logger.info("engine %d is up", self.generation)
             for callback in self._on_start:
                 callback()

@@ -1,0 +1,1 @@
+"""The engines of a server: each in a slot that keeps it alive, and the choice between slots."""

@@ -1,0 +1,89 @@
+"""What slots a server has: how many engines, each with its role and device."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+from tinsmith.errors import ValidationError
+from tinsmith.server.config import ServerConfig
+
+Role = Literal["train", "sample", "both"]
+
+_MOST_ENGINES = 256
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotPlan:
+    number: int = 0
+    role: Role = "both"
+    device: str = "auto"
+    num_slots: int = 1
+    """How many there are in all, which share the machine's cores."""
+
+    @property
+    def trains(self) -> bool:
+        return self.role != "sample"
+
+    @property
+    def samples(self) -> bool:
+        return self.role != "train"
+
+
+def slot_plans(config: ServerConfig) -> tuple[SlotPlan, ...]:
+    """One plan for each engine; devices and roles are dealt out in turns."""
+    devices = _entries(config.devices) or [str(config.device)]
+    roles = _entries(config.engine_roles) or ["both"]
+    num_slots = config.engines if config.engines is not None else max(len(devices), len(roles))
+    if not 1 <= num_slots <= _MOST_ENGINES:
+        raise ValidationError(f"must be from 1 to {_MOST_ENGINES}, got {num_slots}", "engines")
+    for name, entries in (("devices", devices), ("engine_roles", roles)):
+        if len(entries) > num_slots:
+            raise ValidationError(
+                f"names {len(entries)} for {num_slots} engines; name fewer, or set 'engines'", name
+            )
+    _check_devices(devices, is_deterministic=config.deterministic)
+    _check_roles(roles)
+    return tuple(
+        SlotPlan(
+            number=number,
+            role=cast("Role", roles[number % len(roles)]),
+            device=devices[number % len(devices)],
+            num_slots=num_slots,
+        )
+        for number in range(num_slots)
+    )
+
+
+def _entries(text: str) -> list[str]:
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def _check_devices(devices: list[str], *, is_deterministic: bool) -> None:
+    for device in devices:
+        if not _DEVICE.fullmatch(device):
+            raise ValidationError(
+                f"expected auto, cpu, cuda or cuda:NUMBER, got {device!r}", "devices"
+            )
+    kinds = {device.partition(":")[0] for device in devices}
+    if is_deterministic and len(kinds) > 1:
+        raise ValidationError(
+            "a deterministic server needs devices of one kind: a model that moves from "
+            f"{' to '.join(sorted(kinds))} would give other bits",
+            "devices",
+        )
+
+
+def _check_roles(roles: list[str]) -> None:
+    known = get_args(Role)
+    for role in roles:
+        if role not in known:
+            raise ValidationError(
+                f"expected {', '.join(known[:-1])} or {known[-1]}, got {role!r}", "engine_roles"
+            )
+    for needed in ("train", "sample"):
+        if not {needed, "both"} & set(roles):
+            raise ValidationError(f"no engine would {needed}; add {needed} or both", "engine_roles")

@@ -1,0 +1,204 @@
+"""Several engines behind one server: who trains where, and what a death costs the others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.in_process_server import MODEL
+from tinsmith.engine.fake import FakeEngine
+from tinsmith.errors import ValidationError
+from tinsmith.server.config import build_config
+from tinsmith.server.engines.plan import SlotPlan, slot_plans
+
+if TYPE_CHECKING:
+    from tests.support.in_process_server import Api, StartServer, TestServer
+    from tinsmith.server.engines.slot import Slot
+
+
+async def engine_in(server: TestServer, number: int) -> FakeEngine:
+    engine, _ = await server.service.engines.slots[number].get()
+    assert isinstance(engine, FakeEngine)
+    return engine
+
+
+def slot_of(server: TestServer, model_id: str) -> Slot:
+    live = server.service.models.find(model_id)
+    assert live is not None and live.slot is not None
+    return live.slot
+
+
+async def train(api: Api, model: str, first_seq_id: int, num_steps: int) -> None:
+    for seq_id in range(first_seq_id, first_seq_id + 2 * num_steps, 2):
+        await api.result(await api.send_pass(model, seq_id))
+        await api.result(await api.send_step(model, seq_id + 1))
+
+
+async def sampler_of(api: Api, model: str, seq_id: int) -> str:
+    body = {"model_id": model, "seq_id": seq_id, "sampling_session_seq_id": seq_id}
+    saved = await api.ok("/save_weights_for_sampler", body)
+    return str((await api.result(saved["request_id"]))["sampling_session_id"])
+
+
+async def base_sampler(api: Api) -> str:
+    body = {
+        "session_id": await api.session(),
+        "sampling_session_seq_id": 0,
+        "base_model": MODEL,
+    }
+    return str((await api.ok("/create_sampling_session", body))["sampling_session_id"])
+
+
+class Gate:
+    """Lets engines start, or keeps those of one slot waiting."""
+
+    def __init__(self) -> None:
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+
+    async def wait(self, plan: SlotPlan) -> None:
+        if plan.number == 0:
+            await self.is_open.wait()
+
+
+# Training
+
+
+async def test_models_are_spread_over_the_engines(start_server: StartServer) -> None:
+    server = await start_server(engines=3)
+    models = [await server.api.model() for _ in range(6)]
+    assert sorted(slot_of(server, model).number for model in models) == [0, 0, 1, 1, 2, 2]
+    held = [(await (await engine_in(server, n)).health()).num_adapters for n in range(3)]
+    assert held == [2, 2, 2]
+
+
+async def test_neighbours_go_on_while_an_engine_is_rebuilt(start_server: StartServer) -> None:
+    gate = Gate()
+    server = await start_server(engines=2, before_start=gate.wait)
+    api = server.api
+    first, second = [await api.model() for _ in range(2)]
+    await train(api, first, 1, 2)
+    await train(api, second, 1, 2)
+    undisturbed = await api.loss(second, 5)
+
+    assert slot_of(server, first).number == 0
+    gate.is_open.clear()
+    (await engine_in(server, 0)).die("killed by a test")
+    held_up = await api.send_pass(first, 5)
+    await train(api, second, 6, 5)
+    assert await api.loss(second, 16) < undisturbed
+    assert slot_of(server, first).number == 0 and not slot_of(server, first).is_up
+
+    gate.is_open.set()
+    assert (await api.output(held_up)).metrics["loss:sum"] == undisturbed, "nothing was lost"
+
+
+async def test_an_idle_model_is_rebuilt_where_an_engine_is_up(start_server: StartServer) -> None:
+    gate = Gate()
+    server = await start_server(engines=2, before_start=gate.wait)
+    model = await server.api.model()
+    await train(server.api, model, 1, 2)
+    before = await server.api.loss(model, 5)
+    gate.is_open.clear()
+    (await engine_in(server, 0)).die("killed by a test")
+    live = server.service.models.find(model)
+    assert live is not None
+    await server.until(lambda: live.slot is None, 10)
+    assert await server.api.loss(model, 6) == before
+    assert slot_of(server, model).number == 1
+    gate.is_open.set()
+
+
+async def test_an_engine_that_starts_leaves_what_another_is_writing(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(engines=2)
+    weights = server.service.weights
+    with weights.new() as (_, folder):
+        draft, stray = (folder.with_name(f".{name}.draft") for name in (folder.name, "stray"))
+        draft.mkdir()
+        stray.mkdir()
+        (await engine_in(server, 0)).die("killed by a test")
+        await server.until(lambda: server.service.engines.num_restarts == 1, 10)
+        assert draft.exists() and not stray.exists()
+
+
+# Sampling
+
+
+async def test_what_was_frozen_is_sampled_where_it_is_and_elsewhere_when_that_is_busy(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(engines=2, fake_token_seconds=0.005)
+    api = server.api
+    model = await api.model()
+    sampler = await sampler_of(api, model, 1)
+    home, other = await engine_in(server, 0), await engine_in(server, 1)
+    first = await api.sample(sampler, 0)
+    assert ((await home.health()).num_samplers, (await other.health()).num_samplers) == (1, 0)
+
+    results = await asyncio.gather(*[api.sample(sampler, n) for n in range(1, 41)])
+    assert (await other.health()).num_samplers == 1
+    assert {tuple(r.sequences[0].tokens) for r in results} == {tuple(first.sequences[0].tokens)}
+
+
+async def test_prompts_that_begin_alike_are_sampled_in_one_place(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(engines=4)
+    sampler = await base_sampler(server.api)
+    beginning = list(range(64))
+    prompts = [[*beginning, n] for n in range(6)]
+    for number, tokens in enumerate(prompts):
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+        await server.api.sample(sampler, number, prompt=prompt)
+    decoded = [(await (await engine_in(server, n)).health()).decoded_tokens for n in range(4)]
+    assert sum(count > 0 for count in decoded) == 1
+
+
+async def test_engines_that_only_train_or_only_sample(start_server: StartServer) -> None:
+    server = await start_server(engine_roles="train,sample")
+    api = server.api
+    models = [await api.model() for _ in range(3)]
+    assert {slot_of(server, model).number for model in models} == {0}
+    sampler = await sampler_of(api, models[0], 1)
+    await api.sample(sampler, 0)
+    trains, samples = [await (await engine_in(server, n)).health() for n in range(2)]
+    assert (trains.num_adapters, trains.num_samplers, trains.decoded_tokens) == (3, 0, 0)
+    assert (samples.num_adapters, samples.num_samplers) == (0, 1) and samples.decoded_tokens > 0
+
+
+# Which slots there are
+
+
+def test_devices_and_roles_are_dealt_out_in_turns() -> None:
+    plans = slot_plans(
+        build_config(
+            {"engines": "4", "devices": "cuda:0, cuda:1", "engine_roles": "train,train,sample,both"}
+        )
+    )
+    assert [(p.device, p.role) for p in plans] == [
+        ("cuda:0", "train"),
+        ("cuda:1", "train"),
+        ("cuda:0", "sample"),
+        ("cuda:1", "both"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"engines": 0}, "engines: must be from 1 to 256, got 0"),
+        ({"devices": "gpu1"}, "devices: expected auto, cpu, cuda or cuda:NUMBER, got 'gpu1'"),
+        ({"devices": "cpu,cuda:0", "engines": 1}, "devices: names 2 for 1 engines"),
+        ({"devices": "cpu,cuda:0", "deterministic": True}, "devices: a deterministic server needs"),
+        ({"engine_roles": "train"}, "engine_roles: no engine would sample; add sample or both"),
+        ({"engine_roles": "learn"}, "engine_roles: expected train, sample or both, got 'learn'"),
+    ],
+)
+def test_slots_that_cannot_be_are_refused(settings: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        slot_plans(build_config(settings))
+    assert str(raised.value).startswith(problem)
