@@ -84,6 +84,7 @@ CURES = {
         "Check `--data-dir` and `--database-url`, or restore both from one "
         "[backup](../how-to/backup.md). To bind them on purpose: `tinsmith storage adopt`."
     ),
+    "DamagedBackupError": "Use another backup; the message names the files that differ.",
     "StoreInUseError": "Stop the other server: one server to a database.",
     "StoreConflictError": (
         "Internal: a request contradicts what is recorded. The request fails with the reason."

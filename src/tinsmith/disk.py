@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ WRITES: list[str] = []
 """The names of the functions that write."""
 
 _DRAFT_SUFFIX = ".draft"
+_COPIED_AT_ONCE = 1024 * 1024
 
 
 def writes(function: _F) -> _F:
@@ -86,6 +88,12 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
         file.flush()
         os.fsync(file.fileno())
     return FileRecord(size, digest.hexdigest())
+
+
+def copy_file(source: Path, target: Path) -> FileRecord:
+    """Copy a file to a new place; what it held on the way."""
+    with source.open("rb") as file:
+        return write_file(target, iter(partial(file.read, _COPIED_AT_ONCE), b""))
 
 
 @writes
@@ -166,6 +174,12 @@ def discard_folder(folder: Path) -> None:
 def discard_file(path: Path) -> None:
     """Remove a file; one that is not there is no trouble."""
     path.unlink(missing_ok=True)
+
+
+def sync_file(path: Path) -> None:
+    """Make what another wrote to a file durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -85,6 +85,13 @@ CASES: dict[str, Callable[[World], Call]] = {
         w, Call((), "still active", ("key_id", "active"), w.credentials)
     ),
     "auth status": lambda w: Call((), "accessible: yes", ("credentials", "accessible")),
+    "backup create": lambda w: Call(
+        (str(w.tmp_path / "b"), *w.data_dir), "Backed up to .* files", ("files", "bytes")
+    ),
+    "backup restore": lambda w: Call(
+        (_backup(w), "--data-dir", str(w.tmp_path / "new")), "Restored to ", ("made_at", "files")
+    ),
+    "backup verify": lambda w: Call((_backup(w),), "The backup is whole: ", ("release", "files")),
     "billing checkpoint-storage": lambda w: Call(
         (), "Current checkpoint storage", ("effective_rate_usd_per_gigabyte_month", "data")
     ),
@@ -187,6 +194,12 @@ def _deleted(world: World) -> str:
     world.run("checkpoint", "delete", "--yes", world.new_checkpoint())
     listed = world.run("--json", "storage", "trash", *world.data_dir)
     return str(json.loads(listed.stdout)["trash"][0]["id"])
+
+
+def _backup(world: World) -> str:
+    folder = str(world.tmp_path / "backup")
+    assert world.run("backup", "create", folder, *world.data_dir).exit_code == 0
+    return folder
 
 
 def _new_key(world: World) -> str:

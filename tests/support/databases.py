@@ -80,6 +80,11 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return sqlite_url(tmp_path / "store.db")
     url: str = request.getfixturevalue("postgres_url")
+    return emptied(url)
+
+
+def emptied(url: str) -> str:
+    """A Postgres database, with nothing in it any more."""
     engine = sa.create_engine(url, poolclass=sa.NullPool)
     with engine.begin() as connection:
         connection.exec_driver_sql("DROP SCHEMA public CASCADE")

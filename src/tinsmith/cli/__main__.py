@@ -15,6 +15,7 @@ COMMANDS = {
     name: f"tinsmith.cli.commands.{module}"
     for name, module in {
         "auth": "auth",
+        "backup": "backup",
         "billing": "billing",
         "chat": "chat",
         "checkpoint": "checkpoint",

@@ -15,10 +15,15 @@ from tinsmith import disk
 from tinsmith.cli.server.local_server import with_store
 from tinsmith.errors import ValidationError
 from tinsmith.server.config import ServerConfig
-from tinsmith.server.data_folder import DataFolder
+from tinsmith.server.data_folder import DataFolder, ForeignStoreError
 from tinsmith.server.store.records import AuditRecord, CheckpointRecord, WeightsRecord
 from tinsmith.server.store.store import Store
 from tinsmith.server.trash import Trash, TrashEntry
+
+_SET_BACK = (
+    "the service's database was replaced by another, perhaps older one, and this run may have been "
+    "set back; begin a new one from a checkpoint"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +81,17 @@ def adopt(config: ServerConfig) -> tuple[int, int]:
     """Bind the data folder and the database to each other, whatever they belonged to before.
 
     How much of what the database knows is there, and how much is missing. What lies in the trash
-    and is known to the database comes back.
+    and is known to the database comes back. Sessions end: if the database is older than what its
+    clients have seen, they must not go on as if it were not.
     """
     folder, trash = DataFolder(config.data_dir), _trash(config)
 
     async def bind(store: Store) -> tuple[int, int]:
         await store.keep_others_out()
+        try:
+            await folder.check(store)
+        except ForeignStoreError:
+            await store.set_back(_SET_BACK)
         await folder.adopt(store)
         known = await store.file_names()
         weights = set(await store.weights.ids())

@@ -116,7 +116,7 @@ async def _check_session(service: Service, caller: Caller, model: LiveModel) -> 
     if session is None:
         raise ValidationError(f"{model.model_id} is a copy of a checkpoint and cannot be trained")
     if session.state != "active":
-        raise ValidationError(f"session {session_id} is finished; start another")
+        raise ValidationError(session.why_ended)
     service.sessions.touch(session.session_id)
 
 

@@ -27,11 +27,13 @@ from tinsmith.types import (
     ListSessionsResponse,
     OwnSearchOwner,
     SessionActive,
+    SessionCancelled,
     SessionHeartbeatRequest,
     SessionHeartbeatResponse,
     SessionSearchCursor,
     SessionSearchRequest,
     SessionSearchResponse,
+    SessionStatus,
     SessionStatusQuery,
     SessionSummary,
     TraceExportResponse,
@@ -54,7 +56,7 @@ async def session_heartbeat(
 ) -> SessionHeartbeatResponse:
     session = await owned_session(service, caller, message.session_id)
     if session.state != "active":
-        raise Refusal(410, "the session is finished")
+        raise Refusal(410, session.why_ended)
     service.sessions.touch(session.session_id)
     return SessionHeartbeatResponse()
 
@@ -143,7 +145,7 @@ async def active_session(service: Service, caller: Caller, session_id: str) -> S
     """A session in which something new may begin."""
     session = await owned_session(service, caller, session_id)
     if session.state != "active":
-        raise ValidationError(f"session {session_id} is finished; start another")
+        raise ValidationError(session.why_ended)
     service.sessions.touch(session_id)
     return session
 
@@ -173,7 +175,17 @@ def _has_status(session: SessionRecord, status: SessionStatusQuery) -> bool:
     if isinstance(status, ClientFinishedSessionStatusQuery):
         is_wanted = status.reasons is None or session.finish_reason in status.reasons
         return session.state == "finished" and is_wanted
-    return status.type == "active" and session.state == "active"
+    return status.type == session.state
+
+
+def _status(session: SessionRecord) -> SessionStatus:
+    if session.state == "active":
+        return SessionActive()
+    if session.state == "cancelled":
+        return SessionCancelled(detail=session.finish_detail)
+    return ClientSessionFinished.model_validate(
+        {"reason": {"type": session.finish_reason}, "detail": session.finish_detail}
+    )
 
 
 async def _summary(service: Service, caller: Caller, session: SessionRecord) -> SessionSummary:
@@ -187,13 +199,7 @@ async def _summary(service: Service, caller: Caller, session: SessionRecord) -> 
         created_at=_moment(session.created_at),
         owner=caller.user_urn,
         project_id=_project(session),
-        status=(
-            SessionActive()
-            if session.state == "active"
-            else ClientSessionFinished.model_validate(
-                {"reason": {"type": session.finish_reason}, "detail": session.finish_detail}
-            )
-        ),
+        status=_status(session),
         checkpoints_count=len(checkpoints),
         display_name=session.display_name,
         user_metadata=_texts(session.user_metadata),

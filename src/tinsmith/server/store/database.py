@@ -61,7 +61,7 @@ class Database:
         on_commit: OnCommit,
         open_writer: Callable[[sa.Engine, OnCommit], Writes] = Writer,
     ) -> None:
-        self._engine = _create_engine(url)
+        self._engine = create_engine(url)
         self.insert = sqlite.insert if self._engine.dialect.name == "sqlite" else postgresql.insert
         migrate(self._engine)
         self._put_new: dict[str, sa.Executable] = {}
@@ -178,7 +178,8 @@ class Database:
         return connection.execute(statement, values).first() is not None
 
 
-def _create_engine(url: str) -> sa.Engine:
+def create_engine(url: str) -> sa.Engine:
+    """Connections to a database, set up as ours are."""
     parsed = sa.make_url(url)
     if parsed.get_backend_name() == "postgresql" and parsed.drivername == "postgresql":
         parsed = parsed.set(drivername="postgresql+psycopg")

@@ -209,12 +209,14 @@ class Log:
 
     async def blob_names(self) -> set[str]:
         """The files that operations refer to."""
-        table = schema.operations
-        return {
-            name
-            for column in (table.c.payload_file, table.c.result_file)
-            for name in await self._database.column(sa.select(column).where(column.is_not(None)))
-        }
+        results = schema.operations.c.result_file
+        named = await self._database.column(sa.select(results).where(results.is_not(None)))
+        return {*await self.payload_names(), *named}
+
+    async def payload_names(self) -> set[str]:
+        """The files with requests, without which a model cannot be rebuilt."""
+        payloads = schema.operations.c.payload_file
+        return set(await self._database.column(sa.select(payloads).where(payloads.is_not(None))))
 
     async def models_with_pending(self) -> Sequence[str]:
         table = schema.operations

@@ -22,7 +22,7 @@ def migrate(engine: sa.Engine) -> None:
     config = alembic_config()
     steps = ScriptDirectory.from_config(config)
     with engine.begin() as connection:
-        present = MigrationContext.configure(connection).get_current_revision()
+        present = version_of(connection)
         if present == steps.get_current_head():
             return
         known = {step.revision for step in steps.walk_revisions()}
@@ -33,6 +33,11 @@ def migrate(engine: sa.Engine) -> None:
             )
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
+
+
+def version_of(connection: sa.Connection) -> str | None:
+    """Which step a database's tables have reached."""
+    return MigrationContext.configure(connection).get_current_revision()
 
 
 def alembic_config() -> Config:

@@ -15,7 +15,8 @@ from typing import Any, Generic, Literal, TypeVar
 R = TypeVar("R")
 
 OperationStatus = Literal["pending", "done", "failed"]
-SessionState = Literal["active", "finished"]
+SessionState = Literal["active", "finished", "cancelled"]
+"""Finished by its client; cancelled when the store was set back to an earlier moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,13 @@ class SessionRecord:
     state: SessionState = "active"
     finish_reason: str | None = None
     finish_detail: str | None = None
+
+    @property
+    def why_ended(self) -> str:
+        """Why nothing new may begin in it, once it is no longer active."""
+        if self.state == "cancelled":
+            return f"session {self.session_id} has ended: {self.finish_detail}"
+        return f"session {self.session_id} is finished; start another"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,13 @@ Every method that writes returns only after what it wrote is on disk; reads see 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import sqlalchemy as sa
 
+from tinsmith.server.store import schema
 from tinsmith.server.store.account import Account
 from tinsmith.server.store.blobs import Blobs
 from tinsmith.server.store.browsers import Browsers
@@ -69,6 +71,25 @@ class Store:
     async def file_names(self) -> set[str]:
         """The weights, requests and results that the store expects in the data folder."""
         return {*await self.weights.ids(), *await self.log.blob_names()}
+
+    async def set_back(self, reason: str) -> None:
+        """End every session, and every operation that waits: this store was put in the place of a
+        later one, and programs at work have seen answers that it does not know."""
+        sessions, operations = schema.sessions, schema.operations
+
+        def write(connection: sa.Connection) -> None:
+            connection.execute(
+                sa.update(sessions)
+                .where(sessions.c.state == "active")
+                .values(state="cancelled", finish_detail=reason)
+            )
+            connection.execute(
+                sa.update(operations)
+                .where(operations.c.status == "pending")
+                .values(status="failed", finished_at=time.time(), error=reason, category="user")
+            )
+
+        await self.database.write(write)
 
     async def close(self) -> None:
         await self.database.close()
