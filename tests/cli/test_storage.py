@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from tests.support.server_process import ServerProcess
+from tinsmith.cli.failures import CommandError
+from tinsmith.cli.naming import trash_entry_id
 from tinsmith.client.service import ServiceClient
 from tinsmith.types import AdamParams, Datum, ModelInput
 
@@ -45,7 +49,7 @@ def test_a_deleted_checkpoint_comes_back_whole_under_its_name(
     assert run("checkpoint", "delete", "--yes", path).exit_code == 0
     assert run("checkpoint", "info", path).exit_code != 0
     (entry,) = [e for e in _trash(run, server) if path in e["reason"]]
-    result = run("storage", "restore", entry["id"], "--data-dir", str(server.data_dir))
+    result = run("storage", "restore", entry["id"][:8], "--data-dir", str(server.data_dir))
     assert result.exit_code == 0 and path in result.stdout
     assert _loss(server, path) == expected
     assert entry["id"] not in [e["id"] for e in _trash(run, server)]
@@ -70,6 +74,15 @@ def test_the_trash_of_a_running_server_is_not_emptied_by_others(
 ) -> None:
     result = run("storage", "trash", "--empty", "--data-dir", str(server.data_dir))
     assert result.exit_code == 1 and "another server" in result.stderr
+
+
+def test_the_beginning_of_an_entry_s_id_is_enough_if_it_begins_no_other() -> None:
+    known = ["3f2a00000000", "3f2b00000000", "3f2b0000", "9c0000000000"]
+    assert trash_entry_id(known, "9") == "9c0000000000"
+    assert trash_entry_id(known, "3f2b0000") == "3f2b0000", "it is whole"
+    assert trash_entry_id(known, "7") == "7", "what fits nothing is refused by its own name"
+    with pytest.raises(CommandError, match="'3f2' could be one of 3 entries"):
+        trash_entry_id(known, "3f2")
 
 
 def test_an_entry_that_is_not_there_is_named(run: Run, server: ServerProcess) -> None:

@@ -79,6 +79,18 @@ def test_a_reward_rises(train: Train) -> None:
     assert facts["best_checkpoint"]
 
 
+def test_rewards_and_evaluations_are_among_the_run_s_curves_on_the_server(
+    train: Train, run_json: Any
+) -> None:
+    facts, lines = train("rl", PROMPTS, "--check", "regex:a", "--max-tokens", "8", "--steps", "2")
+    run_id = facts["checkpoint"].split("/")[2]
+    for name in ("reward", "eval_reward"):
+        curve = run_json("run", "show", run_id, "--metric", name)["curve"]
+        here = {line["step"]: line[name] for line in lines if name in line}
+        assert here
+        assert dict(zip(curve["x"], curve["mean"], strict=True)) == pytest.approx(here, rel=1e-4)
+
+
 def test_several_passes_over_the_same_answers_have_the_bounded_loss(train: Train) -> None:
     options = ("--steps", "6", "--learning-rate", "0.02", "--max-tokens", "8", "--passes", "2")
     _, lines = train("rl", PROMPTS, *options, "--check", "regex:a", "--loss", "ppo")

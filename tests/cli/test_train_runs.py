@@ -260,7 +260,7 @@ def test_metrics_go_to_a_tracker_and_none_is_taken_for_granted(
     (tmp_path / "trackio.py").write_text(
         "calls = []\n"
         "def init(**about): calls.append(about)\n"
-        "def log(values, step): calls.append((step, values))\n"
+        "def log(values, step): calls.append((step, values)); print('logged')\n"
         "def finish(): calls.append('end')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -6,31 +6,39 @@ import json
 import signal
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support import server_process
-from tests.support.server_process import ServerProcess
 from tinsmith.cli.training.plot import plot, svg
 from tinsmith.cli.training.run_folder import METRICS_FILE, RUN_FILE
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Run
+    from tests.support.server_process import ServerProcess
 
 STEPS = 12
 CHAT = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho!"}]
 
 
-@pytest.fixture(scope="module")
-def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("slow")
-    with server_process.serving(folder, "--set", "fake-pass-seconds=0.1") as running:
-        yield running
+HELD = """
+import runpy, signal, sys
+from tinsmith.cli.training.run_folder import RunFolder
+
+last, add = int(sys.argv.pop(1)), RunFolder.add_metrics
+
+def add_and_wait(folder, line):
+    add(folder, line)
+    if line["step"] == last:
+        print("there", flush=True)
+        signal.pause()
+
+RunFolder.add_metrics = add_and_wait
+runpy.run_module("tinsmith.cli", run_name="__main__", alter_sys=True)
+"""
+"""The command, which waits for a signal once it has taken a step."""
 
 
 @pytest.fixture
@@ -53,25 +61,21 @@ def curve(folder: Path) -> list[tuple[int, float, float | None]]:
 
 
 def begun(server: ServerProcess, *arguments: str, until: int) -> subprocess.Popen[str]:
-    """A run in a process of its own, that has taken so many steps."""
-    folder = Path(arguments[-1])
+    """A run in a process of its own, that has taken so many steps and waits for a signal."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tinsmith.cli", *arguments],
-        stdout=subprocess.DEVNULL,
+        [sys.executable, "-c", HELD, str(until), *arguments],
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=server.environment,
     )
-    deadline = time.monotonic() + 60
-    while len(lines_of(folder)) < until:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "there\n", process.communicate()
     return process
 
 
 def test_a_killed_run_goes_on_where_it_was(
-    slow_server: ServerProcess, data: Path, byte_tokenizer: Path, run: Run, tmp_path: Path
+    server: ServerProcess, data: Path, byte_tokenizer: Path, run: Run, tmp_path: Path
 ) -> None:
     options = (
         *("train", "sft", str(data), "--tokenizer", str(byte_tokenizer), "--json"),
@@ -79,16 +83,15 @@ def test_a_killed_run_goes_on_where_it_was(
         *("--learning-rate", "0.05", "--samples", "0"),
     )
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    process = begun(slow_server, *options, "-o", str(broken), until=5)
+    process = begun(server, *options, "-o", str(broken), until=5)
     process.kill()
     process.communicate()
-    assert len(lines_of(broken)) < STEPS
-    assert json.loads((broken / RUN_FILE).read_text())["progress"]["step"] in (3, 6)
+    assert len(lines_of(broken)) == 5
+    assert json.loads((broken / RUN_FILE).read_text())["progress"]["step"] == 3
 
-    env = slow_server.environment
-    resumed = run("--json", "train", "--resume", str(broken), env=env)
+    resumed = run("--json", "train", "--resume", str(broken))
     assert resumed.exit_code == 0, resumed.output
-    assert run(*options, "-o", str(whole), env=env).exit_code == 0
+    assert run(*options, "-o", str(whole)).exit_code == 0
     assert [step for step, _, _ in curve(broken)] == list(range(1, STEPS + 1))
     assert curve(broken) == curve(whole)
     assert curve(whole)[-1][1] < curve(whole)[0][1]
@@ -104,16 +107,16 @@ def test_a_killed_run_goes_on_where_it_was(
     assert [len(str(points).split()) for points in drawn[0]] == [3, STEPS, 3]
 
     # A finished run has nothing left to do, and says the same again.
-    again = run("--json", "train", "--resume", str(broken), env=env)
+    again = run("--json", "train", "--resume", str(broken))
     assert json.loads(again.stdout) == json.loads(resumed.stdout)
 
 
 def test_an_interrupted_run_saves_what_it_has_and_says_how_to_go_on(
-    slow_server: ServerProcess, data: Path, byte_tokenizer: Path, run: Run, tmp_path: Path
+    server: ServerProcess, data: Path, byte_tokenizer: Path, run: Run, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     process = begun(
-        slow_server,
+        server,
         *("train", "sft", str(data), "--tokenizer", str(byte_tokenizer), "--samples", "0"),
         *("--steps", str(STEPS), "--held-out", "0", "-o", str(folder)),
         until=2,
@@ -123,8 +126,8 @@ def test_an_interrupted_run_saves_what_it_has_and_says_how_to_go_on(
     assert process.returncode == 130, told
     assert f"tinsmith train --resume {folder}" in told
     saved = json.loads((folder / RUN_FILE).read_text())["progress"]["step"]
-    assert saved == len(lines_of(folder)) < STEPS, "no step has to be taken again"
-    assert run("train", "--resume", str(folder), env=slow_server.environment).exit_code == 0
+    assert saved == len(lines_of(folder)) == 2, "no step has to be taken again"
+    assert run("train", "--resume", str(folder)).exit_code == 0
     assert [line["step"] for line in lines_of(folder)] == list(range(1, STEPS + 1))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
 import sys
 import time
 import types
@@ -141,6 +143,53 @@ def test_what_is_no_file_is_a_data_set_s_name(monkeypatch: pytest.MonkeyPatch) -
         list(records.read("owner/name"))
     with pytest.raises(ValidationError, match="no such file"):
         list(records.read("talks.jsonl"))
+
+
+FROM_FOLDERS = """
+import json, sys
+import datasets
+from tinsmith.cli.training import records
+from tinsmith.errors import ValidationError
+
+rows = json.loads(sys.argv[1])
+whole = datasets.Dataset.from_list(rows)
+whole.save_to_disk("alone")
+datasets.DatasetDict(train=whole.select([0]), test=whole.select([1, 2])).save_to_disk("splits")
+for source in sys.argv[2:]:
+    try:
+        found = [(each.place, each.fields) for each in records.read(source)]
+    except ValidationError as error:
+        found = str(error)
+    print(json.dumps(found))
+"""
+
+
+def test_the_datasets_library_reads_folders_of_files_and_what_it_has_saved(tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="needs datasets, which is not among the test packages")
+    (tmp_path / "files").mkdir()
+    for name, lines in (("train", LINES[:1]), ("test", LINES[1:])):
+        text = "\n".join(map(json.dumps, lines))
+        (tmp_path / "files" / f"{name}.jsonl").write_text(text)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", FROM_FOLDERS, json.dumps(LINES)),
+            *("files", "files:test", "alone", "splits", "splits:test"),
+            *("alone:test", "nothing/here"),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    *rows, wrong, missing = found
+    assert [[fields for _, fields in each] for each in rows] == [
+        *(LINES[:1], LINES[1:], LINES, LINES[:1], LINES[1:])
+    ]
+    assert [place for place, _ in rows[1]] == ["files, test, row 1", "files, test, row 2"]
+    assert "the data set 'alone:test' cannot be read" in wrong
+    assert "the data set 'nothing/here' cannot be read" in missing
 
 
 # --- records ----------------------------------------------------------------------------------

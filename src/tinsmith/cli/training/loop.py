@@ -20,6 +20,7 @@ from tinsmith.cli.training.methods import Method
 from tinsmith.cli.training.run_folder import Progress, RunFolder, rounded
 from tinsmith.cli.training.schedule import learning_rate
 from tinsmith.cli.training.trackers import Tracker
+from tinsmith.client import run_log
 from tinsmith.client.recovery import Recovery
 from tinsmith.types import AdamParams, ModelInput, SamplingParams
 
@@ -56,7 +57,10 @@ class Loop:
                 self.progress = self.folder.progress()
                 self.folder.drop_metrics_after(self.progress.step)
                 self._link(training)
-                self._train(method, training, recovery)
+                try:
+                    self._train(method, training, recovery)
+                finally:
+                    run_log.wait_for_all()
         return self.progress
 
     # --- one attempt --------------------------------------------------------------------------
@@ -73,15 +77,17 @@ class Loop:
             self._sample(method, "before", method.world.start_sampler())
         num_steps = method.num_steps
         while progress.step < num_steps:
-            line = self._step(method, training, num_steps)
+            line, own = self._step(method, training, num_steps)
             is_last = progress.step == num_steps
             if method.held_out and (is_last or progress.step % settings.eval_every == 0):
-                line |= method.evaluate(training)
+                own |= method.evaluate(training)
+                line |= own
                 is_last = self._judged(method, training, checkpoints, line) or is_last
             line = {name: rounded(value) for name, value in line.items()}
             self.folder.add_metrics(line)
             for tracker in self.trackers:
                 tracker.log(line)
+            self._post(training, own)
             self.display.step(progress.step, num_steps, line)
             wants_end = self.interruption.is_wanted
             if is_last:
@@ -96,8 +102,8 @@ class Loop:
 
     def _step(
         self, method: Method[Any, Any], training: TrainingClient, num_steps: int
-    ) -> dict[str, float]:
-        """Metrics of the next step, which is taken."""
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Metrics of the next step, which is taken; and those that only the method knows."""
         started = time.monotonic()
         step = self.progress.step
         rate = self._rate(step, num_steps)
@@ -113,7 +119,7 @@ class Loop:
         num_tokens = sum(datum.model_input.length for datum in batch.data) + len(batch.data)
         line["tokens_per_second"] = num_tokens / (time.monotonic() - started)
         self.progress.step = step + 1
-        return line
+        return line, dict(batch.metrics)
 
     def _judged(
         self,
@@ -172,10 +178,19 @@ class Loop:
         )
 
     def _link(self, training: TrainingClient) -> None:
-        """Where the run can be watched, if that is a page of the server it runs on."""
-        url = training.get_console_url()
-        if urlsplit(url).netloc == urlsplit(self.service.config.base_url).netloc:
-            self.display.note(f"watch it at {url}")
+        """Where the run can be watched."""
+        if self._has_console(training):
+            self.display.note(f"watch it at {training.get_console_url()}")
+
+    def _post(self, training: TrainingClient, own: dict[str, float]) -> None:
+        """Add to the run's curves what the server does not know: rewards, evaluations."""
+        if own and self._has_console(training):
+            run_log.log(own, self.progress.step, run=training)
+
+    def _has_console(self, training: TrainingClient) -> bool:
+        """Whether the server it runs on is one of ours, which shows runs and takes metrics."""
+        console = urlsplit(training.get_console_url()).netloc
+        return console == urlsplit(self.service.config.base_url).netloc
 
     def _recovering(self, error: BaseException, step: int) -> None:
         self.display.note(f"failed ({error}); going on from step {step}")

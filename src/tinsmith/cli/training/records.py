@@ -1,7 +1,7 @@
 """Records of a data file, whatever its format, each with the place that an error names.
 
-JSON lines, a JSON array, CSV, Parquet, plain text (a record for each paragraph), or the name of a
-data set for the `datasets` library. What the fields of a record mean is for `forms` to say.
+JSON lines, a JSON array, CSV, Parquet, plain text (a record for each paragraph); or a data set of
+the `datasets` library, by name or folder. What the fields of a record mean is for `forms` to say.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class Record:
 
 
 def read(source: str) -> Iterator[Record]:
-    """The records of a file, or of a data set: `owner/name`, `owner/name:split`."""
+    """The records of a file, or of a data set: `owner/name`, `folder`, `owner/name:split`."""
     path = Path(source)
     if not path.is_file():
-        if path.exists() or path.suffix or "/" not in source or source.startswith((".", "/")):
+        is_no_name = path.suffix or "/" not in source or source.startswith((".", "/"))
+        if is_no_name and not Path(source.partition(":")[0]).is_dir():
             raise ValidationError(f"no such file: {source}", "data")
         yield from _data_set(source)
         return
@@ -123,18 +124,27 @@ def _data_set(source: str) -> Iterator[Record]:
         import datasets
     except ModuleNotFoundError as error:
         raise ValidationError(
-            f"there is no file {source!r}; if it is the name of a data set, it needs the package "
+            f"there is no file {source!r}; a folder, or the name of a data set, needs the package "
             "datasets: pip install datasets",
             "data",
         ) from error
     name, _, split = source.partition(":")
-    split = split or _DATA_SET_SPLIT
     try:
-        rows = datasets.load_dataset(name, split=split)
+        if (saved := _saved_folder(Path(name), split)) is not None:
+            rows = datasets.load_from_disk(str(saved))
+        else:
+            rows = datasets.load_dataset(name, split=split or _DATA_SET_SPLIT)
     except Exception as error:  # of many classes, some of the hub's own libraries
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValidationError(
             f"the data set {source!r} cannot be read: {reason}", "data"
         ) from error
     for number, row in enumerate(rows, 1):
-        yield Record(f"{name}, {split}, row {number}", dict(row))
+        yield Record(f"{name}, {split or _DATA_SET_SPLIT}, row {number}", dict(row))
+
+
+def _saved_folder(folder: Path, split: str) -> Path | None:
+    """Where `save_to_disk` of the library has put a data set, or one of several splits."""
+    if (folder / "dataset_dict.json").exists():
+        return folder / (split or _DATA_SET_SPLIT)
+    return folder / split if (folder / "state.json").exists() else None

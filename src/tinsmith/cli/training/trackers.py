@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -33,32 +35,37 @@ class _Run:
 
     def __init__(self, folder: RunFolder, package: str) -> None:
         self._library = _imported(package, package)
-        more = {"id": _run_id(folder), "resume": "allow"} if package == "wandb" else {}
-        self._library.init(
-            project=folder.settings.project,
-            name=folder.settings.name,
-            config=run_settings.saved(folder.settings),
-            **more,
-        )
+        # Trackio knows a run by its name alone, which another folder's run may have had.
+        is_begun = folder.progress().step > 0
+        more = {"id": _run_id(folder)} if package == "wandb" else {}
+        with _talking_aside():
+            self._library.init(
+                project=folder.settings.project,
+                name=folder.settings.name,
+                config=run_settings.saved(folder.settings),
+                resume="allow" if is_begun or package == "wandb" else "never",
+                **more,
+            )
 
     def log(self, line: Mapping[str, float]) -> None:
         values = {name: value for name, value in line.items() if name != "step"}
-        self._library.log(values, step=int(line["step"]))
+        with _talking_aside():
+            self._library.log(values, step=int(line["step"]))
 
     def close(self) -> None:
-        self._library.finish()
+        with _talking_aside():
+            self._library.finish()
 
 
 class _TensorBoard:
     def __init__(self, folder: RunFolder, package: str) -> None:
-        _imported("tensorboard", "tensorboard")
-        writing = _imported("torch.utils.tensorboard", "torch")
-        self._writer = writing.SummaryWriter(str(folder.path / "tensorboard"))
+        summary = _imported("tensorboard.summary", package)
+        self._writer = summary.Writer(str(folder.path / package))
 
     def log(self, line: Mapping[str, float]) -> None:
         for name, value in line.items():
             if name != "step":
-                self._writer.add_scalar(name, value, int(line["step"]))
+                self._writer.add_scalar(name, value, step=int(line["step"]))
 
     def close(self) -> None:
         self._writer.close()
@@ -79,6 +86,11 @@ def _imported(module: str, package: str) -> Any:  # a library that is not ours t
             f"--log {package} needs the package {package}, which is not installed: "
             f"pip install {package}"
         ) from error
+
+
+def _talking_aside() -> contextlib.redirect_stdout[Any]:  # of any stream
+    """What a library prints is not the result, which may go through a pipe."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def _run_id(folder: RunFolder) -> str:
