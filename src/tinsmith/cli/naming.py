@@ -1,4 +1,4 @@
-"""Runs, checkpoints and sessions as people name them: by the beginning of an id, or a run's name.
+"""Ids as people type them: by their beginning, and runs by their name.
 
 `tinker://3f2a/weights/final` means the run whose id begins with 3f2a, `tinker://pirate/weights/final`
 the one that was named so. What fits nothing goes to the server as it is, whose answer says so.
@@ -7,7 +7,7 @@ the one that was named so. What fits nothing goes to the server as it is, whose 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from tinsmith.cli.failures import CommandError
@@ -49,6 +49,12 @@ def session_id(client: RestClient, given: str) -> str:
     if _WHOLE.fullmatch(given):
         return given
     return _only(given, _beginning(given, dict.fromkeys(client.iter_sessions(), "")), "sessions")
+
+
+def trash_entry_id(known: Iterable[str], given: str) -> str:
+    """The whole id of an entry of the trash, of those that it has."""
+    ids = dict.fromkeys(known, "")
+    return given if given in ids else _only(given, _beginning(given, ids), "entries")
 
 
 def check_path(given: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from tinsmith.cli import naming
 from tinsmith.cli.output import Output, Table, size_text, time_text, with_output
 from tinsmith.cli.server.local_server import config_of, which_server
 
@@ -87,10 +88,15 @@ def trash(output: Output, /, empty: bool, **where: Any) -> None:
 @which_server
 @with_output
 def restore(output: Output, /, entry_id: str, **where: Any) -> None:
-    """Bring back a checkpoint from the trash, under the name it had."""
+    """Bring back a checkpoint from the trash, under the name it had.
+
+    The beginning of its id is enough.
+    """
     from tinsmith.cli.server import storage
 
-    name = storage.restore(config_of(**where), entry_id)
+    config = config_of(**where)
+    known = (entry.entry_id for entry in storage.trashed(config))
+    name = storage.restore(config, naming.trash_entry_id(known, entry_id))
     if output.is_json:
         output.show_json({"restored": name})
     else:
