@@ -57,8 +57,8 @@ class ServerConfig:
     models: Mapping[str, str] = field(default_factory=dict)
     """Base models to serve, name to source; empty serves the small one that comes with us."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the local engine runs: auto, cpu or cuda."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where the local engine runs: auto (cuda, or else cpu), cpu, cuda, or mps for Apple's GPUs."""
 
     engines: int | None = None
     """How many engine processes there are; by default one for each of `devices`, or one."""

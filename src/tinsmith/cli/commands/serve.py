@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     "--model", "models", multiple=True, metavar="NAME[=SOURCE]", help="A base model to serve."
 )
 @click.option("--engine", help="Which engine does the mathematics: local or fake.")
-@click.option("--device", help="auto, cpu or cuda.")
+@click.option("--device", help="auto, cpu, cuda or mps.")
 @click.option("--engines", type=int, help="How many engine processes (one for each device).")
 @click.option("--devices", help="Devices of the engines in turns, as cuda:0,cuda:1.")
 @click.option("--roles", "engine_roles", help="What the engines do in turns: train, sample, both.")

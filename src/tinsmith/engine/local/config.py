@@ -44,7 +44,7 @@ class LocalEngineConfig:
     """The base models that are served: the name clients use, and where its files are, which is
     a folder, a GGUF file, a name in the Hugging Face cache, or "embedded"."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where the mathematics runs; "auto" is CUDA where there is a device."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -35,6 +35,11 @@ def device_of(config: LocalEngineConfig) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise EngineError("device 'cuda' was asked for, but torch finds no CUDA device")
+    if config.device == "mps" and not torch.backends.mps.is_available():
+        raise EngineError(
+            "device 'mps' was asked for, but torch finds no GPU of Apple's; it needs a Mac with "
+            "Apple silicon and a torch that was built for it"
+        )
     return torch.device(config.device)
 
 

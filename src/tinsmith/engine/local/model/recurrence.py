@@ -284,13 +284,15 @@ def recur(
 
 def decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """From log-decays (…, c): since the chunk's start, until its end, and from column to row."""
-    # Differences of long sums are wanted to float32's precision.
-    total = g.double().cumsum(-1)
+    # Differences of long sums are wanted to float32's precision. Apple's GPUs have no float64.
+    total = (g.cpu() if g.device.type == "mps" else g).double().cumsum(-1)
+    between = total[..., :, None] - total[..., None, :]
+    since, until, between = (
+        x.to(g.dtype).to(g.device) for x in (total, total[..., -1:] - total, between)
+    )
     size = g.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
-    between = (total[..., :, None] - total[..., None, :]).to(g.dtype)
-    between = between.masked_fill(later, float("-inf"))
-    return total.to(g.dtype).exp(), (total[..., -1:] - total).to(g.dtype).exp(), between.exp()
+    return since.exp(), until.exp(), between.masked_fill(later, float("-inf")).exp()
 
 
 def _scan(

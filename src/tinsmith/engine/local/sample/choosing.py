@@ -61,6 +61,8 @@ class Distributions:
 
     def __init__(self, logits: Tensor, temperature: np.ndarray | None = None) -> None:
         """`logits` (M, V) float32; `temperature` (M,), None for 1 everywhere."""
+        if logits.device.type == "mps":
+            logits = logits.cpu()  # sums of probabilities are float64, which Apple's GPUs lack
         self._is_greedy = np.zeros(len(logits), dtype=bool)
         if temperature is not None:
             self._is_greedy = temperature <= 0

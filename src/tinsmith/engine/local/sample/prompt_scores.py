@@ -79,7 +79,7 @@ class PromptScores:
         if self.logprobs is not None and is_scored.any():
             chosen = rows[is_scored]
             positions = chosen + first + 1
-            tokens = torch.from_numpy(self._tokens[positions]).to(logits.device)
+            tokens = torch.from_numpy(self._tokens[positions]).to(plain.scaled.device)
             self.logprobs[positions] = plain.logprobs(chosen, tokens).cpu().numpy()
         if self.topk is not None and is_scored.any():
             chosen = rows[is_scored]

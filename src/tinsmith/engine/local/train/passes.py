@@ -138,10 +138,10 @@ def _share_time(seconds: float, items: Sequence[Item], progress: Mapping[int, _P
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # On the CPU torch raises a plain RuntimeError.
-    return isinstance(
-        error, torch.OutOfMemoryError | MemoryError
-    ) or "can't allocate memory" in str(error)
+    # Except on CUDA torch raises a plain RuntimeError.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        words in str(error) for words in ("can't allocate memory", "MPS backend out of memory")
+    )
 
 
 def _finished(
