@@ -17,8 +17,8 @@ from tinsmith.cli.training.run_folder import RunFolder
 if TYPE_CHECKING:
     from tests.support.server_process import ServerProcess
 
-Logged = Callable[[str, int], RunFolder]
-"""(tracker, steps) -> the run, which was resumed once after its end."""
+Logged = Callable[..., RunFolder]
+"""(tracker, steps, is_resumed) -> the run, which may have been resumed once after its end."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def logged(server: ServerProcess, byte_tokenizer: Path, tmp_path: Path) -> Logge
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)  # and nothing else is there
 
-    def logged(tracker: str, num_steps: int) -> RunFolder:
+    def logged(tracker: str, num_steps: int, *, is_resumed: bool = False) -> RunFolder:
         data = tmp_path / "sums.jsonl"
         sums = [{"prompt": f"{number}+1=", "completion": f"{number + 1}"} for number in range(8)]
         data.write_text("\n".join(map(json.dumps, sums)))
@@ -50,7 +50,8 @@ def logged(server: ServerProcess, byte_tokenizer: Path, tmp_path: Path) -> Logge
             *("sft", str(data), "--tokenizer", str(byte_tokenizer), "--samples", "0"),
             *("--steps", str(num_steps), "--batch-size", "2", "--log", tracker),
         )
-        assert command("--resume", facts["folder"]) == facts
+        if is_resumed:
+            assert command("--resume", facts["folder"]) == facts
         return RunFolder.open(Path(facts["folder"]))
 
     return logged
@@ -74,9 +75,10 @@ def test_tensorboard_reads_the_curves(logged: Logged) -> None:
     )
 
 
+@pytest.mark.slow
 def test_trackio_has_one_run_also_when_it_was_resumed(logged: Logged, tmp_path: Path) -> None:
     pytest.importorskip("trackio", reason="needs trackio, which is not among the test packages")
-    run = logged("trackio", 2)
+    run = logged("trackio", 2, is_resumed=True)
     (file,) = (tmp_path / "trackio").glob("*.db")
     rows = sqlite3.connect(file).execute("SELECT run_id, run_name, step, metrics FROM metrics")
     runs, names, steps, metrics = zip(*rows, strict=True)
@@ -86,11 +88,12 @@ def test_trackio_has_one_run_also_when_it_was_resumed(logged: Logged, tmp_path: 
     ]
 
 
+@pytest.mark.slow
 def test_weights_and_biases_has_one_run_also_when_it_was_resumed(
     logged: Logged, tmp_path: Path
 ) -> None:
     pytest.importorskip("wandb", reason="needs wandb, which is not among the test packages")
-    run = logged("wandb", 2)
+    run = logged("wandb", 2, is_resumed=True)
     begun, resumed = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert begun.name == resumed.name, "its id"
     kept = begun.read_bytes()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -141,15 +143,8 @@ def _sampled(metrics: str) -> float:
     return float(lines[0].split()[1]) if lines else 0.0
 
 
-def test_log_likelihoods_come_as_the_evaluation_harness_asks_for_them(
-    server: ServerProcess, client: openai.OpenAI
-) -> None:
-    """lm-evaluation-harness, `local-completions`: what it sends, and what it reads then."""
-    sampled = client.completions.create(
-        model=MODEL, prompt=[40, 41, 42], max_tokens=6, temperature=0, logprobs=1
-    )
-    assert sampled.choices[0].logprobs is not None
-    greedy = sampled.choices[0].logprobs.tokens or []
+def test_the_evaluation_harness_reads_the_answers_to_its_requests(server: ServerProcess) -> None:
+    """lm-evaluation-harness 0.4.13, `local-completions`: recorded requests, and how it reads."""
     with tinsmith.ServiceClient(base_url=server.url, api_key=server.key) as service:
         sampler = service.create_sampling_client(base_model=MODEL)
         likeliest = sampler.sample(
@@ -163,28 +158,63 @@ def test_log_likelihoods_come_as_the_evaluation_harness_asks_for_them(
             sampler.compute_logprobs(tinsmith.ModelInput.from_ints(tokens)).result()
             for tokens in (best, other)
         ]
-    answer = client.completions.create(
-        model=MODEL,
-        prompt=[best, other],
-        temperature=0,
-        max_tokens=1,
-        logprobs=1,
-        seed=1234,
-        echo=True,
-    )
-    assert len(greedy) == 6
+
+    with pytest.raises(urllib.error.HTTPError, match="404"):  # it uses a tokenizer of its own then
+        _harness_request(server, "/oai/api/tokenizer_info")
+
+    likelihoods = {
+        "model": MODEL,
+        "prompt": [best, other],
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
+    found = _harness_request(server, "/oai/api/v1/completions", likelihoods)
+    choices = sorted(found["choices"], key=lambda choice: choice["index"])
     read = []
-    for choice, tokens in zip(answer.choices, expected, strict=True):
-        assert choice.logprobs is not None
-        assert choice.logprobs.token_logprobs is not None
-        assert choice.logprobs.top_logprobs is not None
-        assert len(choice.logprobs.token_logprobs) == len(tokens) + 1, "one token more is sampled"
-        assert choice.logprobs.token_logprobs[0] is None
-        continued = choice.logprobs.token_logprobs[3:-1]
-        assert continued == pytest.approx(tokens[3:], abs=1e-5)
-        rows = choice.logprobs.top_logprobs[3:-1]
+    for choice, logprobs in zip(choices, expected, strict=True):
+        assert len(choice["logprobs"]["token_logprobs"]) == len(logprobs) + 1, "one is sampled"
+        continued = choice["logprobs"]["token_logprobs"][3:-1]
+        assert sum(continued) == pytest.approx(sum(filter(None, logprobs[3:])), abs=1e-4)
+        rows = choice["logprobs"]["top_logprobs"][3:-1]
         read.append(all(p == max(row.values()) for p, row in zip(continued, rows, strict=True)))
     assert read == [True, False], "whether the continuation is the likeliest"
+
+    # A text's own likelihood: from its first token on.
+    rolling = {**likelihoods, "prompt": [best]}
+    (choice,) = _harness_request(server, "/oai/api/v1/completions", rolling)["choices"]
+    assert choice["logprobs"]["token_logprobs"][1:-1] == pytest.approx(expected[0][1:], abs=1e-5)
+
+    generation = {
+        "prompt": [[40, 41, 42], [50]],
+        "model": MODEL,
+        "max_tokens": 6,
+        "temperature": 0,
+        "stop": ["\n"],
+        "seed": 1234,
+    }
+    found = _harness_request(server, "/oai/api/v1/completions", generation)
+    assert [choice["index"] for choice in found["choices"]] == [0, 1]
+    assert all(isinstance(choice["text"], str) for choice in found["choices"])
+
+
+def _harness_request(
+    server: ServerProcess, path: str, body: dict[str, object] | None = None
+) -> dict[str, Any]:
+    request = urllib.request.Request(
+        server.url + path,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={
+            **({} if body is None else {"Authorization": f"Bearer {server.key}"}),
+            "Accept": "*/*",
+            "User-Agent": "Python/3.11 aiohttp/3.14.5",
+            "Content-Type": "application/json",
+        },
+    )
+    with urllib.request.urlopen(request) as answer:
+        return dict(json.load(answer))
 
 
 def test_an_echo_repeats_the_prompt_and_cannot_be_streamed(client: openai.OpenAI) -> None:
