@@ -24,7 +24,7 @@ CHAT = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho
 
 
 HELD = """
-import runpy, signal, sys
+import runpy, sys
 from tinsmith.cli.training.run_folder import RunFolder
 
 last, add = int(sys.argv.pop(1)), RunFolder.add_metrics
@@ -33,12 +33,12 @@ def add_and_wait(folder, line):
     add(folder, line)
     if line["step"] == last:
         print("there", flush=True)
-        signal.pause()
+        sys.stdin.readline()
 
 RunFolder.add_metrics = add_and_wait
 runpy.run_module("tinsmith.cli", run_name="__main__", alter_sys=True)
 """
-"""The command, which waits for a signal once it has taken a step."""
+"""The command, which waits for a line once it has taken a step."""
 
 
 @pytest.fixture
@@ -61,9 +61,10 @@ def curve(folder: Path) -> list[tuple[int, float, float | None]]:
 
 
 def begun(server: ServerProcess, *arguments: str, until: int) -> subprocess.Popen[str]:
-    """A run in a process of its own, that has taken so many steps and waits for a signal."""
+    """A run in a process of its own, that has taken so many steps and waits for a line."""
     process = subprocess.Popen(
         [sys.executable, "-c", HELD, str(until), *arguments],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -122,7 +123,7 @@ def test_an_interrupted_run_saves_what_it_has_and_says_how_to_go_on(
         until=2,
     )
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=30)
+    _, told = process.communicate("\n", timeout=120)
     assert process.returncode == 130, told
     assert f"tinsmith train --resume {folder}" in told
     saved = json.loads((folder / RUN_FILE).read_text())["progress"]["step"]
