@@ -21,8 +21,10 @@ ROOT = Path(__file__).parents[2]
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` folder of an environment with the wheel in it.
 
-    What the wheel requires comes from the tests' own environment: fetching it would take minutes,
-    and a network. Of Tinsmith itself nothing is found there, for it is installed from its source.
+    Installed as README says, with the extra and the constraints. What the wheel requires pip finds
+    in the tests' own environment, and it ends with an error if that is not what the wheel and the
+    constraints ask for; fetching it would take minutes, and a network. Of Tinsmith itself nothing
+    is found there, for it is installed from its source.
     """
     folder = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--quiet"]
@@ -39,7 +41,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
     (site / "packages.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     subprocess.run(
-        [*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)],
+        [
+            *(*pip, "--python", str(python), "install", "--no-index"),
+            *("-c", str(ROOT / "constraints.txt"), f"{wheel}[all]"),
+        ],
         check=True,
     )
     return python.parent
