@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,13 +172,20 @@ def test_an_adapter_names_the_copy_that_it_was_trained_on(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--format", "gguf", "--quantize", "q4_k_m"), "q8_0 only, not to q4_k_m"),
+        (("--format", "gguf", "--quantize", "q3_k_s"), "q8_0 or q4_k_m, not to q3_k_s"),
+        (("--format", "gguf", "--quantize", "Q4_K_M"), "pip install xllamacpp"),
         (("--quantize", "q8_0"), "--quantize needs --format gguf"),
     ],
 )
 def test_a_quantization_that_cannot_be_written_is_refused_with_the_reason(
-    options: tuple[str, ...], message: str, run: Run, paths: Paths, tmp_path: Path
+    options: tuple[str, ...],
+    message: str,
+    run: Run,
+    paths: Paths,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
     refused = run("export", paths.state, *options, "-o", str(tmp_path / "out"))
     assert refused.exit_code == 1
     assert message in refused.stderr

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, LlamaFileType
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from tests.support import byte_tokenizer
-from tinsmith.cli.weights import gguf_file, gguf_tokenizer
+from tinsmith.cli.weights import gguf_file, gguf_tokenizer, k_quants
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.sources import model_folder
 from tinsmith.errors import ValidationError
@@ -107,7 +107,7 @@ def test_a_quantized_file_has_every_number_within_half_a_step(family: str, tmp_p
     """Also after the rows of the llama family have changed places."""
     build(tmp_path / "model", family)
     file = tmp_path / "tiny.gguf"
-    gguf_file.write(tmp_path / "model", file, "tiny", lambda *facts: None, is_quantized=True)
+    gguf_file.write(tmp_path / "model", file, "tiny", lambda *facts: None, quantization="q8_0")
     kinds = {each.name: each.tensor_type.name for each in GGUFReader(file).tensors}
     assert kinds["blk.0.attn_q.weight"] == kinds["token_embd.weight"] == "Q8_0"
     # 48 numbers do not divide into blocks of 32.
@@ -122,6 +122,48 @@ def test_a_quantized_file_has_every_number_within_half_a_step(family: str, tmp_p
         # A scale has 16 bits, and so half a step and a little more.
         off = (have[name].reshape(blocks.shape) - blocks).abs()
         assert (off <= 0.6 * step + 1e-6).all(), name
+
+
+def test_llama_cpp_s_mix_gives_more_bits_to_what_decides_more() -> None:
+    def kinds(name: str, row_length: int = 512) -> str:
+        found = [
+            k_quants.kind_of(name.format(layer), row_length, 16, is_tied=False).name
+            for layer in range(16)
+        ]
+        return "".join({"Q4_K": ".", "Q6_K": "+", "Q5_0": "-", "Q8_0": "="}[each] for each in found)
+
+    assert kinds("blk.{}.attn_v.weight") == kinds("blk.{}.ffn_down.weight") == "++..+..+..+..+++"
+    assert kinds("blk.{}.ffn_down.weight", 576) == "==--=--=--=--==="
+    assert set(kinds("blk.{}.attn_q.weight")) == set(kinds("token_embd.weight")) == {"."}
+    assert set(kinds("output.weight")) == {"+"}
+    assert k_quants.kind_of("token_embd.weight", 512, 16, is_tied=True).name == "Q6_K"
+
+
+def test_a_file_of_k_types_is_read_back(tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp", reason="needs xllamacpp, which is not among the test packages")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    build(tmp_path / "model", "llama", **sizes)
+    file = tmp_path / "tiny.gguf"
+    gguf_file.write(tmp_path / "model", file, "tiny", lambda *facts: None, quantization="q4_k_m")
+    reader = GGUFReader(file)
+    assert reader.fields["general.file_type"].contents() == LlamaFileType.MOSTLY_Q4_K_M
+    kinds = {each.name: each.tensor_type.name for each in reader.tensors}
+    assert kinds["blk.0.attn_q.weight"] == kinds["blk.0.attn_v.weight"] == "Q4_K"
+    assert kinds["blk.1.attn_v.weight"] == kinds["blk.1.ffn_down.weight"] == "Q6_K"
+    assert kinds["blk.0.attn_norm.weight"] == "F32"
+    folder = model_folder(str(file), LocalEngineConfig(cache_folder=tmp_path / "cache"))
+    wanted, have = load(tmp_path / "model").state_dict(), load(folder).state_dict()
+    assert wanted.keys() == have.keys()
+    for name, values in wanted.items():
+        off = (have[name] - values).abs()
+        if values.ndim == 1:
+            assert not off.any(), name
+        else:
+            # 32 numbers have 16 steps between their smallest and largest.
+            blocks = values.reshape(-1, 32)
+            step = (blocks.amax(1) - blocks.amin(1)).clamp(min=0) / 15
+            assert (off.reshape(blocks.shape) <= 1.1 * step[:, None]).all(), name
+            assert off.mean() < 0.1 * values.abs().mean(), name
 
 
 def test_reading_a_gguf_file_shows_no_progress_bar_of_a_library(

@@ -50,8 +50,8 @@ _FORMATS = {"peft": "PEFT adapter", "merged": "merged model", "gguf": "GGUF file
 @click.option(
     "--quantize",
     "quantization",
-    metavar="q8_0",
-    help="With --format gguf: matrices as Q8_0, half the size of 16 bits.",
+    metavar="q8_0|q4_k_m",
+    help="With --format gguf: matrices in 8 bits, or in about 5 (with the package xllamacpp).",
 )
 @with_output
 def command(
@@ -73,6 +73,7 @@ def command(
     from tinsmith.client.rest import RestClient
 
     checkpoint_files.parse_downloadable(checkpoint_path)
+    quantization = quantization and quantization.lower()
     _check_quantization(quantization, form)
     if target.exists():
         raise CommandError(f"{target} exists already", "Choose another name with --output.")
@@ -146,15 +147,17 @@ def _check_quantization(quantization: str | None, form: Form) -> None:
         return
     if form != "gguf":
         raise CommandError("--quantize needs --format gguf")
-    from tinsmith.cli.weights.gguf_file import QUANTIZATION
+    from tinsmith.cli.weights import k_quants
+    from tinsmith.cli.weights.gguf_file import QUANTIZATIONS
 
-    if quantization.lower() != QUANTIZATION:
+    if quantization not in QUANTIZATIONS:
         raise CommandError(
-            f"Models are quantized to {QUANTIZATION} only, not to {quantization}",
-            "The gguf package can read the K types (Q4_K_M and its like) and not write them. "
-            "Export without --quantize, and let llama.cpp do it: "
-            "llama-quantize model.gguf small.gguf Q4_K_M",
+            f"Models are quantized to {' or '.join(QUANTIZATIONS)}, not to {quantization}",
+            "For other types export without --quantize, and let llama.cpp do it: "
+            f"llama-quantize model.gguf small.gguf {quantization.upper()}",
         )
+    if quantization == "q4_k_m":
+        k_quants.check()
 
 
 def _name_base(adapter: Path, base: Path | None, output: Output) -> str:
@@ -199,8 +202,7 @@ def _compare(
     from tinsmith.engine.local.snapshots.exports import check_export
 
     with _told("loading back", "", output):
-        is_quantized = quantization is not None
-        return check_export(form, base, made["peft"], made[form], is_quantized=is_quantized)
+        return check_export(form, base, made["peft"], made[form], quantization)
 
 
 def _merge(base: Path, adapter: Path, target: Path, output: Output) -> None:
@@ -216,7 +218,7 @@ def _write_gguf(
     from tinsmith.cli.weights import gguf_file
 
     with _told("writing GGUF", "", output) as tell:
-        gguf_file.write(folder, target, name, tell, is_quantized=quantization is not None)
+        gguf_file.write(folder, target, name, tell, quantization=quantization)
 
 
 @contextmanager

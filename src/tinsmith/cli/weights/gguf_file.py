@@ -1,14 +1,16 @@
 """A model's folder as one GGUF file, which llama.cpp and its relatives load.
 
-Matrices keep the type that they have in the folder, or become Q8_0: blocks of 32 numbers of 8 bits
-with a scale. Vectors are float32, as readers expect. Only what a reader would compute the same way
-is written: another family, or a setting that GGUF has no word for, is refused by name.
+Matrices keep the type that they have in the folder, or become Q8_0 (blocks of 32 numbers of 8 bits
+with a scale) or the mix of Q4_K_M (`k_quants`). Vectors are float32, as readers expect. Only what a
+reader would compute the same way is written: another family, or a setting that GGUF has no word
+for, is refused by name.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from gguf import (
 from gguf.quants import quant_shape_to_byte_shape, quantize
 
 from tinsmith.cli.progress import Tell
-from tinsmith.cli.weights import gguf_tokenizer
+from tinsmith.cli.weights import gguf_tokenizer, k_quants
 from tinsmith.engine.local.model.families import DecoderConfig, read_config
 from tinsmith.engine.local.model.rope import Rope
 from tinsmith.engine.stored_tensors import Array, Stored, stored_tensors, weight_files
@@ -38,9 +40,7 @@ _TYPES = {
     "BF16": ("<u2", GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
 }
 
-QUANTIZATION = "q8_0"
-"""The one that is offered. The gguf package writes it as llama.cpp does; of the K types (Q4_K_M)
-it knows only how they are read."""
+QUANTIZATIONS = {"q8_0": LlamaFileType.MOSTLY_Q8_0, "q4_k_m": LlamaFileType.MOSTLY_Q4_K_M}
 
 _BLOCK = 32
 """Numbers of a row that share a scale."""
@@ -65,16 +65,28 @@ _INNER = {
 }
 
 
-def write(folder: Path, target: Path, name: str, tell: Tell, *, is_quantized: bool = False) -> None:
+def write(
+    folder: Path, target: Path, name: str, tell: Tell, *, quantization: str | None = None
+) -> None:
     """Write the model in `folder` to the file `target`; `name` is what readers call it.
 
     A matrix whose rows do not divide into blocks is not quantized.
     """
     family = check_family(folder)
     config = read_config(folder)
+    stored_by_name = stored_tensors(weight_files(folder))
+    is_tied = "lm_head.weight" not in stored_by_name
+
+    def kind_of(name: str, shape: Sequence[int]) -> GGMLQuantizationType | None:
+        if quantization is None or len(shape) == 1 or shape[-1] % _BLOCK:
+            return None
+        if quantization == "q8_0":
+            return GGMLQuantizationType.Q8_0
+        return k_quants.kind_of(name, shape[-1], config.num_layers, is_tied=is_tied)
+
     tensors = [
-        _Tensor(given, _name(given), stored, is_quantized)
-        for given, stored in stored_tensors(weight_files(folder)).items()
+        _Tensor(given, _name(given), stored, kind_of(_name(given), stored.shape))
+        for given, stored in stored_by_name.items()
     ]
     matrices = {each.stored.dtype for each in tensors if len(each.stored.shape) > 1}
     if len(matrices) != 1 or not matrices <= _TYPES.keys():
@@ -85,8 +97,8 @@ def write(folder: Path, target: Path, name: str, tell: Tell, *, is_quantized: bo
     writer = GGUFWriter(target, family)
     try:
         writer.add_name(name)
-        if is_quantized:
-            writer.add_file_type(LlamaFileType.MOSTLY_Q8_0)
+        if quantization is not None:
+            writer.add_file_type(QUANTIZATIONS[quantization])
             writer.add_quantization_version(GGML_QUANT_VERSION)
         else:
             writer.add_file_type(_TYPES[matrices.pop()][2])
@@ -127,11 +139,8 @@ class _Tensor:
     given: str
     name: str
     stored: Stored
-    may_quantize: bool
-
-    @property
-    def _is_quantized(self) -> bool:
-        return self.may_quantize and not self._is_vector and self.stored.shape[-1] % _BLOCK == 0
+    kind: GGMLQuantizationType | None
+    """None: as it is."""
 
     @property
     def _is_vector(self) -> bool:
@@ -142,11 +151,10 @@ class _Tensor:
             size = 4 * self.stored.shape[0]
             writer.add_tensor_info(self.name, self.stored.shape, np.dtype(np.float32), size)
             return
-        if self._is_quantized:
-            kind = GGMLQuantizationType.Q8_0
-            shape = quant_shape_to_byte_shape(self.stored.shape, kind)
+        if self.kind is not None:
+            shape = quant_shape_to_byte_shape(self.stored.shape, self.kind)
             size = int(np.prod(shape))
-            writer.add_tensor_info(self.name, shape, np.dtype(np.uint8), size, kind)
+            writer.add_tensor_info(self.name, shape, np.dtype(np.uint8), size, self.kind)
             return
         form, kind, _ = _TYPES[self.stored.dtype]
         writer.add_tensor_info(
@@ -156,10 +164,11 @@ class _Tensor:
     def values(self, family: str, config: DecoderConfig) -> Array:
         if self._is_vector:
             return self.stored.read()
-        if self._is_quantized:
+        if self.kind is not None:
             rows = self._in_order(self.stored.read(), family, config)
-            quantized: Array = quantize(rows, GGMLQuantizationType.Q8_0)
-            return quantized
+            is_old = self.kind in (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_0)
+            made: Array = (quantize if is_old else k_quants.quantize)(rows, self.kind)
+            return made
         form = _TYPES[self.stored.dtype][0]
         values = np.frombuffer(self.stored.read_bytes(), form).reshape(self.stored.shape)
         return self._in_order(values, family, config)
