@@ -108,10 +108,15 @@ def test_the_doctor_finds_a_healthy_server(run: Run, run_json: Any, server: Serv
 def test_a_model_that_cannot_be_served_is_named_at_the_terminal_and_by_the_doctor(
     tmp_path: Path,
 ) -> None:
-    """The server is reached, but has nothing to serve."""
-    options = ("--engine", "local", "--model", f"some/model={tmp_path / 'nothing'}")
+    """The server is reached, but has nothing to serve; until then it says what it does."""
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF, or so it says")
+    options = (
+        *("--engine", "local", "--model", f"other/model={tmp_path / 'broken.gguf'}"),
+        *("--model", f"some/model={tmp_path / 'nothing'}"),
+    )
     command = [sys.executable, "-m", "tinsmith.cli"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TIN")}
+    environment["XDG_CACHE_HOME"] = str(tmp_path)
     process = subprocess.Popen(
         [*command, "serve", "--port", "0", "--data-dir", str(tmp_path / "data"), *options],
         stdout=subprocess.PIPE,
@@ -121,11 +126,15 @@ def test_a_model_that_cannot_be_served_is_named_at_the_terminal_and_by_the_docto
     )
     try:
         assert process.stdout is not None and process.stderr is not None
+        told: list[str] = []
         for line in process.stderr:
-            if line.startswith("Not served: "):
+            told.append(line)
+            if "no model that can be served" in line:
                 break
-        assert "some/model" in line and "nothing" in line
-        assert "no model that can be served" in process.stderr.readline()
+        assert any("converting broken.gguf: weights (10%)" in line for line in told)
+        refused = [line for line in told if line.startswith("Not served: ")]
+        assert "other/model: could not convert" in refused[0]
+        assert "some/model" in refused[1] and "nothing" in refused[1]
         said = "".join(process.stdout.readline() for _ in range(3))
         for name, value in re.findall(r"^export (TINKER_\w+)=(\S+)$", said, re.MULTILINE):
             environment[name] = value

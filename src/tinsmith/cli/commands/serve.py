@@ -144,8 +144,11 @@ def _report_models(capabilities: Capabilities) -> None:
 
 
 def _log_to_stderr(level: str, form: str) -> None:
+    from tinsmith.engine.local import progress
     from tinsmith.server.logs import TEXT_FORMAT, JsonFormatter
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT_FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    # Converting a model takes a while, and somebody is looking.
+    progress.LOGGER.setLevel(logging.INFO)

@@ -34,6 +34,7 @@ from tinsmith.engine.base import (
     Step,
     TokensSampled,
 )
+from tinsmith.engine.local import progress
 from tinsmith.engine.local.boundary.worker import PassResults
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels, device_of, dtype_of
@@ -64,7 +65,7 @@ class EngineCore:
         self._config = config
         self._device = device_of(config)
         _set_up_torch(config, self._device)
-        self._models = BaseModels(config, _log_progress)
+        self._models = BaseModels(config, progress.tell)
         self._pools: dict[str, AdapterPool] = {}
         self._generators: dict[str, Generator] = {}
         self._adapters: dict[str, Adapter] = {}
@@ -359,10 +360,6 @@ def _without_paths(text: str) -> str:
 
 def _failure(error: ValidationError | EngineError) -> Failure:
     return Failure(str(error), "user" if isinstance(error, ValidationError) else "server")
-
-
-def _log_progress(what: str, fraction: float) -> None:
-    logger.info("%s (%.0f%%)", what, 100 * fraction)
 
 
 def _set_up_torch(config: LocalEngineConfig, device: torch.device) -> None:

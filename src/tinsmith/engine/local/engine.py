@@ -19,6 +19,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from tinsmith.engine.base import Health
+from tinsmith.engine.local import progress
 from tinsmith.engine.local.boundary.messages import Beat, Patience, Reply, Start
 from tinsmith.engine.local.boundary.remote import RemoteEngine
 from tinsmith.errors import EngineDiedError, EngineError
@@ -236,7 +237,8 @@ class LocalEngine(RemoteEngine):
             text = line.decode(errors="replace").rstrip()
             if text:
                 self._last_lines.append(text)
-                logger.info("engine process %d: %s", self.pid, text)
+                if not progress.hand_on(text):
+                    logger.info("engine process %d: %s", self.pid, text)
 
 
 def _visible(cuda_device: int | None) -> dict[str, str]:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tinsmith.engine.local import progress
 from tinsmith.engine.local.boundary import frames
 from tinsmith.engine.local.boundary.messages import Reply, Result, Start, Trouble
 from tinsmith.engine.local.boundary.worker import Core, Incoming, Worker, describe
@@ -74,7 +75,7 @@ def main(fd: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     _be_first_to_go()
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format=progress.LOG_FORMAT)
     sock = socket.socket(fileno=fd)
     inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
     messages = frames.read(sock)
