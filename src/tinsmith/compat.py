@@ -4,12 +4,15 @@
     tinsmith.compat.install()      # from here on, `import tinker` gives ours
     import tinker_cookbook
 
+    tinsmith.compat.log_to_console()  # its loops' metrics join the run's curves
+
 Module paths that such packages import from are there too, and so is the distribution's metadata,
 for packages that check the version.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -22,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tinsmith.client.run_log import RunLogger
 from tinsmith.transport.config import PROTOCOL_VERSION
 
 _CLIENT = "tinsmith.client"
@@ -99,6 +103,23 @@ def install() -> None:
             "tinker was already imported; call tinsmith.compat.install() before anything imports it"
         )
     sys.meta_path.insert(0, TinkerFinder())
+
+
+def log_to_console() -> None:
+    """Have tinker-cookbook's own loops (`train.main(config)`) add their metrics to the curves of
+    their run on the server. Does nothing the second time."""
+    logs = importlib.import_module("tinker_cookbook.utils.ml_log")
+    setup = logs.setup_logging
+    if hasattr(setup, "__wrapped__"):
+        return
+
+    @functools.wraps(setup)
+    def setup_logging(*args: Any, **kwargs: Any) -> Any:  # as in the release that is installed
+        logger = setup(*args, **kwargs)
+        logger.loggers.append(RunLogger())
+        return logger
+
+    vars(logs)["setup_logging"] = setup_logging
 
 
 def uninstall() -> None:

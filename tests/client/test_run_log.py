@@ -85,6 +85,22 @@ def test_a_logger_for_the_cookbook_has_its_methods(stub: Any, training: Training
     assert _posted(stub, training) == [{"step": 2, "metrics": {"reward": 0.5, "is_last": 1.0}}]
 
 
+def test_a_logger_without_a_run_keeps_to_the_newest_when_its_first_metrics_come(
+    stub: Any, service: ServiceClient
+) -> None:
+    before = service.create_lora_training_client("m")
+    logger = tinsmith.RunLogger()
+    assert logger.get_logger_url() is None, "the run is still to come"
+    own = service.create_lora_training_client("m")
+    stub.on(_path(own), Answer(204, b""))
+    logger.log_metrics({"reward": 0.5}, step=0)
+    after = service.create_lora_training_client("m")
+    logger.log_metrics({"reward": 0.75}, step=1)
+    assert [posted["step"] for posted in _posted(stub, own)] == [0, 1]
+    assert _posted(stub, before) == _posted(stub, after) == []
+    assert logger.get_logger_url() == own.get_console_url()
+
+
 def test_links_lead_to_the_console_of_the_server_that_is_used(
     stub: Any, service: ServiceClient, training: TrainingClient
 ) -> None:

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import transformers
@@ -108,16 +109,29 @@ def test_the_supervised_loop_logs_the_same_numbers_on_both_clients(
 def test_the_reinforcement_learning_loop_runs_on_ours(
     cookbook: Path, local_server_in: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Groups are sampled, scored and trained on; sampler and trainer agree about every token."""
+    """Groups are sampled, scored and trained on; sampler and trainer agree about every token. What
+    the loop logged is on the run's curves."""
     with local_server_in(tmp_path) as server:
         logged = run(
             server, cookbook, "cookbook_rl.py", "tinsmith", str(tmp_path / "log"), str(tiny_model)
         )
+        curves = curves_of_the_run(server)
     steps = logged["steps"]
+    for name in ("env/all/reward/total", "optim/lr", "optim/kl_sample_train_v1"):
+        assert curves[name]["axis"] == "step" and curves[name]["x"] == [0, 1, 2]
+        assert curves[name]["mean"] == [step[name] for step in steps], name
     assert len(steps) == 3 and logged["saved"] == 2
     for step in steps:
         assert step["env/all/total_episodes"] == 40
         assert abs(step["optim/kl_sample_train_v1"]) < 1e-5
+
+
+def curves_of_the_run(server: Any) -> dict[str, Any]:
+    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"x-api-key": server.key}) as api:
+        (training_run,) = api.get("/training_runs").json()["training_runs"]
+        path = f"/training_runs/{training_run['training_run_id']}/metrics"
+        series: dict[str, Any] = api.get(path).raise_for_status().json()["series"]
+    return series
 
 
 KNOWN_TO_ITS_MERGE = ("qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "nemotron_h")

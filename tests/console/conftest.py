@@ -34,6 +34,7 @@ from tinsmith.server.serving import claim_store
 
 T = TypeVar("T")
 
+PATIENCE_MS = 30_000
 _owners = itertools.count(1)
 
 
@@ -114,9 +115,11 @@ def browser() -> Iterator[Any]:
 
 
 def expect(what: Any) -> Any:
-    """Playwright's, imported when a browser is there: tests are collected without it, too."""
+    """Playwright's, imported when a browser is there: tests are collected without it, too. Patient:
+    a busy machine may take many times as long as an idle one."""
     from playwright.sync_api import expect
 
+    expect.set_options(timeout=PATIENCE_MS)
     return expect(what)
 
 
@@ -195,8 +198,8 @@ def _watch(user: User) -> None:
 
 DATA = [
     Datum(
-        model_input=ModelInput.from_ints(list(b"the smith ")),
-        loss_fn_inputs={"target_tokens": list(b"he smith b"), "weights": [1.0] * 10},
+        model_input=ModelInput.from_ints(byte_tokenizer.ids("the smith ")),
+        loss_fn_inputs={"target_tokens": byte_tokenizer.ids("he smith b"), "weights": [1.0] * 10},
     )
 ]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import math
+import queue
+import time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import unquote
 
 import pytest
@@ -10,43 +13,76 @@ import pytest
 from tests.console.conftest import User, expect, train, trained_run
 from tests.support.in_process_server import MODEL
 
+PATIENCE_SECONDS = 30
+"""For what takes a moment on an idle machine."""
+
 HOSTILE = '<img src=x onerror="document.title=1">'
 
 
-def test_a_live_curve_grows_while_a_model_trains(user: User) -> None:
-    go, stop = threading.Event(), threading.Event()
-    created: list[str] = []
-    is_created = threading.Event()
+def test_a_live_curve_grows_within_a_second_while_a_model_trains(user: User) -> None:
+    """The best of several steps: a busy machine may hold up any one of them."""
+    turns: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    created: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def learn() -> None:
         with user.client() as service:
             training = service.create_lora_training_client(MODEL, rank=4)
             train(training, 2)
-            created.append(training.model_id)
-            is_created.set()
-            while not stop.is_set():
-                go.wait(30)
-                go.clear()
-                if not stop.is_set():
-                    train(training, 1)
+            created.put(training.model_id)
+            while turns.get():
+                train(training, 1)
 
-    learner = threading.Thread(target=learn)
-    learner.start()
-    try:
-        assert is_created.wait(30)
-        page = user.open(f"/training_runs/{created[0]}")
-        plot = page.locator('[data-key="Loss per token"] .plot')
-        expect(plot).to_have_attribute("data-points", "2")
-        expect(page.locator("#live")).to_have_text("Live")
-        before = plot.get_attribute("aria-label")
-        go.set()
-        plot.and_(page.locator('[data-points="3"]')).wait_for(timeout=1500)
-        assert plot.get_attribute("aria-label") != before
-        expect(page.locator("#numbers")).to_contain_text("Optimizer steps3")
-    finally:
-        stop.set()
-        go.set()
-        learner.join(30)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(learn)
+        try:
+            page = user.open(f"/training_runs/{created.get(timeout=PATIENCE_SECONDS)}")
+            plot = page.locator('[data-key="Loss per token"] .plot')
+            expect(plot).to_have_attribute("data-points", "2")
+            expect(page.locator("#live")).to_have_text("Live")
+            best = math.inf
+            for points in range(3, 13):
+                before, began = plot.get_attribute("aria-label"), time.monotonic()
+                turns.put(True)
+                expect(plot).to_have_attribute("data-points", str(points))
+                best = min(best, time.monotonic() - began)
+                assert plot.get_attribute("aria-label") != before
+                if best < 1.0:
+                    break
+            assert best < 1.0
+            expect(page.locator("#numbers")).to_contain_text(f"Optimizer steps{points}")
+        finally:
+            turns.put(False)
+        done.result(PATIENCE_SECONDS)
+
+
+def test_metrics_posted_for_an_earlier_step_are_shown_in_their_place(user: User) -> None:
+    posted: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
+    created: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def work() -> None:
+        with user.client() as service:
+            training = service.create_lora_training_client(MODEL, rank=4)
+            training.log_metrics({"reward": 0.5}, 4).result(PATIENCE_SECONDS)
+            created.put(training.model_id)
+            while (point := posted.get()) is not None:
+                step, reward = point
+                training.log_metrics({"reward": reward}, step).result(PATIENCE_SECONDS)
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(work)
+        try:
+            page = user.open(f"/training_runs/{created.get(timeout=PATIENCE_SECONDS)}")
+            plot = page.locator('[data-key="reward"] .plot')
+            expect(plot).to_have_attribute("aria-label", "reward: 0.5000 at 4 to 0.5000 at 4")
+            expect(page.locator("#live")).to_have_text("Live")
+            posted.put((2, 0.25))
+            expect(plot).to_have_attribute("aria-label", "reward: 0.2500 at 2 to 0.5000 at 4")
+            posted.put((2, 0.125))
+            expect(plot).to_have_attribute("aria-label", "reward: 0.1250 at 2 to 0.5000 at 4")
+            expect(plot).to_have_attribute("data-points", "2")
+        finally:
+            posted.put(None)
+        done.result(PATIENCE_SECONDS)
 
 
 def test_the_numbers_of_a_curve_are_a_table_too(user: User) -> None:

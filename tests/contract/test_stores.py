@@ -31,6 +31,7 @@ from tinsmith.server.store.records import (
     OperationRecord,
     SamplerRecord,
     SessionRecord,
+    StepRecord,
     UsageRecord,
     WeightsRecord,
 )
@@ -553,3 +554,28 @@ async def test_a_lost_connection_is_replaced_and_the_lock_is_taken_again(
         await first.account.add_audit(AUDIT)
     for each in (first, second, third):
         await each.close()
+
+
+async def test_what_stays_of_an_end_is_read_as_it_was_recorded(store: Store) -> None:
+    await store.sessions.add(SESSION)
+    await store.log.record(operation(0), MODEL)
+    step = StepRecord(
+        model_id=MODEL.model_id,
+        seq_id=0,
+        at=5.5,
+        kind="forward_backward",
+        loss_fn="cross_entropy",
+        num_tokens=7,
+        weight_sum=6.5,
+        wait_seconds=0.25,
+        run_seconds=0.5,
+        metrics='{"loss": 1.5, "50%": 2.0}',
+        made="weights/a",
+    )
+    end = Finish(request_id="r0", status="done", finished_at=5.5, step=step)
+    ((number, told),) = await store.log.finish([end])
+    assert told == step
+    assert await store.steps.newest(MODEL.model_id, 1, 10) == [
+        dataclasses.replace(step, entry_id=number)
+    ]
+    assert await store.log.finish([end]) == [], "once"

@@ -15,6 +15,14 @@ TEMPLATE = (
 )
 
 
+def ids(text: str) -> list[int]:
+    """The tokens of a text."""
+    alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = "".join(piece for piece, _ in alphabet.pre_tokenize_str(text))
+    known = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return [known.index(letter) + 1 for letter in letters]
+
+
 def save(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> Path:
     """Write it into `folder`, as transformers loads it. Each merge is one more token."""
     from transformers import PreTrainedTokenizerFast

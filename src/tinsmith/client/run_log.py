@@ -75,7 +75,8 @@ class RunLogger:
     """
 
     def __init__(self, run: TrainingClient | None = None) -> None:
-        """Of the run of a training client; by default of the one that was made last."""
+        """Of the run of a training client; by default of the one that was made last when the first
+        metrics come."""
         self._run = run
         self.store = None
         """The cookbook's place for files; there is none here."""
@@ -84,6 +85,8 @@ class RunLogger:
         """Nothing: the server knows the run's configuration."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        if self._run is None and _newest is not None:
+            self._run = _newest()
         known = {k: float(v) for k, v in metrics.items() if isinstance(v, numbers.Real)}
         log(known, step, run=self._run)
 
@@ -97,9 +100,8 @@ class RunLogger:
         wait_for_all()
 
     def get_logger_url(self) -> str | None:
-        """The run's page."""
-        client = self._run or (_newest() if _newest is not None else None)
-        return None if client is None else client.get_console_url()
+        """The run's page, once it is known which run that is."""
+        return None if self._run is None else self._run.get_console_url()
 
 
 def _number(name: str, value: object) -> float:

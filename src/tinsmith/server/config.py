@@ -211,8 +211,8 @@ class ServerConfig:
     from before those is refused when it comes again."""
 
     keep_examples: int = 0
-    """How many sequences of each training pass are kept to be looked at in the console; none unless
-    asked for, because data is private."""
+    """How many sequences of each training pass, and answers of each sampler of a run, are kept to
+    be looked at in the console; none unless asked for, because data is private."""
 
     event_stream_seconds: float = 3600.0
     """How long a stream of events stays open; a browser then opens another by itself."""

@@ -43,6 +43,7 @@ from tinsmith.server.operations.recorder import Recorder
 from tinsmith.server.operations.runner import Free
 from tinsmith.server.operations.scheduler import Scheduler
 from tinsmith.server.operations.snapshots import Snapshots
+from tinsmith.server.sampling.examples import SampledExamples
 from tinsmith.server.sampling.loaded import LoadedSamplers
 from tinsmith.server.sampling.requests import Sampling
 from tinsmith.server.sampling.samplers import Samplers
@@ -109,11 +110,13 @@ class Service:
         self.samplers = Samplers(store)
         self.usage = Usage(store)
         self.sampler_stats = SamplerStats(store)
+        self.sampled_examples = SampledExamples(store, config.keep_examples)
         self.text_models = TextModels()
         self.sampling = Sampling(
             engines=self.engines,
             usage=self.usage,
             stats=self.sampler_stats,
+            examples=self.sampled_examples,
             metrics=metrics,
             config=config,
         )
@@ -256,6 +259,7 @@ class Service:
         await self.store.log.mark_retrieved(retrieved)
         await self.usage.flush()
         await self.sampler_stats.flush()
+        await self.sampled_examples.flush()
         await self.draw_curves()
         await self.sessions.sweep()
         for session_id in await self.sessions.without_samplers():

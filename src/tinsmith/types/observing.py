@@ -14,6 +14,8 @@ from tinsmith.types.non_finite import ResultFloat
 MAX_POSTED_KEYS = 256
 MAX_KEY_CHARACTERS = 200
 MAX_STEP = 2**53
+NO_TEXT = -1
+"""Stands in a prompt for a chunk that is no text, such as an image."""
 
 
 class Series(Response):
@@ -77,20 +79,26 @@ class RunQueueResponse(Response):
 
 
 class RunExample(Response):
-    """A sequence of a pass: what was predicted at each position, and what is known of it."""
+    """A sequence of a pass, or an answer: its tokens, and what is known of each."""
 
     step: int
-    """The number of the operation."""
+    """The number of the operation: the pass, or the one that made the weights of the answer."""
+    source: Literal["trained", "sampled"] = "trained"
     tokens: list[str]
     """As texts; as their numbers where the server has no tokenizer."""
     ids: list[int]
     logprobs: list[float] | None = None
-    """The trainer's."""
+    """The trainer's; of an answer the sampler's."""
     sampled_logprobs: list[float] | None = None
     weights: list[float] | None = None
     advantages: list[float] | None = None
     length: int
     """Of the whole sequence; of a very long one only the first tokens are kept."""
+    prompt: list[str] | None = None
+    """Of an answer, as texts; of a very long one the last tokens."""
+    prompt_ids: list[int] | None = None
+    """-1 stands for an image."""
+    stop_reason: str | None = None
 
 
 class RunExamplesResponse(Response):

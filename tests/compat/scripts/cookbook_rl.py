@@ -77,6 +77,8 @@ class Builder(types.RLDatasetBuilder):
         return Letters(), None
 
 
+if client == "tinsmith":
+    tinsmith.compat.log_to_console()
 config = train.Config(
     learning_rate=0.01,
     dataset_builder=Builder(),

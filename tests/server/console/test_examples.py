@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from tests.support.in_process_server import datum
+from tests.support.in_process_server import MODEL, datum
 
 if TYPE_CHECKING:
     from tests.support.in_process_server import Api, StartServer
@@ -40,6 +40,56 @@ async def test_a_few_sequences_of_each_pass_are_kept_with_what_is_known_of_each_
     assert (first["weights"], first["length"], first["step"]) == ([1.0, 1.0], 2, 1)
     assert first["logprobs"] == output.loss_fn_outputs[0]["logprobs"].tolist()
     assert [e["step"] for e in (await _examples(api, run))["examples"]] == [2, 1, 1]
+
+
+async def test_the_first_answers_of_a_sampler_are_kept_under_the_operation_that_froze_it(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(keep_examples=3)
+    api = server.api
+    session = await api.session()
+    run = await api.create_model(session)
+    frozen = {"model_id": run, "seq_id": 1, "sampling_session_seq_id": 5}
+    unnamed = await api.result((await api.ok("/save_weights_for_sampler", frozen))["request_id"])
+    first = await api.sample(unnamed["sampling_session_id"], 0, num_samples=2)
+    second = await api.sample(unnamed["sampling_session_id"], 1, num_samples=2)
+    shown = (await _examples(api, run, step=1))["examples"]
+    assert [e["source"] for e in shown] == ["sampled"] * 3, "a few of four"
+    answers = [*first.sequences, *second.sequences][:3]
+    assert [e["ids"] for e in shown] == [answer.tokens for answer in answers]
+    assert [e["logprobs"] for e in shown] == [answer.logprobs for answer in answers]
+    assert shown[0]["prompt_ids"] == [1, 2, 3] and shown[0]["prompt"] == ["1", "2", "3"]
+    assert shown[0]["stop_reason"] == answers[0].stop_reason
+
+    named = {"model_id": run, "seq_id": 2, "path": "mine"}
+    path = (await api.result((await api.ok("/save_weights_for_sampler", named))["request_id"]))[
+        "path"
+    ]
+    created = {"session_id": session, "sampling_session_seq_id": 6, "model_path": path}
+    sampler = (await api.ok("/create_sampling_session", created))["sampling_session_id"]
+    await api.sample(sampler, 0)
+    assert [e["source"] for e in (await _examples(api, run, step=2))["examples"]] == ["sampled"]
+
+
+async def test_answers_of_a_base_model_or_without_being_asked_for_are_not_kept(
+    start_server: StartServer,
+) -> None:
+    for keep, base_model in ((0, None), (3, MODEL)):
+        server = await start_server(keep_examples=keep)
+        api = server.api
+        session = await api.session()
+        run = await api.create_model(session)
+        if base_model is None:
+            body = {"model_id": run, "seq_id": 1, "sampling_session_seq_id": 5}
+            asked = await api.ok("/save_weights_for_sampler", body)
+            sampler = (await api.result(asked["request_id"]))["sampling_session_id"]
+        else:
+            created = {"session_id": session, "sampling_session_seq_id": 5}
+            made = await api.ok("/create_sampling_session", {**created, "base_model": base_model})
+            sampler = made["sampling_session_id"]
+        await api.sample(sampler, 0)
+        assert (await _examples(api, run))["examples"] == []
+        await server.stop()
 
 
 async def test_an_owners_examples_take_no_more_than_his_share(start_server: StartServer) -> None:

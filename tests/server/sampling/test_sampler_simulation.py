@@ -23,6 +23,7 @@ from tinsmith.server.engines.plan import SlotPlan
 from tinsmith.server.engines.pool import EnginePool
 from tinsmith.server.engines.slot import Slot
 from tinsmith.server.metrics import Metrics
+from tinsmith.server.sampling.examples import SampledExamples
 from tinsmith.server.sampling.loaded import LoadedSamplers
 from tinsmith.server.sampling.requests import Sampling, sample_job
 from tinsmith.server.sampling.stats import SamplerStats
@@ -132,6 +133,7 @@ class World:
             # These count in memory; nothing is written.
             usage=Usage(cast(Any, None)),
             stats=SamplerStats(cast(Any, None)),
+            examples=SampledExamples(cast(Any, None), 0),
             metrics=Metrics(),
             config=ServerConfig(engine_attempts=1000, max_loaded_samplers=MAX_LOADED),
         )

@@ -6,12 +6,10 @@ import itertools
 from typing import Any
 
 from tinsmith.engine.base import Pass
+from tinsmith.server.store.examples import MOST_TOKENS
 from tinsmith.server.store.records import ExampleRecord, OperationRecord
 from tinsmith.types import Datum, ForwardBackwardOutput, TensorData
 from tinsmith.wire import json
-
-MOST_TOKENS = 8192
-"""Of one sequence; `length` tells of how many these are the first."""
 
 _INPUTS = {"weights": "weights", "advantages": "advantages", "logprobs": "sampled_logprobs"}
 

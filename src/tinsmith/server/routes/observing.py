@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
 import orjson
@@ -29,9 +29,11 @@ from tinsmith.server.store.records import (
     SamplerStatsRecord,
     StepRecord,
 )
+from tinsmith.text_model import TextModel
 from tinsmith.types.observing import (
     MAX_KEY_CHARACTERS,
     MAX_STEP,
+    NO_TEXT,
     PostMetricsRequest,
     RunExample,
     RunExamplesResponse,
@@ -156,6 +158,7 @@ async def list_examples(service: Service, caller: Caller, request: Request) -> R
     run = await _owned_run(service, caller, request)
     limit = query_int(request, "limit", 20, most=MAX_EXAMPLES)
     step = query_int(request, "step", -1, least=-1, most=MAX_STEP)
+    await service.sampled_examples.flush()
     found = await service.store.examples.of_run(run.model_id, None if step < 0 else step, limit)
     base = await service.base_model(run.base_model) if found else None
     shown = await asyncio.to_thread(_examples, service, found, base)
@@ -191,13 +194,23 @@ def _examples(
     service: Service, found: Sequence[ExampleRecord], base: BaseModelInfo | None
 ) -> list[RunExample]:
     """With the tokens as texts, or as their numbers where the server has no tokenizer."""
-    text_of: Callable[[int], str] = str
+    tokenizer: TextModel | None = None
     if base is not None and base.tokenizer_folder is not None:
         with contextlib.suppress(ValidationError):
-            text_of = service.text_models.get(base).token_text
+            tokenizer = service.text_models.get(base)
+
+    def texts(ids: Sequence[int]) -> list[str]:
+        text_of = str if tokenizer is None else tokenizer.token_text
+        return ["[image]" if token == NO_TEXT else text_of(token) for token in ids]
+
     bodies = [(each.seq_id, orjson.loads(each.body)) for each in found]
     return [
-        RunExample(step=step, tokens=[text_of(token) for token in body["ids"]], **body)
+        RunExample(
+            step=step,
+            tokens=texts(body["ids"]),
+            prompt=texts(body["prompt_ids"]) if "prompt_ids" in body else None,
+            **body,
+        )
         for step, body in bodies
     ]
 

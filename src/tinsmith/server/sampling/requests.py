@@ -26,6 +26,7 @@ from tinsmith.server.engines.slot import Slot
 from tinsmith.server.futures import Outcome, Promise, Promises
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.sampling.completions import Completions
+from tinsmith.server.sampling.examples import SampledExamples
 from tinsmith.server.sampling.stats import SamplerStats
 from tinsmith.server.sampling.stream_buffer import Patience, buffered
 from tinsmith.server.store.records import SamplerRecord
@@ -74,12 +75,14 @@ class Sampling:
         engines: EnginePool,
         usage: Usage,
         stats: SamplerStats,
+        examples: SampledExamples,
         metrics: Metrics,
         config: ServerConfig,
     ) -> None:
         self._engines = engines
         self._usage = usage
         self._stats = stats
+        self._examples = examples
         self._metrics = metrics
         self._config = config
         self.promises = Promises(config.sample_result_bytes)
@@ -320,6 +323,7 @@ class Sampling:
                 sampler.model_id or "",
             )
         self._stats.count(sampler, job, response)
+        self._examples.keep(sampler, job, response)
         self._metrics.count("sampled_tokens", sampled)
         self._metrics.count("prefilled_tokens", job.prompt.length - cached)
 

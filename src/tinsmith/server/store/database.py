@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -167,6 +167,19 @@ class Database:
 
         return await self.in_thread(read)
 
+    def appender(self, table: sa.Table) -> Callable[[sa.Connection, Sequence[Any]], None]:
+        """A function that adds a row, given its values in the order of the columns. It costs half
+        of what a statement does that is looked up and bound by name each time."""
+        columns = [column.name for column in table.c]
+        compiled = sa.insert(table).compile(dialect=self._engine.dialect)
+        statement = str(compiled)
+        if compiled.positional:
+            assert compiled.positiontup == columns
+            return lambda connection, row: _run(connection, statement, tuple(row))
+        return lambda connection, row: _run(
+            connection, statement, dict(zip(columns, row, strict=True))
+        )
+
     def put_new(self, connection: sa.Connection, table: sa.Table, values: dict[str, Any]) -> bool:
         """Insert a row unless one with the same key is there; whether it was inserted."""
         statement = self._put_new.get(table.name)
@@ -176,6 +189,10 @@ class Database:
             statement = self.insert(table).on_conflict_do_nothing().returning(key)
             self._put_new[table.name] = statement
         return connection.execute(statement, values).first() is not None
+
+
+def _run(connection: sa.Connection, statement: str, values: Any) -> None:
+    connection.exec_driver_sql(statement, values)
 
 
 def create_engine(url: str) -> sa.Engine:

@@ -1,8 +1,10 @@
-"""Examples: sequences that runs were trained on, as many as an owner's share of room holds."""
+"""Examples: what runs were trained on and answered, as much as an owner's share of room holds."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -11,6 +13,14 @@ from tinsmith.server.store.database import Database, row_of
 from tinsmith.server.store.records import ExampleRecord
 
 _TABLE = schema.examples
+MOST_TOKENS = 8192
+"""Of one sequence; `length` tells of how many these are the first."""
+
+
+class SampledExample(NamedTuple):
+    record: ExampleRecord
+    made: str
+    """The sampler, or the checkpoint, that it was sampled from."""
 
 
 class Examples:
@@ -37,6 +47,24 @@ class Examples:
                     break
         values = {name: value for name, value in row_of(example).items() if name != "entry_id"}
         connection.execute(sa.insert(_TABLE).values(values))
+
+    async def add_sampled(self, examples: Sequence[SampledExample]) -> None:
+        """Keep answers, each under the operation that made the weights it was sampled from. Of
+        weights from before operations were recorded there is none to show them under."""
+        steps = schema.steps
+
+        def write(connection: sa.Connection) -> None:
+            for example, made in examples:
+                number = connection.execute(
+                    sa.select(sa.func.max(steps.c.seq_id)).where(
+                        steps.c.model_id == example.model_id, steps.c.made == made
+                    )
+                ).scalar()
+                if number is not None:
+                    self.add(connection, dataclasses.replace(example, seq_id=number))
+
+        if examples:
+            await self._database.write(write)
 
     async def of_run(
         self, model_id: str, seq_id: int | None, limit: int

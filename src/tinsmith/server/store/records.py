@@ -298,7 +298,7 @@ class MarkRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleRecord:
-    """What one sequence of a pass held; kept only where whoever runs the server wants it."""
+    """One sequence of a pass, or one answer; kept only where whoever runs the server wants it."""
 
     entry_id: int = 0
     owner: str
@@ -306,7 +306,7 @@ class ExampleRecord:
     seq_id: int
     num_bytes: int
     body: bytes
-    """JSON: the tokens that were predicted, and for each what is known of it."""
+    """JSON: the tokens that were predicted or sampled, and for each what is known of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

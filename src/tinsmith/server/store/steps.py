@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 
 import orjson
@@ -12,18 +13,19 @@ import sqlalchemy as sa
 from tinsmith.errors import ValidationError
 from tinsmith.server.store import schema
 from tinsmith.server.store.curves import redraw
-from tinsmith.server.store.database import Database, row_of
+from tinsmith.server.store.database import Database
 from tinsmith.server.store.records import OperationStatus, StepRecord
 from tinsmith.types.non_finite import to_json
 from tinsmith.types.observing import MAX_POSTED_KEYS
 
-_ADD = sa.insert(schema.steps)
 POSTED = "posted"
+_VALUES = operator.attrgetter(*(c.name for c in schema.steps.c if c.name != "entry_id"))
 
 
 class Steps:
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._append = database.appender(schema.steps)
         with database.connect() as connection:
             last = connection.execute(sa.select(sa.func.max(schema.steps.c.entry_id))).scalar()
         # One server writes to a store, so that it knows the next number without asking.
@@ -32,7 +34,7 @@ class Steps:
     def add(self, connection: sa.Connection, step: StepRecord) -> int:
         """Record a step as part of a write; its number."""
         number = next(self._numbers)
-        connection.execute(_ADD, {**row_of(step), "entry_id": number})
+        self._append(connection, (number, *_VALUES(step)))
         return number
 
     async def post(self, step: StepRecord, metrics: Mapping[str, float]) -> StepRecord:

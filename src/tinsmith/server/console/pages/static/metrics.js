@@ -37,11 +37,12 @@ export function timesOf(operation) {
 
 export const emptySeries = (axis = "seq") => ({ axis, x: [], t: [], mean: [], min: [], max: [] });
 
-/** Add a point to a series; whether it was new. */
-export function push(series, x, t, value) {
-  if (series.x.length && series.x.at(-1) >= x) return false; // told again after a lost connection
-  series.x.push(x);
-  series.t.push(t);
-  for (const name of ["mean", "min", "max"]) series[name].push(value);
-  return true;
+/** Put a point into a series at its place; one that is told again, or posted anew, takes the place of the first. Whether there are later ones. */
+export function put(series, x, t, value) {
+  let at = series.x.length;
+  while (at > 0 && series.x[at - 1] >= x) at -= 1;
+  const replaced = series.x[at] === x ? 1 : 0;
+  const point = { x, t, mean: value, min: value, max: value };
+  for (const [name, each] of Object.entries(point)) series[name].splice(at, replaced, each);
+  return at < series.x.length - 1;
 }

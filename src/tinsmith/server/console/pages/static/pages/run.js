@@ -3,7 +3,7 @@ import { Chart } from "../chart.js";
 import { $, code, copyButton, empty, fill, h, link, pill, table } from "../dom.js";
 import { ago, bytes, clock, count, duration, moment, number, runName, until } from "../format.js";
 import { listen } from "../live.js";
-import { emptySeries, overview, push, timesOf, titleOf } from "../metrics.js";
+import { emptySeries, overview, put, timesOf, titleOf } from "../metrics.js";
 import { statusOf } from "../run_status.js";
 import { page } from "../shell.js";
 
@@ -143,11 +143,14 @@ function marks() {
   });
 }
 
+/** Whether some of them belong before what was known. */
 function add(values, x, t, axis) {
+  let isEarlier = false;
   for (const [key, value] of Object.entries(values)) {
     if (!state.keys.includes(key)) state.keys.push(key);
-    push((state.series[key] ??= emptySeries(axis)), x, t, typeof value === "number" ? value : null);
+    isEarlier = put((state.series[key] ??= emptySeries(axis)), x, t, typeof value === "number" ? value : null) || isEarlier;
   }
+  return isEarlier;
 }
 
 function addTimes(operation) {
@@ -157,9 +160,10 @@ function addTimes(operation) {
 function heard(step) {
   state.run.last_request_time = Date.now() / 1000;
   const name = (key) => (step.axis === "step" && state.series[key]?.axis === "seq" ? `posted/${key}` : key);
-  add(Object.fromEntries(Object.entries(step.metrics).map(([key, value]) => [name(key), value])), step.seq, step.t, step.axis);
+  const isEarlier = add(Object.fromEntries(Object.entries(step.metrics).map(([key, value]) => [name(key), value])), step.seq, step.t, step.axis);
   redraw();
-  if (Object.values(state.series).some((series) => series.x.length > 3 * POINTS)) thinOut();
+  // A point of a long curve stands for several steps: only the server knows it with this one.
+  if (isEarlier || Object.values(state.series).some((series) => series.x.length > 3 * POINTS)) thinOut();
 }
 
 function ended(operation) {

@@ -37,8 +37,21 @@ function showFacts(operation, series) {
 function showExamples({ examples, is_recorded }) {
   if (!examples.length && !is_recorded) return fill($("examples"), empty("Examples are not kept", "Data is private, so this is off unless whoever runs the server sets ", code("keep_examples"), "."));
   if (!examples.length) return fill($("examples"), empty("No examples of this operation", "A few are kept per operation, and the oldest go first when the room for them is full."));
-  fill($("examples"), examples.map(exampleOf));
+  const isTrained = (example) => example.source === "trained";
+  fill($("examples"), examples.filter(isTrained).map(exampleOf), examples.filter((example) => !isTrained(example)).map(answerOf));
 }
+
+/** An answer below its prompt, which is shown once for those that share it. */
+function answerOf(example, index, all) {
+  const isNew = String(example.prompt_ids) !== String(all[index - 1]?.prompt_ids);
+  const block = tokenBlock(`Answer ${index + 1}, token by token`);
+  block.append(...example.tokens.map((text, i) => token(text, classOf(example.logprobs?.[i]), example.logprobs ? toldOf(example.logprobs[i]) : [])));
+  const ended = example.stop_reason === "stop" ? "ended by itself" : "ended at its limit";
+  return h("article", { class: "card" }, isNew ? [h("h3", {}, "Prompt"), h("p", { class: "prompt tokens muted" }, example.prompt.join(""))] : null,
+    h("h3", {}, `Answer ${index + 1}`, h("small", { class: "muted" }, ` ${number(example.length)} tokens${cutOf(example)}, ${ended}`)), block);
+}
+
+const cutOf = (example) => (example.length > example.tokens.length ? `, the first ${number(example.tokens.length)} shown` : "");
 
 function exampleOf(example, index) {
   const block = tokenBlock(`Example ${index + 1}, token by token`);
@@ -52,6 +65,5 @@ function exampleOf(example, index) {
     const isContext = weight === 0 || example.advantages?.[i] === 0;
     return token(text, isContext ? "context" : classOf(example.logprobs?.[i]), told);
   }));
-  const cut = example.length > example.tokens.length ? `, the first ${example.tokens.length} of ${example.length} tokens` : "";
-  return h("article", { class: "card" }, h("h3", {}, `Example ${index + 1}${cut}`), block);
+  return h("article", { class: "card" }, h("h3", {}, `Example ${index + 1}`, h("small", { class: "muted" }, ` ${number(example.length)} tokens${cutOf(example)}`)), block);
 }
