@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -240,6 +241,8 @@ def test_a_curve_grows_on_a_terminal(
     text = shown.decode()
     assert "Loss per token" in text and "█" in text
     assert "step 2/2: loss " in text
+    link = rf"watch it at {server.url}/training_runs/[-0-9a-f]{{36}}:train:0\s"
+    assert re.search(link, text), "whole, though it is longer than a line"
 
 
 def test_metrics_go_to_a_tracker_and_none_is_taken_for_granted(

@@ -140,6 +140,7 @@ def test_what_somebody_looks_at_who_has_trained_something(
         ("tinker://3f2a…", "cut off"),
         ("3f2a1b4c-1111-22…", "cut off"),
         ("3f2a1b4c-1111-2222-3333-44445555\n6666:train:0", "cut off"),
+        ("3f2a1b4c-1111-2222-3333-444455556666🚋0", "a picture"),
     ],
 )
 def test_what_spoils_the_hour_is_noticed(text: str, problem: str | None) -> None:

@@ -83,6 +83,8 @@ def problem_in(text: str) -> str | None:
     for begun in _BEGUN_ID.finditer(text):
         if not re.match(_ID, text[begun.start() :]):
             return f"an id that is cut off, {text[begun.start() : begun.start() + 40]!r}"
+    if found := re.search(_ID + "[\U0001f300-\U0001faff]", text):  # `:train:` is a word for one
+        return f"an id with a picture in it, {found[0]!r}"
     return None
 
 

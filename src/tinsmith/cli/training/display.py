@@ -88,7 +88,9 @@ def _live(
     from rich.console import Console
     from rich.live import Live
 
-    with Live(console=Console(stderr=True), auto_refresh=False) as live:
+    # Ids contain words between colons, which rich would take for emoji and for markup.
+    console = Console(stderr=True, emoji=False, markup=False, highlight=False)
+    with Live(console=console, auto_refresh=False) as live:
         yield _Curve(live, shown, chart, earlier)
 
 
@@ -119,4 +121,4 @@ class _Curve:
         self._live.update(Text(f"{drawn}\n{head}"), refresh=True)
 
     def note(self, text: str) -> None:
-        self._live.console.print(text, markup=False)
+        self._live.console.print(text, soft_wrap=True)
