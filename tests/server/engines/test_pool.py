@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 import pytest
 
 from tests.support.in_process_server import MODEL
 from tinsmith.engine.fake import FakeEngine
 from tinsmith.errors import ValidationError
-from tinsmith.server.config import build_config
+from tinsmith.server.config import ServerConfig, build_config
 from tinsmith.server.engines.plan import SlotPlan, slot_plans
 
 if TYPE_CHECKING:
@@ -188,10 +188,17 @@ def test_devices_and_roles_are_dealt_out_in_turns() -> None:
 
 
 @pytest.mark.parametrize(
+    "device", get_args(get_type_hints(ServerConfig, include_extras=True)["device"])
+)
+def test_every_device_that_a_server_can_be_told_has_a_slot(device: str) -> None:
+    assert slot_plans(build_config({"device": device})) == (SlotPlan(device=device),)
+
+
+@pytest.mark.parametrize(
     ("settings", "problem"),
     [
         ({"engines": 0}, "engines: must be from 1 to 256, got 0"),
-        ({"devices": "gpu1"}, "devices: expected auto, cpu, cuda or cuda:NUMBER, got 'gpu1'"),
+        ({"devices": "gpu1"}, "devices: expected auto, cpu, mps, cuda or cuda:NUMBER, got 'gpu1'"),
         ({"devices": "cpu,cuda:0", "engines": 1}, "devices: names 2 for 1 engines"),
         ({"devices": "cpu,cuda:0", "deterministic": True}, "devices: a deterministic server needs"),
         ({"engine_roles": "train"}, "engine_roles: no engine would sample; add sample or both"),

@@ -13,7 +13,7 @@ Role = Literal["train", "sample", "both"]
 
 _MOST_ENGINES = 256
 
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def _check_devices(devices: list[str], *, is_deterministic: bool) -> None:
     for device in devices:
         if not _DEVICE.fullmatch(device):
             raise ValidationError(
-                f"expected auto, cpu, cuda or cuda:NUMBER, got {device!r}", "devices"
+                f"expected auto, cpu, mps, cuda or cuda:NUMBER, got {device!r}", "devices"
             )
     kinds = {device.partition(":")[0] for device in devices}
     if is_deterministic and len(kinds) > 1:
