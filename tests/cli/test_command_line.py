@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import platform
 import re
 import resource
 import shutil
@@ -152,6 +153,17 @@ def test_a_model_that_cannot_be_served_is_named_at_the_terminal_and_by_the_docto
     findings = {each["what"]: each for each in json.loads(doctor.stdout)["findings"]}
     assert "no model" in findings["server"]["found"]
     assert findings["model some/model"]["status"] == "problem"
+
+
+def test_the_doctor_tells_a_mac_how_its_gpu_is_used(
+    run_json: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    (found,) = [
+        each["found"] for each in run_json("doctor")["findings"] if each["what"] == "device"
+    ]
+    assert found == "CPU; this Mac's GPU is used with serve --device mps"
 
 
 def test_the_doctor_names_a_refused_key_and_the_cure(run: Run) -> None:

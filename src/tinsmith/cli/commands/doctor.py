@@ -93,6 +93,8 @@ def _version(name: str) -> str:
 
 
 def _device() -> Finding:
+    if (platform.system(), platform.machine()) == ("Darwin", "arm64"):
+        return Finding("device", "ok", "CPU; this Mac's GPU is used with serve --device mps")
     if shutil.which("nvidia-smi") is None:
         return Finding("device", "ok", "CPU; no NVIDIA driver on this machine")
     if importlib.util.find_spec("torch") is None:
