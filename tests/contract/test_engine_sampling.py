@@ -30,7 +30,7 @@ from tests.support.engine_calls import (
     tokens_of,
     train,
 )
-from tinsmith.engine.base import Engine, Failure, TokensSampled
+from tinsmith.engine.base import Engine, Failure, Shaping, TokensSampled
 from tinsmith.types import (
     LoraConfig,
     SampleResponse,
@@ -309,3 +309,39 @@ async def test_concurrent_calls_all_get_their_own_answer(engine: Engine) -> None
     assert [tokens_of(response) for response in sampled] == [tokens_of(r) for r in again]
     for name, values in zip(adapters, trained, strict=True):
         np.testing.assert_array_equal(await logprobs(engine, name), values)
+
+
+async def test_shaping_changes_what_is_chosen_and_not_what_is_reported(engine: Engine) -> None:
+    plain = await sample(engine, job(temperature=0, max_tokens=1))
+    (first,) = plain.sequences[0].tokens
+    other = (first + 1) % VOCAB_SIZE
+    biased = await sample(
+        engine, job(temperature=0, max_tokens=1, shaping=Shaping(logit_bias={other: 100.0}))
+    )
+    assert biased.sequences[0].tokens == [other]
+    assert biased.sequences[0].logprobs[0] < plain.sequences[0].logprobs[0] <= 0
+    never = Shaping(frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=100.0)
+    fresh = await sample(engine, job(temperature=0, max_tokens=12, stop=[], shaping=never))
+    assert len(set(fresh.sequences[0].tokens)) == 12, "a token came twice"
+    likeliest = Shaping(min_p=1.0)
+    sure = await sample(engine, job(temperature=1.5, max_tokens=1, seed=1, shaping=likeliest))
+    assert sure.sequences[0].tokens == [first]
+
+
+@pytest.mark.parametrize(
+    ("shaping", "problem"),
+    [
+        (Shaping(min_p=1.5), "min_p: must be between 0 and 1"),
+        (Shaping(presence_penalty=3.0), "presence_penalty: must be between -2 and 2"),
+        (Shaping(frequency_penalty=math.nan), "frequency_penalty"),
+        (Shaping(repetition_penalty=0.0), "repetition_penalty: must be between 0.01 and 100"),
+        (Shaping(logit_bias={VOCAB_SIZE: 1.0}), "outside the vocabulary"),
+        (Shaping(logit_bias={3: 101.0}), "logit_bias.3: must be between -100 and 100"),
+    ],
+)
+async def test_a_shaping_out_of_range_is_refused_by_name(
+    engine: Engine, shaping: Shaping, problem: str
+) -> None:
+    failure = await failed_sample(engine, job(shaping=shaping))
+    assert failure.category == "user"
+    assert problem in failure.message

@@ -14,7 +14,7 @@ a value (`Failure`) in the item's place. Exceptions mean that the engine itself 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -149,6 +149,38 @@ class SnapshotInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What a sampled text must match, from its first character to its last."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shaping:
+    """How a job bends the choice of tokens, beyond the protocol's parameters (`shaping`)."""
+
+    min_p: float = 0.0
+    """Leave out tokens below this part of the likeliest token's probability."""
+
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that the sequence has sampled,"""
+
+    frequency_penalty: float = 0.0
+    """and this once for each time that it has."""
+
+    repetition_penalty: float = 1.0
+    """Divides the logits above zero, and multiplies those below, of tokens that it has sampled or
+    that its prompt has."""
+
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of tokens."""
+
+    grammar: Grammar | None = None
+    """Leave out tokens with which the text would not match, and end only where it does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleJob:
     """One sampling request: `num_samples` continuations of one prompt."""
 
@@ -159,6 +191,7 @@ class SampleJob:
 
     prompt: ModelInput
     params: SamplingParams
+    shaping: Shaping | None = None
     num_samples: int = 1
     prompt_logprobs: bool = False
     prompt_logprobs_last_n: int | None = None

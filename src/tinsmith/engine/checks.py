@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinsmith.engine.base import CustomLoss, Pass, SampleJob
+from tinsmith.engine.base import CustomLoss, Pass, SampleJob, Shaping
 from tinsmith.engine.loss_table import LossSpec, loss_named
 from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.types import Datum, LoraConfig, ModelInput, SamplingParams, TensorData
@@ -27,6 +27,9 @@ MAX_TOPK = 1024
 
 MAX_STOP_STRINGS = 256
 """Texts that may stop a sequence; each is looked for at every token of every sample."""
+
+MAX_BIASES = 1024
+"""Tokens whose logits a request may bias."""
 
 MAX_TARGETS = 2**24
 """Cells of a (positions, K) matrix of targets; the answer holds a number for each."""
@@ -110,6 +113,22 @@ def check_sample(job: SampleJob, *, vocab_size: int, max_context_length: int) ->
         _check_params(job.params, vocab_size)
     except ValidationError as error:
         raise error.under("sampling_params") from None
+    if job.shaping is not None:
+        _check_shaping(job.shaping, vocab_size)
+
+
+def _check_shaping(shaping: Shaping, vocab_size: int) -> None:
+    _check_range("min_p", shaping.min_p, 0, 1)
+    _check_range("presence_penalty", shaping.presence_penalty, -2, 2)
+    _check_range("frequency_penalty", shaping.frequency_penalty, -2, 2)
+    _check_range("repetition_penalty", shaping.repetition_penalty, 0.01, 100)
+    if len(shaping.logit_bias) > MAX_BIASES:
+        problem = f"at most {MAX_BIASES} tokens, got {len(shaping.logit_bias)}"
+        raise ValidationError(problem, "logit_bias")
+    for token, bias in shaping.logit_bias.items():
+        if not 0 <= token < vocab_size:
+            raise ValidationError(_outside(token, vocab_size), "logit_bias")
+        _check_range(f"logit_bias.{token}", bias, -100, 100)
 
 
 def _check_params(params: SamplingParams, vocab_size: int) -> None:
@@ -331,6 +350,6 @@ def _outside(token: int, vocab_size: int) -> str:
     return f"token {token} is outside the vocabulary; known: 0 to {vocab_size - 1}"
 
 
-def _check_range(name: str, value: int, low: int, high: int) -> None:
+def _check_range(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         raise ValidationError(f"must be between {low} and {high}, got {value}", name)

@@ -39,7 +39,9 @@ from tinsmith.engine.fake.config import FakeEngineConfig, FakeModel
 from tinsmith.engine.fake.losses import LARGEST_LOSS, LOSSES
 from tinsmith.engine.fake.model import Array, Bigram, BigramAdapter
 from tinsmith.engine.fake.sample import Continuation, PromptScores, TokenSource
+from tinsmith.engine.grammar import Matcher, Tokens
 from tinsmith.engine.loss_table import loss_named
+from tinsmith.engine.shaping import Shaper
 from tinsmith.engine.stopping import StopRule, StopWatch
 from tinsmith.errors import EngineDiedError, ValidationError
 from tinsmith.types import (
@@ -274,12 +276,23 @@ class FakeEngine(Engine):
                 job, vocab_size=model.vocab_size, max_context_length=model.max_context_length
             )
             logprobs = self._sampler_table(job, model)
+            shaper = self._shaper(job, model)
             if job.job_id in self._jobs:
                 raise ValidationError(f"a sampling job called {job.job_id!r} is already under way")
         except ValidationError as error:
             return _just(_refusal(error))
         given_up = self._jobs[job.job_id] = asyncio.Event()
-        return self._run_job(job, model, logprobs, given_up)
+        return self._run_job(job, model, logprobs, shaper, given_up)
+
+    def _shaper(self, job: SampleJob, model: FakeModel) -> Shaper | None:
+        if job.shaping is None:
+            return None
+        matcher = None
+        if job.shaping.grammar is not None:
+            tokens = Tokens(model.tokenizer_folder, model.vocab_size)
+            rule = StopRule.of(job.params, model.eos_token_ids, room=0)
+            matcher = Matcher(tokens.compile(job.shaping.grammar), rule.token_ids)
+        return Shaper(job.shaping, job.prompt.tokens_np(), matcher)
 
     def _sampler_table(self, job: SampleJob, model: FakeModel) -> Array:
         if job.sampler_id is None:
@@ -299,7 +312,12 @@ class FakeEngine(Engine):
             self._jobs[job_id].set()
 
     async def _run_job(
-        self, job: SampleJob, model: FakeModel, logprobs: Array, given_up: asyncio.Event
+        self,
+        job: SampleJob,
+        model: FakeModel,
+        logprobs: Array,
+        shaper: Shaper | None,
+        given_up: asyncio.Event,
     ) -> AsyncIterator[SampleEvent]:
         try:
             prompt = job.prompt.tokens_np()
@@ -316,6 +334,7 @@ class FakeEngine(Engine):
                     random=np.random.default_rng([seed & (2**64 - 1), index]),
                     previous=int(prompt[-1]),
                     is_empty=rule.max_tokens == 0,
+                    shaper=None if shaper is None else shaper.copy(),
                 )
                 for index in range(job.num_samples)
             ]
@@ -323,6 +342,9 @@ class FakeEngine(Engine):
             while running := [c for c in enumerate(continuations) if c[1].stop_reason is None]:
                 for index, continuation in running:
                     token, logprob = continuation.grow()
+                    if continuation.problem is not None:
+                        yield Failure(continuation.problem, "user")
+                        return
                     self._num_decoded += 1
                     if job.stream:
                         yield TokensSampled(

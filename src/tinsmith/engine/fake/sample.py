@@ -6,6 +6,8 @@ import numpy as np
 
 from tinsmith.engine.base import SampleJob
 from tinsmith.engine.fake.model import Array, Bigram
+from tinsmith.engine.grammar import token_masks
+from tinsmith.engine.shaping import Shaper
 from tinsmith.engine.stopping import StopWatch
 from tinsmith.types import (
     PromptAltTokens,
@@ -31,11 +33,17 @@ class TokenSource:
         self._params = params
         self._rows: dict[int, tuple[Array, Array]] = {}
 
-    def draw(self, previous: int, uniform: float) -> tuple[int, float]:
+    def draw(
+        self, previous: int, uniform: float, shaper: Shaper | None = None
+    ) -> tuple[int, float]:
         """The token that the number in [0, 1) picks after `previous`, and its log-probability."""
         logprobs, cumulative = self._row(previous)
+        choosing = logprobs
+        if shaper is not None:
+            choosing = self._tempered(_shaped(self._plain_row(previous), shaper))
+            cumulative = np.cumsum(self._cut(_above(np.exp(choosing), shaper.shaping.min_p)))
         if self._params.temperature == 0:
-            token = int(logprobs.argmax())
+            token = int(choosing.argmax())
         else:
             token = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
         return token, float(logprobs[token])
@@ -49,14 +57,22 @@ class TokenSource:
     def _row(self, previous: int) -> tuple[Array, Array]:
         context = previous % self._model.num_contexts
         if context not in self._rows:
-            logprobs = self._model.row(self._logprobs, context)
-            if self._params.temperature not in (0, 1):
-                with np.errstate(over="ignore"):
-                    scaled = (logprobs - logprobs.max()) / self._params.temperature
-                logprobs = scaled - np.log(np.exp(scaled).sum())
-                logprobs = np.maximum(logprobs, np.finfo(np.float32).min)
+            logprobs = self._tempered(self._plain_row(previous))
             self._rows[context] = (logprobs, np.cumsum(self._cut(np.exp(logprobs))))
         return self._rows[context]
+
+    def _plain_row(self, previous: int) -> Array:
+        return self._model.row(self._logprobs, previous % self._model.num_contexts)
+
+    def _tempered(self, logits: Array) -> Array:
+        """Log-probabilities at the request's temperature; as they are where that is 0 or 1."""
+        temperature = self._params.temperature
+        if temperature in (0, 1):
+            return logits
+        with np.errstate(over="ignore"):
+            scaled = (logits - logits.max()) / temperature
+        logprobs: Array = scaled - np.log(np.exp(scaled).sum())
+        return np.maximum(logprobs, np.finfo(np.float32).min)
 
     def _cut(self, probabilities: Array) -> Array:
         """Zero for the tokens that top-k and then top-p leave out."""
@@ -76,6 +92,26 @@ class TokenSource:
         return cut
 
 
+def _shaped(logits: Array, shaper: Shaper) -> Array:
+    """One row as the real engine shapes it, but for a constant."""
+    edits = shaper.edits()
+    values = logits[edits.tokens] + edits.added
+    values = np.where(values > 0, values / edits.factor, values * edits.factor) - edits.taken
+    logits = logits.copy()
+    logits[edits.tokens] = values
+    if shaper.matcher is not None:
+        (mask,) = token_masks([shaper.matcher], len(logits))
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(logits)]
+        logits[bits == 0] = -np.inf
+    shaped: Array = logits - logits.max()
+    return shaped
+
+
+def _above(probabilities: Array, min_p: float) -> Array:
+    """Zero for the tokens that min-p leaves out."""
+    return np.where(probabilities < min_p * probabilities.max(), 0.0, probabilities)
+
+
 class Continuation:
     """One sample as it grows; `stop_reason` is None until it has ended."""
 
@@ -87,8 +123,10 @@ class Continuation:
         random: np.random.Generator,
         previous: int,
         is_empty: bool,
+        shaper: Shaper | None = None,
     ) -> None:
         self._source = source
+        self._shaper = shaper
         self._watch = watch
         self._random = random
         self._before = [previous]
@@ -97,12 +135,23 @@ class Continuation:
         self.stop_reason: StopReason | None = "length" if is_empty else None
 
     def grow(self) -> tuple[int, float]:
-        token, logprob = self._source.draw(self._before[-1], self._random.random())
+        token, logprob = self._source.draw(self._before[-1], self._random.random(), self._shaper)
+        if self._shaper is not None:
+            self._shaper.see(token)
         self._before.append(token)
         self._tokens.append(token)
         self._logprobs.append(logprob)
         self.stop_reason = self._watch.see(token)
+        matcher = None if self._shaper is None else self._shaper.matcher
+        if self.stop_reason is None and matcher is not None and matcher.is_at_end:
+            self.stop_reason = "stop"
         return token, logprob
+
+    @property
+    def problem(self) -> str | None:
+        """Why its grammar cannot be followed further."""
+        matcher = None if self._shaper is None else self._shaper.matcher
+        return None if matcher is None else matcher.problem
 
     def finish(self, sequence_id: str, k: int) -> SampledSequence:
         assert self.stop_reason is not None, "the sample has ended"

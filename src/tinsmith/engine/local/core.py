@@ -34,6 +34,7 @@ from tinsmith.engine.base import (
     Step,
     TokensSampled,
 )
+from tinsmith.engine.grammar import Tokens
 from tinsmith.engine.local import progress
 from tinsmith.engine.local.boundary.worker import PassResults
 from tinsmith.engine.local.config import LocalEngineConfig
@@ -348,8 +349,11 @@ class EngineCore:
     def _generator(self, base_model: str) -> Generator:
         decoder = self._decoder(base_model)
         if base_model not in self._generators:
-            detokenize = read_detokenize(self._models.folder(base_model))
-            self._generators[base_model] = Generator(decoder, self._config, detokenize)
+            folder = self._models.folder(base_model)
+            tokens = Tokens(folder, decoder.config.vocab_size)
+            self._generators[base_model] = Generator(
+                decoder, self._config, read_detokenize(folder), tokens
+            )
         return self._generators[base_model]
 
 

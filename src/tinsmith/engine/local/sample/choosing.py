@@ -59,8 +59,16 @@ def draw_rows(
 class Distributions:
     """The next-token distributions of M rows."""
 
-    def __init__(self, logits: Tensor, temperature: np.ndarray | None = None) -> None:
-        """`logits` (M, V) float32; `temperature` (M,), None for 1 everywhere."""
+    def __init__(
+        self,
+        logits: Tensor,
+        temperature: np.ndarray | None = None,
+        min_p: np.ndarray | None = None,
+    ) -> None:
+        """`logits` (M, V) float32; `temperature` (M,), None for 1 everywhere.
+
+        Tokens below `min_p` (M,) times the likeliest one's probability have none.
+        """
         if logits.device.type == "mps":
             logits = logits.cpu()  # sums of probabilities are float64, which Apple's GPUs lack
         self._is_greedy = np.zeros(len(logits), dtype=bool)
@@ -69,6 +77,10 @@ class Distributions:
             logits = _scale(logits, np.where(self._is_greedy, 1.0, temperature))
         self.scaled = logits
         self._peak, self._best = logits.max(dim=-1)
+        if min_p is not None and (min_p > 0).any():
+            with np.errstate(divide="ignore"):
+                lowest = self._peak + _tensor(np.log(min_p), logits, torch.float32)
+            logits = logits.masked_fill(logits < lowest[:, None], -torch.inf)
         self._weights = torch.exp(logits - self._peak[:, None])
         self._total = self._weights.sum(dim=-1)
         self._log_total = self._peak + self._total.log()

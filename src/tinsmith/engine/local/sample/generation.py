@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -22,13 +23,15 @@ import numpy as np
 import torch
 
 from tinsmith.detokenizer import Detokenize
-from tinsmith.engine.base import Failure, SampleEvent, SampleJob, TokensSampled
+from tinsmith.engine.base import Failure, FailureCategory, SampleEvent, SampleJob, TokensSampled
+from tinsmith.engine.grammar import Tokens
 from tinsmith.engine.local import device_memory, kernels
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.foreign import is_foreign
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.choosing import NOT_FINITE
+from tinsmith.engine.local.sample.compiling import Compiling
 from tinsmith.engine.local.sample.kvcache import CacheShape
 from tinsmith.engine.local.sample.mixed_step import Chunk, MixedStep
 from tinsmith.engine.local.sample.next_tokens import NextToken
@@ -37,7 +40,12 @@ from tinsmith.engine.local.sample.sequences import Request, Sequence
 from tinsmith.errors import ValidationError
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from tinsmith.engine.local.sample.decode_step import DecodeOnly, DecodeStep
+
+_PATIENCE = 0.002
+"""Seconds that a step waits for a grammar where there is nothing else to do."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,11 +58,13 @@ class Generator:
         decoder: Decoder,
         config: LocalEngineConfig,
         detokenize: Detokenize | None = None,
+        tokens: Tokens | None = None,
         *,
         prefill_tokens: int | None = None,
         use_graphs: bool = True,
     ) -> None:
-        """`detokenize` is needed for stop strings only; it must keep special tokens.
+        """`detokenize` is needed for stop strings only; it must keep special tokens. `tokens`
+        are needed for grammars only.
 
         `prefill_tokens` is the most prompt tokens in one step: 256 on the CPU, where they take
         about as long as a step should, and 8192 on CUDA. Without `use_graphs` the kernels of a
@@ -75,13 +85,14 @@ class Generator:
             failing=self._failing,
         )
         self._decode = _decode_step(decoder, config, use_graphs)
+        self._compiling = Compiling(tokens or Tokens(None, decoder.config.vocab_size))
         self._requests: dict[str, Request] = {}
         self._events: list[tuple[str, SampleEvent]] = []
 
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests or self._events)
+        return bool(self._requests or self._events or self._compiling)
 
     @property
     def num_running(self) -> int:
@@ -105,12 +116,21 @@ class Generator:
 
     def submit(self, job: SampleJob, adapter: Adapter | None) -> None:
         """Queue a job. What is wrong with it comes back as an event of the next step."""
-        if job.job_id in self._requests:
+        if job.job_id in self._requests or job.job_id in self._compiling:
             failure = Failure(f"sampling job {job.job_id!r} is running already", "server")
             self._events.append((job.job_id, failure))
-            return
+        elif job.shaping is not None and job.shaping.grammar is not None:
+            self._compiling.add(job, adapter)
+        else:
+            self._start(job, adapter)
+
+    def _start(
+        self, job: SampleJob, adapter: Adapter | None, grammar: Future[LLMatcher] | None = None
+    ) -> None:
+        """Queue a job whose grammar, if it has one, is compiled or cannot be."""
         try:
-            request = Request(job, adapter, self._decoder.config, self._detokenize)
+            matcher = None if grammar is None else grammar.result()
+            request = Request(job, adapter, self._decoder.config, self._detokenize, matcher)
         except ValidationError as error:
             self._events.append((job.job_id, Failure(str(error), "user")))
             return
@@ -120,6 +140,7 @@ class Generator:
     def cancel(self, job_id: str) -> None:
         """Give up a job, of which no event follows. Unknown and finished ones are ignored."""
         self._events = [(owner, event) for owner, event in self._events if owner != job_id]
+        self._compiling.cancel(job_id)
         request = self._requests.get(job_id)
         if request is not None:
             with torch.inference_mode():
@@ -133,6 +154,10 @@ class Generator:
 
     def step(self) -> list[tuple[str, SampleEvent]]:
         """Schedule, run, settle; the answer is what there is to report, by job."""
+        if self._compiling:
+            is_idle = not (self._requests or self._events)
+            for job, adapter, grammar in self._compiling.take(_PATIENCE if is_idle else 0.0):
+                self._start(job, adapter, grammar)
         with torch.inference_mode():
             self._scheduler.schedule()
             for step in self._steps():
@@ -183,6 +208,8 @@ class Generator:
         request = choice.sequence.request
         if not choice.is_finite:
             self._fail(request, NOT_FINITE)
+        elif (problem := choice.sequence.problem) is not None:
+            self._fail(request, problem, "user")
         elif request.job.job_id in self._requests:
             choice.sequence.add(choice.token, choice.logprob, choice.top)
             self.num_decoded += 1
@@ -224,10 +251,10 @@ class Generator:
             for request in requests:
                 self._fail(request, f"sampling failed: {error}")
 
-    def _fail(self, request: Request, message: str) -> None:
+    def _fail(self, request: Request, message: str, category: FailureCategory = "server") -> None:
         if request.job.job_id in self._requests:
             self._remove(request, wipe=True)
-            self._events.append((request.job.job_id, Failure(message, "server")))
+            self._events.append((request.job.job_id, Failure(message, category)))
 
     def _remove(self, request: Request, *, wipe: bool = False) -> None:
         del self._requests[request.job.job_id]

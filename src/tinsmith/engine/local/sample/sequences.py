@@ -6,21 +6,27 @@ These hold state and know how an answer is put together. Who runs when is decide
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tinsmith.detokenizer import Detokenize
 from tinsmith.engine.base import SampleJob
+from tinsmith.engine.grammar import Matcher
 from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.choosing import SMALL_TEMPERATURE, fresh_seed
 from tinsmith.engine.local.sample.kvcache import Slot, Span
 from tinsmith.engine.local.sample.prefixes import Realm
 from tinsmith.engine.local.sample.prompt_scores import PromptScores
+from tinsmith.engine.shaping import Shaper
 from tinsmith.engine.stopping import StopRule, StopWatch
 from tinsmith.errors import ValidationError
 from tinsmith.types import SampledSequence, SampleResponse, StopReason, TopkLogprobs
 from tinsmith.types.sampling import MASK_LOGPROB
+
+if TYPE_CHECKING:
+    import llguidance
 
 
 class Request:
@@ -32,7 +38,9 @@ class Request:
         adapter: Adapter | None,
         config: DecoderConfig,
         detokenize: Detokenize | None,
+        grammar: llguidance.LLMatcher | None = None,
     ) -> None:
+        """`grammar` is that of the job, compiled."""
         self.job = job
         self.adapter = adapter
         self.realm = Realm(job.scope, adapter)
@@ -62,9 +70,10 @@ class Request:
         is_cut = 0 < params.top_k < config.vocab_size or params.top_p < 1.0
         is_small = 0 < params.temperature < SMALL_TEMPERATURE
         is_plain = params.temperature == 0 or not (is_cut or is_small)
-        self.draws_whole = job.topk_sample_logprobs <= 0 and is_plain
+        self.draws_whole = is_plain and job.shaping is None and job.topk_sample_logprobs <= 0
         """Whether each token is drawn from the whole distribution and nothing more is asked."""
         self._detokenize = detokenize
+        self._matcher = None if grammar is None else Matcher(grammar, self.rule.token_ids)
         self._sequences: list[Sequence] = []
 
     @property
@@ -81,9 +90,15 @@ class Request:
         """Made when they are first needed: a request may ask for thousands, and wait for long
         among thousands of others."""
         if not self._sequences:
-            prompt = self.prompt.tolist()
+            prompt, shaping = self.prompt.tolist(), self.job.shaping
+            shaper = None if shaping is None else Shaper(shaping, self.prompt, self._matcher)
             self._sequences = [
-                Sequence(self, index, StopWatch(self.rule, self._detokenize, prompt))
+                Sequence(
+                    self,
+                    index,
+                    StopWatch(self.rule, self._detokenize, prompt),
+                    None if shaper is None else shaper.copy(),
+                )
                 for index in range(self.job.num_samples)
             ]
         return self._sequences
@@ -106,12 +121,15 @@ class Request:
 class Sequence:
     """One sample of a request."""
 
-    def __init__(self, request: Request, index: int, watch: StopWatch) -> None:
+    def __init__(
+        self, request: Request, index: int, watch: StopWatch, shaper: Shaper | None = None
+    ) -> None:
         self.request = request
         self.index = index
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.stop_reason: StopReason | None = None
+        self.shaper = shaper
         self.slot: Slot | None = None
         self.prompt_span: Span | None = None
         """A span this sequence uses: the shared prompt, or one still to be copied into a slot."""
@@ -130,15 +148,31 @@ class Sequence:
         shared = 0 if self.prompt_span is None else self.prompt_span.num_tokens
         return shared + self.slot.num_tokens
 
+    @property
+    def problem(self) -> str | None:
+        """Why its grammar cannot be followed further."""
+        matcher = None if self.shaper is None else self.shaper.matcher
+        return None if matcher is None else matcher.problem
+
+    @property
+    def is_grammar_at_end(self) -> bool:
+        """Whether its text is complete and cannot go on, and no token says so."""
+        matcher = None if self.shaper is None else self.shaper.matcher
+        return matcher is not None and matcher.is_at_end
+
     def add(
         self, token: int, logprob: float, top: tuple[SequenceOf[int], SequenceOf[float]] | None
     ) -> None:
         """Take the next token; `stop_reason` says afterwards whether it was the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if self.shaper is not None:
+            self.shaper.see(token)
         if top is not None:
             self._top.append(top)
         self.stop_reason = self._watch.see(token)
+        if self.stop_reason is None and self.is_grammar_at_end:
+            self.stop_reason = "stop"
 
     def result(self) -> SampledSequence:
         assert self.stop_reason is not None
