@@ -104,7 +104,7 @@ def test_mistakes_come_in_the_shape_that_openai_clients_read(client: openai.Open
     with pytest.raises(openai.NotFoundError, match="checkpoint"):
         client.completions.create(model="tinker://a/sampler_weights/b", prompt="a")
     with pytest.raises(openai.BadRequestError, match="presence_penalty"):
-        client.completions.create(model=MODEL, prompt="a", presence_penalty=1.0)
+        client.completions.create(model=MODEL, prompt="a", presence_penalty=3.0)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model=MODEL, prompt="a", temperature=-1)
     with pytest.raises(openai.BadRequestError, match="tools"):

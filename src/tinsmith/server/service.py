@@ -19,6 +19,7 @@ from pathlib import Path
 from tinsmith import disk
 from tinsmith.engine.base import BaseModelInfo, Capabilities, RefusedModel
 from tinsmith.errors import EngineError
+from tinsmith.server.chat.forms import FormChecks
 from tinsmith.server.chat.text import TextModels
 from tinsmith.server.checkpoints import Checkpoints
 from tinsmith.server.config import ServerConfig
@@ -112,6 +113,7 @@ class Service:
         self.sampler_stats = SamplerStats(store)
         self.sampled_examples = SampledExamples(store, config.keep_examples)
         self.text_models = TextModels()
+        self.forms = FormChecks()
         self.sampling = Sampling(
             engines=self.engines,
             usage=self.usage,
@@ -215,6 +217,7 @@ class Service:
             logger.exception("the last housekeeping failed")
         await self.engines.close()
         self.workers.close()
+        self.forms.close()
         await self.store.close()
 
     async def capabilities(self) -> Capabilities:

@@ -21,6 +21,8 @@ from tinsmith.types.tokenizers import TokenizerFilesResponse
 
 API = "/api/v1"
 OPENAI_API = "/oai/api/v1"
+GENERATE_API = "/oai/api/inference/v1"
+"""Where clients of vLLM look, beside the API that they are given."""
 ANTHROPIC_API = "/anthropic/v1"
 OUTSIDE = ""
 """Where the endpoints for whoever runs the server are."""
@@ -338,6 +340,12 @@ OPENAI_COMPLETIONS = Endpoint("POST", "/completions", dict, object,
 OPENAI_CHAT_COMPLETIONS = Endpoint("POST", "/chat/completions", dict, object,
     "Answer a conversation.", repeat=Repeat.ANEW, gives=(JSON, EVENT_STREAM), prefix=OPENAI_API,
     has_data=True, is_for_browsers=True)
+OPENAI_GENERATE = Endpoint("POST", "/generate", dict, object,
+    "Continue tokens with tokens, as vLLM's endpoint of that name does.", repeat=Repeat.ANEW,
+    prefix=GENERATE_API, has_data=True)
+OPENAI_RESPONSES = Endpoint("POST", "/responses", dict, object,
+    "Answer a conversation with items, as agents ask for it.", repeat=Repeat.ANEW,
+    gives=(JSON, EVENT_STREAM), prefix=OPENAI_API, has_data=True, is_for_browsers=True)
 
 # --- for Anthropic clients ------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from tests.support.tiny_tokenizers import byte_fallback_tokenizer
+from tinsmith.engine.base import Shaping
 from tinsmith.errors import ValidationError
 from tinsmith.server.chat.openai import read_chat, read_completion
 from tinsmith.server.chat.text import TextStream
@@ -96,7 +97,9 @@ def test_of_two_stop_strings_the_one_that_begins_first_ends_the_text() -> None:
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"five": 1}}, "logit_bias: expected the ids of tokens"),
+        ({"prompt": "a", "logit_bias": {str(t): 1 for t in range(1025)}}, "at most 1024 tokens"),
+        ({"prompt": "a", "min_p": "low"}, "min_p"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "nonsense": 1}, "nonsense"),
         ({"prompt": "a", "n": 0}, "n:"),
@@ -114,6 +117,14 @@ def test_settings_that_ask_for_nothing_are_accepted() -> None:
         {"model": "m", "prompt": ["a", "b"], "presence_penalty": 0, "best_of": 1, "suffix": None}
     )
     assert ask.prompts == ("a", "b") and ask.params.max_tokens == 16
+
+
+def test_penalties_and_biases_are_read_for_the_engine() -> None:
+    said = {"min_p": 0.1, "presence_penalty": 1, "logit_bias": {"7": -3}, "temperature": 0}
+    ask = read_completion({"model": "m", "prompt": "a", **said})
+    assert ask.shaping == Shaping(min_p=0.1, presence_penalty=1.0, logit_bias={7: -3.0})
+    neutral = {"min_p": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}}
+    assert read_completion({"model": "m", "prompt": "a", **neutral}).shaping is None
 
 
 def test_chat_messages_may_be_texts_or_text_parts() -> None:

@@ -6,13 +6,14 @@ What both APIs share; their routes only read requests and shape answers.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from tinsmith.engine.base import Failure, SampleJob, TokensSampled
+from tinsmith.engine.base import Failure, SampleJob, Shaping, TokensSampled
 from tinsmith.errors import EngineError, ValidationError
 from tinsmith.server.chat.ask import Ask
 from tinsmith.server.chat.text import TextStream
@@ -112,6 +113,8 @@ class Answering:
 async def prepare(service: Service, caller: Caller, ask: Ask) -> Answering:
     """Find the model, render the prompt, and see that there is room for it."""
     sampler, text = await find_model(service, caller, ask.model)
+    if ask.form is not None:
+        await service.forms.check(caller.owner, ask.form)
     answering = await asyncio.to_thread(Answering, service, sampler, ask, text)
     num_bytes = sum(job.prompt.nbytes for job in answering.jobs)
     if not service.sampling.has_room(caller.owner, len(answering.jobs), num_bytes):
@@ -204,6 +207,12 @@ def _opening(text: TextModel, ask: Ask) -> str:
     return form.forced(ask.tool_use.name) if ask.tool_use.is_forced else ""
 
 
+def _shaping(ask: Ask) -> Shaping | None:
+    if ask.form is None:
+        return ask.shaping
+    return dataclasses.replace(ask.shaping or Shaping(), grammar=ask.form.grammar)
+
+
 def _job(ask: Ask, sampler: SamplerRecord, prompt: list[int]) -> SampleJob:
     return SampleJob(
         job_id=f"oai-{uuid.uuid4().hex}",
@@ -211,6 +220,7 @@ def _job(ask: Ask, sampler: SamplerRecord, prompt: list[int]) -> SampleJob:
         sampler_id=sampler.weights_id,
         prompt=ModelInput.from_ints(prompt),
         params=ask.params,
+        shaping=_shaping(ask),
         num_samples=ask.n,
         prompt_logprobs=ask.echo and ask.with_logprobs,
         topk_prompt_logprobs=ask.top_logprobs if ask.echo else 0,

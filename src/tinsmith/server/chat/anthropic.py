@@ -18,6 +18,7 @@ from tinsmith.server.chat.ask import (
     text_of,
     tool_list,
 )
+from tinsmith.server.chat.forms import Form, schema_form
 from tinsmith.server.chat.tool_calls import ToolCall
 from tinsmith.types import SamplingParams
 
@@ -44,6 +45,7 @@ def read_messages(fields: Mapping[str, Any], *, is_counted_only: bool = False) -
     max_tokens = read("max_tokens", int | None, fields.get("max_tokens"))
     if max_tokens is None and not is_counted_only:
         raise ValidationError("is required", "max_tokens")
+    config = read("output_config", dict[str, Any] | None, fields.get("output_config")) or {}
     return Ask(
         model=read("model", str, fields.get("model")),
         is_chat=True,
@@ -59,7 +61,8 @@ def read_messages(fields: Mapping[str, Any], *, is_counted_only: bool = False) -
         stream=given(fields, "stream", bool, False),
         tool_use=_tool_use(fields),
         template_options=_thinking(fields.get("thinking")),
-        template_hints=_effort(fields.get("output_config")),
+        template_hints=_effort(config),
+        form=_form(config.get("format")),
     )
 
 
@@ -198,9 +201,16 @@ def _thinking(value: Any) -> dict[str, Any]:
     )
 
 
-def _effort(value: Any) -> dict[str, Any]:
-    config = read("output_config", dict[str, Any] | None, value) or {}
-    for name in config.keys() - {"effort"}:
+def _form(value: Any) -> Form | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or value.get("type") != "json_schema":
+        raise ValidationError("expected json_schema", "output_config.format.type")
+    return schema_form(value.get("schema"), "output_config.format.schema")
+
+
+def _effort(config: Mapping[str, Any]) -> dict[str, Any]:
+    for name in config.keys() - {"effort", "format"}:
         if config[name] is not None:
             raise ValidationError("not supported by this server", f"output_config.{name[:40]}")
     effort = read("output_config.effort", str | None, config.get("effort"))

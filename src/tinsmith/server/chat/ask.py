@@ -6,13 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinsmith.engine.base import Shaping
 from tinsmith.errors import ValidationError
+from tinsmith.server.chat.forms import Form
 from tinsmith.types import SamplingParams
 from tinsmith.types.convert import converter
 from tinsmith.types.protocol import MAX_STOP_CHARACTERS
 
 MAX_STOPS = 64
 MAX_TOOLS = 256
+MAX_BIASES = 1024
+
+SHAPING = {
+    "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"
+}  # fmt: skip
+"""Fields that bend the choice of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +47,15 @@ class Ask:
     prompts: tuple[str | list[int], ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
     params: SamplingParams
+    shaping: Shaping | None = None
+    form: Form | None = None
     stops: tuple[str, ...]
     n: int = 1
     stream: bool
     include_usage: bool = False
+    with_token_ids: bool = False
+    """Whether the answer has the tokens of prompt and choices, beside their text."""
+
     with_logprobs: bool = False
     top_logprobs: int = 0
     echo: bool = False
@@ -55,6 +68,13 @@ class Ask:
     template_hints: Mapping[str, Any] = field(default_factory=dict)
     """What it is told if it knows their names."""
 
+    def __post_init__(self) -> None:
+        if self.form is not None and self.tool_use.tools:
+            raise ValidationError(
+                "an answer of a given form cannot call tools; leave one of them out",
+                self.form.field,
+            )
+
 
 def read_stops(value: Any, name: str) -> tuple[str, ...]:
     stop = read(name, str | list[str] | None, value)
@@ -64,6 +84,27 @@ def read_stops(value: Any, name: str) -> tuple[str, ...]:
             f"at most {MAX_STOPS} texts of at most {MAX_STOP_CHARACTERS} characters", name
         )
     return stops
+
+
+def read_shaping(fields: Mapping[str, Any]) -> Shaping | None:
+    """What a request says of the choice of tokens; None where it leaves the model's."""
+    said = read("logit_bias", dict[str, float] | None, fields.get("logit_bias")) or {}
+    if len(said) > MAX_BIASES:
+        raise ValidationError(f"at most {MAX_BIASES} tokens, got {len(said)}", "logit_bias")
+    shaping = Shaping(
+        min_p=given(fields, "min_p", float, 0.0),
+        presence_penalty=given(fields, "presence_penalty", float, 0.0),
+        frequency_penalty=given(fields, "frequency_penalty", float, 0.0),
+        repetition_penalty=given(fields, "repetition_penalty", float, 1.0),
+        logit_bias={_token(name): bias for name, bias in said.items()},
+    )
+    return None if shaping == Shaping() else shaping
+
+
+def _token(name: str) -> int:
+    if not name.isdecimal() or len(name) > 9:
+        raise ValidationError(f"expected the ids of tokens, got {name[:20]!r}", "logit_bias")
+    return int(name)
 
 
 def function(name: Any, description: Any, parameters: Any, path: str) -> dict[str, Any]:

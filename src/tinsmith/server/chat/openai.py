@@ -12,16 +12,20 @@ import orjson
 
 from tinsmith.errors import ValidationError
 from tinsmith.server.chat.ask import (
+    SHAPING,
     Ask,
     ToolUse,
     check_name,
     function,
     given,
     read,
+    read_shaping,
     read_stops,
     text_of,
     tool_list,
 )
+from tinsmith.server.chat.forms import FIELDS as FORMS
+from tinsmith.server.chat.forms import read_form
 from tinsmith.server.chat.tool_calls import ToolCall
 from tinsmith.text_model import TextModel
 from tinsmith.types import SampledSequence, SamplingParams
@@ -29,11 +33,11 @@ from tinsmith.types import SampledSequence, SamplingParams
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_CHOICES = 128
 _MAX_PROMPTS = 1024
-_MAX_TOP_LOGPROBS = 20
+MAX_TOP_LOGPROBS = 20
 
-_SHARED = {
+_SHARED = SHAPING | FORMS | {
     "model", "max_tokens", "temperature", "top_p", "n", "stop", "seed", "stream",
-    "stream_options", "logprobs", "user", "metadata", "top_k",
+    "stream_options", "logprobs", "user", "metadata", "top_k", "return_token_ids",
 }  # fmt: skip
 _CHAT = {
     "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice",
@@ -43,10 +47,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "store": (False,),
 }
 """Settings that we cannot follow, and the values with which they ask for nothing."""
@@ -56,7 +56,7 @@ _MORE = {"assistant": {"tool_calls", "reasoning_content"}, "tool": {"tool_call_i
 
 
 def read_completion(fields: Mapping[str, Any]) -> Ask:
-    _check_known(fields, _SHARED | {"prompt", "echo"})
+    check_known(fields, _SHARED | {"prompt", "echo"}, _NEUTRAL)
     prompt = fields.get("prompt")
     if isinstance(prompt, str):
         prompts: tuple[str | list[int], ...] = (prompt,)
@@ -83,16 +83,20 @@ def read_completion(fields: Mapping[str, Any]) -> Ask:
 
 
 def read_chat(fields: Mapping[str, Any]) -> Ask:
-    _check_known(fields, _SHARED | _CHAT)
+    check_known(fields, _SHARED | _CHAT, _NEUTRAL)
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ValidationError("expected a list of messages", "messages")
-    given = fields.get("max_completion_tokens")
-    max_tokens = read("max_tokens", int | None, given or fields.get("max_tokens"))
+    most = fields.get("max_completion_tokens")
+    max_tokens = read("max_tokens", int | None, most or fields.get("max_tokens"))
     with_logprobs = bool(read("logprobs", bool | None, fields.get("logprobs")))
     top = read("top_logprobs", int | None, fields.get("top_logprobs")) or 0
     if top and not with_logprobs:
         raise ValidationError("needs logprobs to be true", "top_logprobs")
+    tools = tuple(
+        _tool(tool, f"tools[{index}]")
+        for index, tool in enumerate(tool_list(fields.get("tools") or []))
+    )
     return _ask(
         fields,
         is_chat=True,
@@ -100,7 +104,9 @@ def read_chat(fields: Mapping[str, Any]) -> Ask:
         max_tokens=max_tokens,
         with_logprobs=with_logprobs,
         top_logprobs=top,
-        tool_use=_tool_use(fields),
+        tool_use=tool_use(
+            tools, fields.get("tool_choice"), given(fields, "parallel_tool_calls", bool, True)
+        ),
         template_options=_template_options(fields),
     )
 
@@ -119,15 +125,13 @@ def _ask(
     echo: bool = False,
 ) -> Ask:
     stops = read_stops(fields.get("stop"), "stop")
-    n = given(fields, "n", int, 1)
-    if not 1 <= n <= _MAX_CHOICES:
-        raise ValidationError(f"must be between 1 and {_MAX_CHOICES}, got {n}", "n")
+    n = check_choices(given(fields, "n", int, 1))
     if len(prompts) * n > _MAX_PROMPTS:
         raise ValidationError(
             f"prompts times n must be at most {_MAX_PROMPTS}, got {len(prompts) * n}", "prompt"
         )
-    if not 0 <= top_logprobs <= _MAX_TOP_LOGPROBS:
-        raise ValidationError(f"must be between 0 and {_MAX_TOP_LOGPROBS}", "top_logprobs")
+    if not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
+        raise ValidationError(f"must be between 0 and {MAX_TOP_LOGPROBS}", "top_logprobs")
     options = read("stream_options", dict[str, Any] | None, fields.get("stream_options")) or {}
     return Ask(
         model=read("model", str, fields.get("model")),
@@ -142,10 +146,13 @@ def _ask(
             top_p=given(fields, "top_p", float, 1.0),
             top_k=given(fields, "top_k", int, -1),
         ),
+        shaping=read_shaping(fields),
+        form=read_form(fields),
         stops=stops,
         n=n,
         stream=given(fields, "stream", bool, False),
         include_usage=bool(options.get("include_usage")),
+        with_token_ids=_with_token_ids(fields),
         with_logprobs=with_logprobs,
         top_logprobs=top_logprobs,
         tool_use=tool_use or ToolUse(),
@@ -154,23 +161,26 @@ def _ask(
     )
 
 
-def _tool_use(fields: Mapping[str, Any]) -> ToolUse:
-    tools = tuple(
-        _tool(tool, f"tools[{index}]")
-        for index, tool in enumerate(tool_list(fields.get("tools") or []))
-    )
-    choice = fields.get("tool_choice") or "auto"
-    is_parallel = given(fields, "parallel_tool_calls", bool, True)
+def _with_token_ids(fields: Mapping[str, Any]) -> bool:
+    is_wanted: bool = given(fields, "return_token_ids", bool, False)
+    if is_wanted and fields.get("stream"):
+        raise ValidationError("cannot be streamed; leave out stream", "return_token_ids")
+    return is_wanted
+
+
+def tool_use(tools: tuple[dict[str, Any], ...], choice: Any, is_parallel: bool) -> ToolUse:
+    """`choice` is none, auto, required, or an object that names a function."""
+    choice = choice or "auto"
     if choice == "none" or not tools:
         if choice not in ("none", "auto"):
             raise ValidationError("there are no tools to choose from", "tool_choice")
         return ToolUse()
-    if choice in ("auto", "required"):
-        name = None
-    elif isinstance(choice, Mapping) and isinstance(choice.get("function"), Mapping):
-        name = check_name(tools, str(choice["function"].get("name")))
-    else:
-        raise ValidationError("expected none, auto, required or a function", "tool_choice")
+    name = None
+    if choice not in ("auto", "required"):
+        named = choice.get("function", choice) if isinstance(choice, Mapping) else None
+        if not isinstance(named, Mapping) or choice.get("type") != "function":
+            raise ValidationError("expected none, auto, required or a function", "tool_choice")
+        name = check_name(tools, str(named.get("name")))
     return ToolUse(tools=tools, is_forced=choice != "auto", name=name, is_single=not is_parallel)
 
 
@@ -194,6 +204,22 @@ def _template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     )
     effort = read("reasoning_effort", str | None, fields.get("reasoning_effort"))
     return {**(options or {}), **({} if effort is None else {"reasoning_effort": effort})}
+
+
+def check_choices(n: int) -> int:
+    if not 1 <= n <= _MAX_CHOICES:
+        raise ValidationError(f"must be between 1 and {_MAX_CHOICES}, got {n}", "n")
+    return n
+
+
+def check_known(
+    fields: Mapping[str, Any], known: set[str], neutral: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """Refuse what is neither known nor asks for nothing: no value, or one that is neutral."""
+    for name, value in fields.items():
+        if name in known or value is None or value in neutral.get(name, ()):
+            continue
+        raise ValidationError("not supported by this server", str(name)[:80])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -312,6 +338,8 @@ def choice(
         body: dict[str, Any] = {"message": message}
     else:
         body = {"text": content}
+    if asked.ask.with_token_ids:
+        body["token_ids"] = tokens
     reason = "tool_calls" if calls else sequence.stop_reason
     return {"index": index, **body, "logprobs": logprobs, "finish_reason": reason}
 
@@ -356,7 +384,7 @@ def _message(value: Any, index: int) -> dict[str, Any]:
         if not isinstance(calls, list):
             raise ValidationError("expected a list", f"{path}.tool_calls")
         message["tool_calls"] = [
-            _called(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)
+            called(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)
         ]
     for name in ("tool_call_id", "reasoning_content"):
         if (told := read(f"{path}.{name}", str | None, value.get(name))) is not None:
@@ -364,7 +392,7 @@ def _message(value: Any, index: int) -> dict[str, Any]:
     return message
 
 
-def _called(call: Any, path: str) -> dict[str, Any]:
+def called(call: Any, path: str) -> dict[str, Any]:
     """A call that a model made earlier, its arguments as an object."""
     made = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(made, Mapping) or not isinstance(made.get("name"), str):
@@ -375,13 +403,6 @@ def _called(call: Any, path: str) -> dict[str, Any]:
         raise ValidationError("expected an object as JSON", f"{path}.function.arguments") from None
     called = {"name": made["name"], "arguments": arguments}
     return {"id": str(call.get("id", "")), "type": "function", "function": called}
-
-
-def _check_known(fields: Mapping[str, Any], known: set[str]) -> None:
-    for name, value in fields.items():
-        if name in known or value is None or value in _NEUTRAL.get(name, ()):
-            continue
-        raise ValidationError("not supported by this server", name[:80])
 
 
 def _by_text(row: list[tuple[str, float]] | None) -> dict[str, float] | None:

@@ -9,6 +9,7 @@ import orjson
 from tinsmith.types.protocol import JSON
 from tinsmith.wire.endpoints import (
     ENDPOINTS,
+    GENERATE_API,
     NOTHING,
     OPENAI_API,
     Endpoint,
@@ -74,7 +75,7 @@ def _parameter(name: str, place: str) -> dict[str, Any]:
 
 
 def _responses(row: Endpoint[Any, Any], messages: dict[str, Any]) -> dict[str, Any]:
-    reason = "error.message" if row.prefix == OPENAI_API else "detail"
+    reason = "error.message" if row.prefix in (OPENAI_API, GENERATE_API) else "detail"
     refused = {"description": f"refused; `{reason}` says why"}
     if row.response is NOTHING:
         return {"204": {"description": "done"}, "4XX": refused}

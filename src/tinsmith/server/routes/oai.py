@@ -17,6 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from tinsmith.engine.base import SampleJob, TokensSampled
 from tinsmith.server.chat.answering import Answering, prepare
 from tinsmith.server.chat.ask import Ask
+from tinsmith.server.chat.generate import generated, read_generate
 from tinsmith.server.chat.openai import (
     Asked,
     Echo,
@@ -45,10 +46,15 @@ from tinsmith.wire import endpoints, json
 async def list_models(service: Service, caller: Caller, request: Request) -> dict[str, Any]:
     models = (await service.capabilities()).models
     page = await service.store.checkpoints.page_of_owner(caller.owner, 1000, 0)
-    names = [m.name for m in models if m.is_sampleable]
-    names += [c.tinker_path for c in page.items if c.checkpoint_type == "sampler"]
-    data = [{"id": name, "object": "model", "created": 0, "owned_by": "tinsmith"} for name in names]
+    data = [
+        _model_card(m.name, max_model_len=m.max_context_length) for m in models if m.is_sampleable
+    ]
+    data += [_model_card(c.tinker_path) for c in page.items if c.checkpoint_type == "sampler"]
     return {"object": "list", "data": data}
+
+
+def _model_card(name: str, **more: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "tinsmith", **more}
 
 
 async def completions(
@@ -61,6 +67,27 @@ async def chat_completions(
     service: Service, caller: Caller, request: Request, message: dict[str, Any]
 ) -> Response:
     return await _respond(service, caller, request, read_chat(message))
+
+
+async def generate(
+    service: Service, caller: Caller, request: Request, message: dict[str, Any]
+) -> Response:
+    ask = await service.workers.run(caller.owner, read_generate, message)
+    answering = await prepare(service, caller, ask)
+    (response,) = await while_connected(request, answering.complete())
+    await check_still_known(service, request)
+    body = await service.workers.run(caller.owner, _generated, answering, response)
+    return Response(body, media_type=JSON)
+
+
+def _generated(answering: Answering, response: SampleResponse) -> bytes:
+    body = generated(
+        answering.jobs[0].job_id,
+        _prompt(answering, 0),
+        response.sequences,
+        with_logprobs=answering.ask.with_logprobs,
+    )
+    return json.encode_long(body, "choices")
 
 
 async def _respond(service: Service, caller: Caller, request: Request, ask: Ask) -> Response:
@@ -91,13 +118,23 @@ def _completed(asked: Asked, answering: Answering, responses: list[SampleRespons
             choices.append(
                 choice(asked, len(choices), content, calls, sequence, answering.text, echo)
             )
+            if asked.ask.with_token_ids and not asked.ask.is_chat:
+                choices[-1]["prompt_token_ids"] = _prompt(answering, number)
     sampled = sum(len(s.tokens) for r in responses for s in r.sequences)
-    return json.encode_long(completion(asked, choices, sampled), "choices")
+    body = completion(asked, choices, sampled)
+    if asked.ask.with_token_ids and asked.ask.is_chat:
+        body["prompt_token_ids"] = _prompt(answering, 0)
+    return json.encode_long(body, "choices")
+
+
+def _prompt(answering: Answering, number: int) -> list[int]:
+    tokens: list[int] = answering.jobs[number].prompt.tokens_np().tolist()
+    return tokens
 
 
 def _echo(answering: Answering, number: int, response: SampleResponse) -> Echo:
     given = answering.ask.prompts[number]
-    prompt: list[int] = answering.jobs[number].prompt.tokens_np().tolist()
+    prompt = _prompt(answering, number)
     nothing: list[None] = [None] * len(prompt)
     return Echo(
         prompt,
@@ -171,4 +208,5 @@ ROUTES = [
     bare_route(endpoints.OPENAI_MODELS, list_models, errors=error_body),
     route(endpoints.OPENAI_COMPLETIONS, completions, errors=error_body),
     route(endpoints.OPENAI_CHAT_COMPLETIONS, chat_completions, errors=error_body),
+    route(endpoints.OPENAI_GENERATE, generate, errors=error_body),
 ]

@@ -1,0 +1,271 @@
+"""The real OpenAI client against the server in this process: forms, penalties, responses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from tests.support import byte_tokenizer
+from tests.support.in_process_server import MODEL, StartServer, TestServer
+from tinsmith.engine.fake import FakeEngine, FakeEngineConfig
+
+openai = pytest.importorskip("openai", reason="the openai package is not installed")
+pytest.importorskip("llguidance", reason="grammars need llguidance")
+
+ASK = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "seed": 1}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+HOSTILE = {"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmnopqrstuvwx"]}
+
+
+class SpeakingEngine(FakeEngine):
+    """Whose model has a tokenizer, of bytes."""
+
+    folder: Path
+
+    def __init__(self, config: FakeEngineConfig) -> None:
+        (model,) = config.models
+        model = dataclasses.replace(model, tokenizer_folder=self.folder)
+        super().__init__(dataclasses.replace(config, models=(model,)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return byte_tokenizer.save(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture
+async def server(
+    start_server: StartServer, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> TestServer:
+    monkeypatch.setattr(SpeakingEngine, "folder", tokenizer_folder, raising=False)
+    return await start_server(engine=SpeakingEngine)
+
+
+@pytest.fixture
+async def client(server: TestServer) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url="http://server/oai/api/v1",
+        api_key=server.api.key,
+        max_retries=0,
+        http_client=httpx.AsyncClient(transport=httpx.ASGITransport(app=server.app)),
+    ) as client:
+        yield client
+
+
+def named(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+async def test_a_chat_answer_has_the_form_that_was_asked_for(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(**ASK, response_format=named(SCHEMA), n=4)
+    texts = [choice.message.content for choice in answer.choices]
+    for choice, text in zip(answer.choices, texts, strict=True):
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(text), SCHEMA)
+    stream = await client.chat.completions.create(**ASK, response_format=named(SCHEMA), stream=True)
+    pieces = [c.choices[0].delta.content or "" async for c in stream]
+    assert "".join(pieces) == texts[0]
+    for said in ({"guided_regex": "[ab]{3}"}, {"structured_outputs": {"choice": ["aba", "bab"]}}):
+        short = await client.chat.completions.create(**ASK, extra_body=said)
+        assert set(short.choices[0].message.content) <= {"a", "b"}
+        assert len(short.choices[0].message.content) == 3
+    parsed = await client.completions.create(
+        model=MODEL, prompt="x", max_tokens=400, extra_body={"guided_json": SCHEMA}
+    )
+    jsonschema.validate(json.loads(parsed.choices[0].text), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"type": "nothing"}, "response_format.json_schema.schema: cannot be compiled"),
+        (HOSTILE, "response_format.json_schema.schema: takes more than 0.5 s to compile"),
+        ({"enum": ["x" * 70_000]}, "response_format.json_schema.schema: at most 65536 bytes"),
+    ],
+    ids=["wrong", "hostile", "large"],
+)
+async def test_a_schema_that_cannot_be_compiled_is_a_400_that_names_it(
+    client: openai.AsyncOpenAI, schema: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(**ASK, response_format=named(schema))
+    assert problem in caught.value.message
+
+
+async def test_penalties_biases_and_min_p_reach_the_engine(client: openai.AsyncOpenAI) -> None:
+    greedy = {"model": MODEL, "prompt": "x", "max_tokens": 20, "temperature": 0}
+    biased = await client.completions.create(**greedy, logit_bias={"66": 100}, logprobs=0)
+    assert set(biased.choices[0].text) == {biased.choices[0].text[0]}
+    assert biased.choices[0].logprobs.token_logprobs[0] < -0.1, "not the model's own"
+    unlike = {"repetition_penalty": 100.0, "return_token_ids": True}
+    free = await client.completions.create(
+        **greedy, frequency_penalty=2, presence_penalty=2, extra_body=unlike
+    )
+    tokens = free.choices[0].to_dict()["token_ids"]
+    assert len(set(tokens)) == len(tokens) == 20, "a token came twice"
+    sure = {"model": MODEL, "prompt": "x", "max_tokens": 1, "temperature": 2, "seed": 5}
+    likeliest = await client.completions.create(**sure, extra_body={"min_p": 1.0})
+    plain = await client.completions.create(**{**greedy, "max_tokens": 1})
+    assert likeliest.choices[0].text == plain.choices[0].text
+    with pytest.raises(openai.BadRequestError, match="presence_penalty: must be between -2 and 2"):
+        await client.completions.create(**greedy, presence_penalty=3)
+
+
+async def test_responses_are_answered_whole_and_as_events(client: openai.AsyncOpenAI) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "input": "Hello", "instructions": "Be brief."}
+    ask |= {"max_output_tokens": 30, "store": False, "extra_body": {"seed": 3}}
+    whole = await client.responses.create(**ask)
+    assert whole.status in ("completed", "incomplete")
+    assert whole.usage.output_tokens <= 30
+    prompt = "system: Be brief.\nuser: Hello\nassistant: "
+    assert whole.usage.input_tokens == len(prompt)
+    events = [event async for event in await client.responses.create(**ask, stream=True)]
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:-1] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    final = events[-1].response
+    assert deltas == final.output_text == whole.output_text
+    assert (final.status, final.usage) == (whole.status, whole.usage)
+    form = {"format": {"type": "json_schema", "name": "answer", "schema": SCHEMA}}
+    async with client.responses.stream(model=MODEL, input="Hello", text=form) as stream:
+        jsonschema.validate(json.loads((await stream.get_final_response()).output_text), SCHEMA)
+
+
+async def test_a_response_follows_the_conversation_and_the_form(
+    client: openai.AsyncOpenAI,
+) -> None:
+    said = [
+        {"role": "developer", "content": "Be."},
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Yo", "annotations": []}],
+        },
+        {"role": "user", "content": "Go"},
+    ]
+    form = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
+    answer = await client.responses.create(
+        model=MODEL, input=said, text={"format": form}, extra_body={"seed": 1}
+    )
+    jsonschema.validate(json.loads(answer.output_text), SCHEMA)
+    prompt = "system: Be.\nuser: Hi\nassistant: Yo\x00\nuser: Go\nassistant: "
+    assert answer.usage.input_tokens == len(prompt)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id: this server keeps no"),
+        ({"store": True}, "store: this server keeps no responses; send false"),
+        ({"input": []}, "input: expected a text or a list of items"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: this server keeps no"),
+        ({"input": [{"role": "robot", "content": ""}]}, "input[0].role"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]: only text parts",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type: only functions"),
+        ({"truncation": "auto"}, "truncation: not supported"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary: not supported"),
+        ({"reasoning": {"effort": "high"}}, "knows no reasoning"),
+        ({"extra_body": {"nonsense": 1}}, "nonsense: not supported"),
+    ],
+)
+async def test_what_a_response_cannot_have_is_refused_by_name(
+    client: openai.AsyncOpenAI, fields: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(**{"model": MODEL, "input": "x", **fields})
+    assert problem in caught.value.message
+
+
+async def generate(server: TestServer, **fields: Any) -> httpx.Response:
+    return await server.api.http.post(
+        "/oai/api/inference/v1/generate",
+        json={"model": MODEL, "token_ids": [3, 4, 5], **fields},
+        headers=server.api.headers,
+    )
+
+
+async def test_generate_takes_tokens_and_gives_tokens(server: TestServer) -> None:
+    """The request that `verifiers` 0.4 sends with `renderers` 0.1.12, and what it reads of it."""
+    params = {"temperature": 1.0, "max_tokens": 20, "seed": 1, "n": 2}
+    params |= {"stop_token_ids": [7], "logprobs": 1, "skip_special_tokens": False}
+    answer = await generate(server, sampling_params=params, cache_salt="step-1")
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    assert body["prompt_token_ids"] == [3, 4, 5]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    for choice in body["choices"]:
+        tokens, content = choice["token_ids"], choice["logprobs"]["content"]
+        assert [entry["token"] for entry in content] == [f"token_id:{t}" for t in tokens]
+        assert all(entry["logprob"] <= 0 for entry in content)
+        assert all(len(entry["top_logprobs"]) == 1 for entry in content)
+        assert choice["finish_reason"] == ("stop" if tokens[-1] in (0, 7) else "length")
+        assert len(tokens) == 20 or choice["finish_reason"] == "stop"
+    assert body["usage"]["total_tokens"] == 3 + sum(len(c["token_ids"]) for c in body["choices"])
+    again = await generate(server, sampling_params=params)
+    assert again.json()["choices"] == body["choices"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"token_ids": "text"}, "token_ids"),
+        ({"sampling_params": None}, "sampling_params"),
+        ({"sampling_params": {"ignore_eos": True}}, "sampling_params.ignore_eos: not supported"),
+        ({"sampling_params": {"logprobs": 21}}, "sampling_params.logprobs: must be between"),
+        ({"sampling_params": {"stop": ["a"], "stop_token_ids": [1]}}, "cannot both stop"),
+        ({"sampling_params": {}, "stream": True}, "stream: not supported"),
+    ],
+)
+async def test_what_generate_cannot_do_is_refused_by_name(
+    server: TestServer, fields: dict[str, Any], problem: str
+) -> None:
+    answer = await generate(server, **fields)
+    assert answer.status_code == 400
+    assert problem in answer.json()["error"]["message"]
+
+
+async def test_chat_and_completions_give_tokens_beside_text(client: openai.AsyncOpenAI) -> None:
+    tokens = {"return_token_ids": True}
+    chat = (await client.chat.completions.create(**ASK, max_tokens=9, extra_body=tokens)).to_dict()
+    assert len(chat["prompt_token_ids"]) == chat["usage"]["prompt_tokens"]
+    assert len(chat["choices"][0]["token_ids"]) == chat["usage"]["completion_tokens"]
+    plain = await client.completions.create(
+        model=MODEL, prompt=[[3, 4], [5]], max_tokens=5, extra_body=tokens
+    )
+    choices = plain.to_dict()["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == [[3, 4], [5]]
+    with pytest.raises(openai.BadRequestError, match="return_token_ids: cannot be streamed"):
+        await client.completions.create(model=MODEL, prompt="x", stream=True, extra_body=tokens)
+
+
+async def test_models_say_how_much_they_read(client: openai.AsyncOpenAI) -> None:
+    (model,) = (await client.models.list()).data
+    assert model.to_dict()["max_model_len"] == 4096
