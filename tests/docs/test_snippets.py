@@ -34,6 +34,9 @@ class PageRun:
         elif part.mark.startswith("check:"):
             expression = part.mark.removeprefix("check:").strip()
             assert eval(expression, self._names), f"{where}: {expression}"  # noqa: S307  # our own page
+        elif part.mark.startswith("needs:"):
+            module = part.mark.removeprefix("needs:").strip()
+            pytest.importorskip(module, reason=f"{where} needs {module}")
         elif part.mark.startswith("no-run:") or part.language not in RUN:
             return
         elif part.mark == "serve":

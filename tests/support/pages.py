@@ -7,6 +7,7 @@ What a block needs is said in a comment before it:
     <!-- stop -->                     the page's server is stopped here
     <!-- apart -->                    it is Python that runs in a process of its own
     <!-- check: losses[0] > 1 -->     must hold after the block above
+    <!-- needs: llguidance -->        the rest of the page is run where this module is installed
 
 The Python blocks of a page share their names, the shell blocks their folder and what they export.
 """
@@ -28,7 +29,7 @@ RUN = ("python", "bash")
 SHOWN = ("text", "json", "toml", "yaml")
 
 _PART = re.compile(
-    r"^[ ]*<!-- (?P<mark>serve|stop|apart|no-run: .+?|check: .+?) -->$"
+    r"^[ ]*<!-- (?P<mark>serve|stop|apart|no-run: .+?|check: .+?|needs: .+?) -->$"
     r"|^(?P<indent>[ ]*)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^[ ]*```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -50,7 +51,7 @@ def parts(text: str) -> list[Part]:
     for match in _PART.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
         if match["mark"]:
-            if match["mark"].startswith(("check:", "stop")):
+            if match["mark"].startswith(("check:", "needs:", "stop")):
                 found.append(Part(match["mark"], "", "", line))
             else:
                 mark = match["mark"]
