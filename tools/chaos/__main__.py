@@ -8,9 +8,9 @@ Several official clients and several of ours train against one server, through a
 kills and stops the server and its engine, starts it with stores that are not its own, sets its
 clock, fills the disk, stops the database, cuts, delays and refuses connections and kills clients;
 which, in which order and for how long the seed decides. Each client's output must be that of an
-undisturbed run to the last bit, and so must the final weights; then the store and the folder are
-looked through, and a long loop of samplers must not have taken memory. Ends with 1 if anything is
-amiss.
+undisturbed run to the last bit, and so must the final weights; what clients saw, written down as it
+passed, must be possible (`tools/history`); then the store and the folder are looked through, and a
+long loop of samplers must not have taken memory. Ends with 1 if anything is amiss.
 """
 
 from __future__ import annotations
@@ -34,11 +34,17 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 import invariants
 import sqlalchemy
 import tiny_model
 from machinery import Postgres, Server, SmallDisk, clean_environment, orphans, resident_bytes
 from proxy import FaultProxy
+
+from history.calls import Recorder
+from history.checker import violations
+from history.listening import Exchange, Listener
 
 PROGRAMS = ("sft", "rl", "resume", "custom", "pipelined", "gaps")
 PACKAGES = ("tinker", "tinsmith")
@@ -70,7 +76,10 @@ class Chaos:
         self.data = self.disk.folder / "data"
         self._older = folder / "older.db"
         self.server = Server(folder, self.data, model, self.mark, *options)
-        self.proxy = FaultProxy(self.server.port, random.Random(seed + 1))
+        self.history = Recorder()
+        self.proxy = FaultProxy(
+            self.server.port, random.Random(seed + 1), lambda: Listener(self._hear)
+        )
         self.counts: collections.Counter[str] = collections.Counter()
         self.problems: list[str] = []
         self.expected: dict[str, list[str]] = {}
@@ -138,8 +147,7 @@ class Chaos:
     async def _client(
         self, program: str, package: str, seed: int, *, is_reference: bool = False
     ) -> None:
-        port = self.server.port if is_reference else self.proxy.port
-        process = await self._start_client(port, package, program, seed, STEPS)
+        process = await self._start_client(self.proxy.port, package, program, seed, STEPS)
         self.running[process] = False
         try:
             async with asyncio.timeout(CLIENT_SECONDS):
@@ -382,7 +390,15 @@ class Chaos:
 
     # The end
 
+    def _hear(self, exchange: Exchange) -> None:
+        try:
+            self.history.hear(exchange)
+        except Exception as error:
+            self.problems.append(f"{exchange.request.path} cannot be written down: {error!r}")
+
     def _check(self) -> None:
+        self.problems += violations(self.history.calls)
+        self.counts["calls in the history"] = len(self.history.calls)
         tables = invariants.read(self.store_url)
         self.problems += invariants.violations(tables, self.data, self.finished)
         checksums = invariants.final_checksums(tables, self.data)

@@ -5,10 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Callable
+from typing import Protocol
+
+Hear = Callable[[bytes], None]
+
+
+class Listens(Protocol):
+    """Somebody who hears both directions of a connection."""
+
+    def from_client(self, data: bytes) -> None: ...
+
+    def from_server(self, data: bytes) -> None: ...
 
 
 class FaultProxy:
-    def __init__(self, target_port: int, chance: random.Random) -> None:
+    def __init__(
+        self,
+        target_port: int,
+        chance: random.Random,
+        listen: Callable[[], Listens] | None = None,
+    ) -> None:
+        """`listen` gives each connection somebody who hears what passes."""
+        self._listen = listen
         self._target_port = target_port
         self._chance = chance
         self._server: asyncio.Server | None = None
@@ -44,20 +63,34 @@ class FaultProxy:
             writer.transport.abort()
             return
         self._transports.update((writer, upstream[1]))
+        listener = self._listen() if self._listen is not None else None
+        to_server, to_client = (
+            (listener.from_client, listener.from_server) if listener else (_nobody, _nobody)
+        )
         try:
-            await asyncio.gather(self._pump(reader, upstream[1]), self._pump(upstream[0], writer))
+            await asyncio.gather(
+                self._pump(reader, upstream[1], to_server),
+                self._pump(upstream[0], writer, to_client),
+            )
         finally:
             for each in (writer, upstream[1]):
                 self._transports.discard(each)
                 each.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hear: Hear
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65536):
                 if self.delay_seconds:
                     await asyncio.sleep(self.delay_seconds)
                 writer.write(data)
+                hear(data)
                 await writer.drain()
         # Whoever ended it, the other side hears of it.
         with contextlib.suppress(OSError):
             writer.close()
+
+
+def _nobody(data: bytes) -> None:
+    pass
