@@ -6,6 +6,8 @@ cookbook is fetched from the package index once per machine; its code is not in 
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -44,7 +46,11 @@ PACKAGES = (
 
 @pytest.fixture(scope="module")
 def cookbook() -> Path:
-    """A folder with the cookbook and what it needs."""
+    """A folder with the cookbook and what it needs; where this environment has it, its own."""
+    if (installed := importlib.util.find_spec("tinker_cookbook")) is not None:
+        assert importlib.metadata.version("tinker-cookbook") == VERSION
+        assert installed.origin is not None
+        return Path(installed.origin).parents[1]
     cache = Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")))
     folder = cache / "tinsmith-tests" / f"cookbook-{VERSION}"
     if not folder.exists():

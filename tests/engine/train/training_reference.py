@@ -127,7 +127,9 @@ class Reference:
         if letter != "w2" and experts.has_gate:
             is_up, inner = letter == "w3", update.shape[1]
             interleaved, beside = slice(is_up, None, 2), slice(is_up * inner, (is_up + 1) * inner)
-            columns = beside if experts.is_concatenated else interleaved
+            # Older releases of transformers do not say it.
+            is_beside = getattr(experts, "is_concatenated", "GptOss" not in type(experts).__name__)
+            columns = beside if is_beside else interleaved
         whole[:, :, columns] += update.transpose(1, 2)
         whole = whole.to(self.dtype)
         weights[name] = whole if experts.is_transposed else whole.transpose(1, 2)

@@ -85,7 +85,7 @@ class Experts:
         module = self._module
         if not module.has_gate:
             return self._weights("up_proj", (slice(None),))
-        if not module.is_concatenated:
+        if not _is_concatenated(module):
             return self._weights("gate_up_proj", (slice(0, None, 2), slice(1, None, 2)))
         inner = self._down.weight.shape[1]
         return self._weights("gate_up_proj", (slice(inner), slice(inner, None)))
@@ -100,3 +100,15 @@ class Experts:
         if not module.is_transposed:
             weight = weight.transpose(1, 2)
         return ExpertWeights(weight, getattr(module, f"{name}_bias", None), columns)
+
+
+def _is_concatenated(module: Any) -> bool:
+    """Whether all gates come before all ups, or one of each in turn.
+
+    Older releases of `transformers` do not say it: there, a layer that takes turns has a gate of
+    its own in place of the one that all share.
+    """
+    said = getattr(module, "is_concatenated", None)
+    if said is not None:
+        return bool(said)
+    return type(module)._apply_gate.__module__ == "transformers.integrations.moe"
