@@ -17,6 +17,7 @@ from tinsmith.server.engines.plan import SlotPlan
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
 from tinsmith.server.serving import claim_store
+from tinsmith.server.tracing import Spans
 
 
 @pytest.fixture
@@ -29,6 +30,7 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
         broken: str = "",
         engine: type[FakeEngine] = FakeEngine,
         before_start: Callable[[SlotPlan], Awaitable[None]] | None = None,
+        spans: Spans | None = None,
         **settings: Any,
     ) -> TestServer:
         """With engines that are up; `broken` is why none can be started, and `before_start` is
@@ -56,7 +58,8 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
             )
             return engines[-1]
 
-        service = Service(config, store, await store.keys.secret("signing"), factory, Metrics())
+        secret = await store.keys.secret("signing")
+        service = Service(config, store, secret, factory, Metrics(), spans or Spans())
         service.url = "http://server"
         await service.start()
         if not broken:

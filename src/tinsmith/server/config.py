@@ -217,6 +217,10 @@ class ServerConfig:
     event_stream_seconds: float = 3600.0
     """How long a stream of events stays open; a browser then opens another by itself."""
 
+    trace_endpoint: str | None = None
+    """Where OpenTelemetry spans go, as in http://localhost:4318/v1/traces. Needs the extra
+    `otel`."""
+
     signed_url_seconds: int = 3600
     """How long a download URL is good for."""
 
@@ -266,6 +270,11 @@ class ServerConfig:
     """Whether clients say when they no longer wait for a sample."""
 
     def __post_init__(self) -> None:
+        if self.trace_endpoint and not self.trace_endpoint.startswith(("http://", "https://")):
+            raise ValidationError(
+                f"expected a URL that begins with http:// or https://, got {self.trace_endpoint!r}",
+                "trace_endpoint",
+            )
         if not self.auth and not self.is_loopback:
             raise ValidationError(
                 f"a server without authentication listens on loopback only, not on {self.host!r}; "

@@ -52,6 +52,7 @@ from tinsmith.server.sampling.stats import SamplerStats
 from tinsmith.server.sessions import Sessions
 from tinsmith.server.store.records import ModelRecord, StepRecord, StepSource
 from tinsmith.server.store.store import Store
+from tinsmith.server.tracing import Spans
 from tinsmith.server.trash import Trash
 from tinsmith.server.usage import Usage
 from tinsmith.server.weights import WeightsFolders
@@ -70,6 +71,9 @@ _RECENT_RESULT_BYTES = 64 * 1024 * 1024
 """Memory for results of training operations; the store has them all."""
 
 
+_NO_SPANS = Spans()
+
+
 class Service:
     def __init__(
         self,
@@ -78,10 +82,12 @@ class Service:
         secret: bytes,
         engine_factory: EngineFactory,
         metrics: Metrics,
+        spans: Spans = _NO_SPANS,
     ) -> None:
         self.config = config
         self.store = store
         self.metrics = metrics
+        self.spans = spans
         self.limits = Limits(max_body_bytes=config.max_body_bytes, allows_nul=False)
         self.admission = Admission(
             config.max_active_requests,
@@ -121,6 +127,7 @@ class Service:
             examples=self.sampled_examples,
             metrics=metrics,
             config=config,
+            spans=spans,
         )
         self.recorder = Recorder(
             store,
@@ -129,6 +136,7 @@ class Service:
             self.workers,
             lambda model: self.scheduler.wake(model),
             config.max_queued_memory_bytes,
+            spans,
         )
         executor = Executor(
             store,
@@ -147,6 +155,7 @@ class Service:
             usage=self.usage,
             metrics=metrics,
             on_step=self.recorded,
+            spans=spans,
         )
 
         def new_scheduler(slot: Slot, let_go: Free) -> Scheduler:
@@ -219,6 +228,7 @@ class Service:
         self.workers.close()
         self.forms.close()
         await self.store.close()
+        await asyncio.to_thread(self.spans.close)
 
     async def capabilities(self) -> Capabilities:
         """What the engine can do; waits, but not for ever, for the first engine to be up."""

@@ -30,6 +30,7 @@ from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.store import Store
+from tinsmith.server.tracing import exporting_spans
 from tinsmith.wire.endpoints import CONSOLE_LOGIN_LINK
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ async def serve(
         key = None
         if config.auth and not await store.keys.list():
             key, _ = await create_key(store, FIRST_OWNER, "first key", "made at the first start")
-        service = Service(config, store, secret, engine_factory, metrics)
+        spans = exporting_spans(config.trace_endpoint)
+        service = Service(config, store, secret, engine_factory, metrics, spans)
         _report_changes(service, report_models)
         listener = _listen(config)
         url = config.public_url or _url(config, listener)

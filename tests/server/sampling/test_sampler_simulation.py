@@ -28,6 +28,7 @@ from tinsmith.server.sampling.loaded import LoadedSamplers
 from tinsmith.server.sampling.requests import Sampling, sample_job
 from tinsmith.server.sampling.stats import SamplerStats
 from tinsmith.server.store.records import SamplerRecord
+from tinsmith.server.tracing import Spans
 from tinsmith.server.usage import Usage
 from tinsmith.types import ModelInput, SampleRequest, SampleResponse, SamplingParams
 
@@ -129,6 +130,7 @@ class World:
             plans, self._new_engine, _nothing, lambda: LoadedSamplers(Path, MAX_LOADED)
         )
         self.sampling = Sampling(
+            spans=Spans(),
             engines=self.pool,
             # These count in memory; nothing is written.
             usage=Usage(cast(Any, None)),

@@ -111,6 +111,14 @@ def _authorised(
         request.scope[FOR_BROWSERS] = row.method == "GET" or row.is_for_browsers
         caller = await known_caller(service, request)
         name_connection(request, caller)
+        # Strangers, who are refused above, make no spans.
+        with service.spans.request(row.method, row.full_path, request.headers) as span:
+            response = await admitted(service, caller, request)
+            if span is not None:
+                span.set_attribute("http.response.status_code", response.status_code)
+            return response
+
+    async def admitted(service: Service, caller: Caller, request: Request) -> Response:
         request.scope[HAS_DATA] = row.has_data
         is_too_fast = service.admission.is_too_fast(caller.owner)
         if is_too_fast:

@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tinsmith.engine.base import Failure
 from tinsmith.server.futures import Promises
@@ -24,8 +25,12 @@ from tinsmith.server.operations.snapshots import Snapshots
 from tinsmith.server.store.errors import OverQuotaError, StoreConflictError, StoreUnavailableError
 from tinsmith.server.store.records import Finish, ModelRecord, StepRecord
 from tinsmith.server.store.store import Store
+from tinsmith.server.tracing import Attribute, Spans
 from tinsmith.server.usage import Usage
 from tinsmith.server.weights import WeightsFolders
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +53,7 @@ class Endings:
         usage: Usage,
         metrics: Metrics,
         on_step: OnStep,
+        spans: Spans,
     ) -> None:
         self._store = store
         self._weights = weights
@@ -57,6 +63,9 @@ class Endings:
         self._usage = usage
         self._metrics = metrics
         self._on_step = on_step
+        self._spans = spans
+        self._causes: dict[str, Context] = {}
+        """The traced requests whose ends are not on disk yet, by request id."""
 
     def end(self, model: LiveModel, operation: Operation, finish: Finish) -> None:
         """An operation is over: record that, then answer those who wait."""
@@ -77,6 +86,7 @@ class Endings:
             seconds,
             extra={**operation.record.log_fields, "status": finish.status, "seconds": seconds},
         )
+        self._trace(operation, finish)
         model.finishes.append(finish)
         if model.committing is None:
             model.committing = asyncio.create_task(self._commit(model))
@@ -91,6 +101,7 @@ class Endings:
         size = len(model.finishes)
         while model.finishes:
             batch = model.finishes[:size]
+            began_at = time.time()
             try:
                 steps = await self._store.log.finish(batch)
             except StoreUnavailableError as error:
@@ -107,10 +118,35 @@ class Endings:
             del model.finishes[: len(batch)]
             size = len(model.finishes)
             for finish in batch:
+                cause = self._causes.pop(finish.request_id, None)
+                self._spans.record(cause, "store commit", began_at)
                 self._promises.resolve(finish.request_id, outcome_of(finish), finish.finished_at)
             for number, step in steps:
                 self._tell(model.record, number, step)
         model.committing = None
+
+    def _trace(self, operation: Operation, finish: Finish) -> None:
+        if operation.cause is None:
+            return
+        record, now = operation.record, time.time()
+        self._causes[record.request_id] = operation.cause
+        about: dict[str, Attribute] = {
+            "model_id": record.model_id,
+            "seq_id": record.seq_id,
+            "num_tokens": record.num_tokens,
+            "attempts": operation.attempts + 1,
+        }
+        started_at = operation.started_at or now
+        self._spans.record(operation.cause, "queue wait", record.created_at, started_at, **about)
+        if operation.started_at is not None:
+            self._spans.record(
+                operation.cause,
+                f"engine {record.kind}",
+                started_at,
+                now,
+                error=finish.error,
+                **about,
+            )
 
     def _tell(self, model: ModelRecord, number: int, step: StepRecord) -> None:
         """Whoever listens is beside the way: his trouble must not keep later ends from the disk."""

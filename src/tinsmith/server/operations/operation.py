@@ -15,6 +15,8 @@ from tinsmith.server.store.records import OperationRecord
 
 if TYPE_CHECKING:
     # What carries out an operation is below the table, and so above this.
+    from opentelemetry.context import Context
+
     from tinsmith.engine.base import Engine, Failure, Pass, Step
     from tinsmith.server.operations.execution import Executor
     from tinsmith.server.operations.live_model import LiveModel
@@ -72,6 +74,8 @@ class Operation:
     """How often its files could not be written."""
     started_at: float | None = None
     """When it was last taken from its queue."""
+    cause: Context | None = None
+    """The traced request that brought it; lost in a restart."""
 
     @property
     def seq_id(self) -> int:

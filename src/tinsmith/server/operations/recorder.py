@@ -22,6 +22,7 @@ from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.store.records import ModelRecord, OperationRecord
 from tinsmith.server.store.store import Store
+from tinsmith.server.tracing import Spans
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Recorder:
         workers: Workers,
         wake: Callable[[LiveModel], None],
         max_held_bytes: int,
+        spans: Spans,
     ) -> None:
         self._store = store
         self._models = models
@@ -42,6 +44,7 @@ class Recorder:
         self._workers = workers
         self._wake = wake
         self._max_held_bytes = max_held_bytes
+        self._spans = spans
         self._under_way: dict[tuple[str, int], asyncio.Task[OperationRecord]] = {}
 
     async def submit(
@@ -122,7 +125,8 @@ class Recorder:
         self, operation: OperationRecord, request: object, new_model: ModelRecord | None
     ) -> OperationRecord:
         if new_model is not None:
-            recorded, is_new = await self._store.log.record(operation, new_model)
+            with self._spans.span("store commit"):
+                recorded, is_new = await self._store.log.record(operation, new_model)
             if not is_new:
                 # Reading a model that is not live yet puts what is pending into its queue.
                 found = await self._models.get(operation.model_id)
@@ -143,7 +147,8 @@ class Recorder:
                 return await self._late(operation)
             model.num_recording += 1
             try:
-                recorded, is_new = await self._store.log.record(operation)
+                with self._spans.span("store commit"):
+                    recorded, is_new = await self._store.log.record(operation)
             finally:
                 model.num_recording -= 1
             if not is_new:
@@ -197,6 +202,7 @@ class Recorder:
         )
         operation = operation_of(record, request if is_held else None)
         operation.is_held = is_held
+        operation.cause = self._spans.here()
         return operation
 
 

@@ -30,6 +30,7 @@ from tinsmith.server.sampling.examples import SampledExamples
 from tinsmith.server.sampling.stats import SamplerStats
 from tinsmith.server.sampling.stream_buffer import Patience, buffered
 from tinsmith.server.store.records import SamplerRecord
+from tinsmith.server.tracing import Spans
 from tinsmith.server.usage import Usage
 from tinsmith.types import (
     FutureCompletion,
@@ -78,7 +79,9 @@ class Sampling:
         examples: SampledExamples,
         metrics: Metrics,
         config: ServerConfig,
+        spans: Spans,
     ) -> None:
+        self._spans = spans
         self._engines = engines
         self._usage = usage
         self._stats = stats
@@ -185,6 +188,7 @@ class Sampling:
     async def _in_slot(
         self, slot: Slot, sampler: SamplerRecord, job: SampleJob
     ) -> AsyncGenerator[SampleEvent, None]:
+        cause, asked_at = self._spans.here(), time.time()
         engine, generation = await slot.get()
         slot.bases.add(sampler.base_model)
         self.num_streams += 1
@@ -193,9 +197,20 @@ class Sampling:
                 if failure is not None:
                     yield failure
                     return
-                async with contextlib.aclosing(self._events(engine, sampler, job)) as events:
-                    async for event in events:
-                        yield event
+                began_at = time.time()
+                self._spans.record(cause, "queue wait", asked_at, began_at)
+                try:
+                    async with contextlib.aclosing(self._events(engine, sampler, job)) as events:
+                        async for event in events:
+                            yield event
+                finally:
+                    self._spans.record(
+                        cause,
+                        "engine sample",
+                        began_at,
+                        num_samples=job.num_samples,
+                        num_tokens=job.prompt.length,
+                    )
         except EngineError as error:
             slot.report(generation, error)
             raise
