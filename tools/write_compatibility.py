@@ -29,6 +29,24 @@ NOT_CALLED = {
     "get_current_checkpoint_storage_usage_async": "deprecated on `RestClient`; see `AdminClient`",
 }
 
+PROMISES = {
+    "official clients": "Every release above runs against the server unchanged. One is dropped "
+    "only when its protocol cannot be told from a newer one; the release before says so.",
+    "the wire": "What the official client sends and reads does not change. Our own "
+    "[endpoints](endpoints.md) gain fields; clients ignore those that they do not know.",
+    "our client": "The names in `tinsmith.__all__`, their signatures and their errors. A name that "
+    "goes warns with `DeprecationWarning` for one minor release first.",
+    "the data folder and database": "A release opens what every earlier one since 0.1 wrote, and "
+    "migrates it at the start. There is no way back but a [backup](../how-to/backup.md).",
+    "checkpoints": "Files have the hosted service's layout. What an earlier release wrote loads.",
+    "settings and commands": "A name that goes is refused, with the name of its successor, for one "
+    "minor release.",
+    "numbers": "A fixed seed gives the same results on the same release, device and versions of "
+    "PyTorch and transformers; not across them.",
+    "Python and packages": "The Pythons and ranges of `pyproject.toml`; of transformers, the "
+    "oldest and the pinned release are tested.",
+}
+
 
 def page() -> str:
     used = calls()
@@ -44,6 +62,15 @@ def page() -> str:
         "without the optimizer, samples and scores (`any_release.py`).",
         "",
         *(f"- {release}" for release in releases()),
+        "",
+        "## What stays as it is",
+        "",
+        "Until 1.0, a release may change what is listed here; the changelog then says so, and how",
+        "to go on. From 1.0 on, only a major release may.",
+        "",
+        "| what | promise |",
+        "|---|---|",
+        *(f"| {what} | {promise} |" for what, promise in PROMISES.items()),
         "",
         "## Methods of the newest release",
     ]
