@@ -61,6 +61,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/mypy $(wildcard examples/*.py)
+	MYPYPATH=examples/chapters $(BIN)/mypy $(wildcard examples/chapters/*.py)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
