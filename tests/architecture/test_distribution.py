@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,3 +83,14 @@ def test_both_kinds_of_suite_run_without_a_network(suite: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= 4
+
+
+def test_every_module_that_is_run_as_a_program_is_required_or_ours() -> None:
+    """An environment of uv has no pip unless somebody asks for it."""
+    sources = (path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    run = {name for text in sources for name in re.findall(r'"-m", "([\w.]+)"', text)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["engine"]]
+    required = {Requirement(line).name for line in lines}
+    assert "pip" in run
+    assert {name for name in run if not name.startswith("tinsmith")} <= required
