@@ -377,12 +377,15 @@ def _recurrent_forward(
 
 def _build_empty(folder: Path) -> Any:
     """The model without memory for its weights, calling our attention."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION_NAME, _attention_function)
-    model = AutoModelForCausalLM.from_config(
-        _transformers_config(folder), attn_implementation=ATTENTION_NAME
-    ).eval()
+    config = _transformers_config(folder)
+    text, classes = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING
+    # Older releases do not find the language part of a model that sees by themselves here.
+    if classes.get(type(config), None) is classes.get(type(text), None):
+        config = text
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
     _replace_experts(model)
     _replace_recurrent_layers(model)
     return model
