@@ -59,8 +59,11 @@ def work(server: ServerProcess) -> None:
         sampler = training.save_weights_and_get_sampling_client()
         params = tinsmith.SamplingParams(max_tokens=4, seed=1)
         sampler.sample(tinsmith.ModelInput.from_ints([1, 2]), 1, params).result(60)
-        with pytest.raises(tinsmith.NotFoundError):
-            service.create_rest_client().get_training_run("nobody").result(60)
+    with (
+        tinsmith.RestClient(base_url=server.url, api_key=server.key) as rest,
+        pytest.raises(tinsmith.NotFoundError),
+    ):
+        rest.get_training_run("nobody").result(60)
 
 
 def scrape(server: ServerProcess) -> dict[str, set[str]]:

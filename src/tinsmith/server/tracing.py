@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
 
-Attribute = str | int | None
+_NOTHING: Mapping[str, str | int] = {}
 _OFF: AbstractContextManager[None] = nullcontext()
 
 
@@ -50,8 +50,9 @@ class Spans:
             return None
         from opentelemetry import context, trace
 
-        span = trace.get_current_span()
-        return context.get_current() if span.is_recording() else None
+        # Its span may have ended: what it has begun goes on in tasks of their own.
+        span = trace.get_current_span().get_span_context()
+        return context.get_current() if span.is_valid and span.trace_flags.sampled else None
 
     def record(
         self,
@@ -61,12 +62,12 @@ class Spans:
         ended_at: float | None = None,
         *,
         error: str | None = None,
-        **attributes: Attribute,
+        attributes: Mapping[str, str | int] = _NOTHING,
     ) -> None:
         """A span of something that is over, by default just now, and that a request caused."""
         if self._tracer is None or cause is None:
             return
-        told = {f"tinsmith.{k}": v for k, v in attributes.items() if v is not None}
+        told = {f"tinsmith.{k}": v for k, v in attributes.items()}
         span = self._tracer.start_span(
             name, context=cause, attributes=told, start_time=_nanoseconds(started_at)
         )

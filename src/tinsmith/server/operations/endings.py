@@ -25,7 +25,7 @@ from tinsmith.server.operations.snapshots import Snapshots
 from tinsmith.server.store.errors import OverQuotaError, StoreConflictError, StoreUnavailableError
 from tinsmith.server.store.records import Finish, ModelRecord, StepRecord
 from tinsmith.server.store.store import Store
-from tinsmith.server.tracing import Attribute, Spans
+from tinsmith.server.tracing import Spans
 from tinsmith.server.usage import Usage
 from tinsmith.server.weights import WeightsFolders
 
@@ -130,14 +130,16 @@ class Endings:
             return
         record, now = operation.record, time.time()
         self._causes[record.request_id] = operation.cause
-        about: dict[str, Attribute] = {
+        about = {
             "model_id": record.model_id,
             "seq_id": record.seq_id,
             "num_tokens": record.num_tokens,
             "attempts": operation.attempts + 1,
         }
         started_at = operation.started_at or now
-        self._spans.record(operation.cause, "queue wait", record.created_at, started_at, **about)
+        self._spans.record(
+            operation.cause, "queue wait", record.created_at, started_at, attributes=about
+        )
         if operation.started_at is not None:
             self._spans.record(
                 operation.cause,
@@ -145,7 +147,7 @@ class Endings:
                 started_at,
                 now,
                 error=finish.error,
-                **about,
+                attributes=about,
             )
 
     def _tell(self, model: ModelRecord, number: int, step: StepRecord) -> None:

@@ -208,8 +208,10 @@ class Sampling:
                         cause,
                         "engine sample",
                         began_at,
-                        num_samples=job.num_samples,
-                        num_tokens=job.prompt.length,
+                        attributes={
+                            "num_samples": job.num_samples,
+                            "num_tokens": job.prompt.length,
+                        },
                     )
         except EngineError as error:
             slot.report(generation, error)

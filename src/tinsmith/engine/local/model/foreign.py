@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,7 +42,7 @@ from tinsmith.engine.local.model.families import (
 )
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
-from tinsmith.engine.local.model.model_types import nearest_type
+from tinsmith.engine.local.model.model_types import nearest_type, needed_transformers
 from tinsmith.engine.local.model.quantized import quantize
 from tinsmith.engine.local.model.recurrence import StateShape
 from tinsmith.engine.local.model.recurrent_layers import RecurrentLayer, recurrent_layer
@@ -75,6 +76,11 @@ def read_config(folder: Path, reason: UnsupportedModelError) -> ForeignConfig:
     model_type = str(settings.get("model_type"))
     architecture = (settings.get("architectures") or [model_type])[0]
     nearest = f"the nearest type that works is {nearest_type(model_type)!r}"
+    if (needed := needed_transformers(model_type)) is not None:
+        raise UnsupportedModelError(
+            f"{model_type} needs transformers {needed} or later, and {version('transformers')} is "
+            f"installed: pip install 'transformers>={needed}'"
+        )
     try:
         with torch.device("meta"):
             model = _build_empty(folder)

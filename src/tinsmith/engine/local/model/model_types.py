@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Literal
 
 Path = Literal["decoder", "transformers"]
@@ -36,6 +38,9 @@ class ModelType:
 
     test: str
     limits: str = ""
+    transformers: str | None = None
+    """The least release of `transformers` that computes it rightly, where that is not the least
+    that we work with at all."""
 
 
 MODEL_TYPES = (
@@ -104,8 +109,23 @@ MODEL_TYPES = (
             *_ATTENTION,
         ),
         test=_FAMILIES,
+        limits="needs transformers 5.17: 5.5.4 computes sequences longer than a chunk otherwise",
+        transformers="5.17",
     ),
 )
+
+
+def needed_transformers(model_type: str) -> str | None:
+    """The release of `transformers` that the type needs, if the installed one is older."""
+    needed = next((each.transformers for each in MODEL_TYPES if each.name == model_type), None)
+    if needed is None or _release(version("transformers")) >= _release(needed):
+        return None
+    return needed
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
 def nearest_type(model_type: str) -> str:
