@@ -3,6 +3,7 @@
 import argparse
 
 import tinsmith
+from tinsmith.types import LossFnType
 
 _parser = argparse.ArgumentParser()
 _parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
@@ -56,7 +57,7 @@ def draw(
     return list(sampler.sample(asked, count, params).result().sequences)
 
 
-def step(data: list[tinsmith.Datum], loss_fn: str, learning_rate: float = 3e-4) -> float:
+def step(data: list[tinsmith.Datum], loss_fn: LossFnType, learning_rate: float = 3e-4) -> float:
     """One pass and one step; the loss."""
     passed = training.forward_backward(data, loss_fn)
     training.optim_step(tinsmith.AdamParams(learning_rate=learning_rate))

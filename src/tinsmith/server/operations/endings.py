@@ -130,7 +130,7 @@ class Endings:
             return
         record, now = operation.record, time.time()
         self._causes[record.request_id] = operation.cause
-        about = {
+        about: dict[str, str | int] = {
             "model_id": record.model_id,
             "seq_id": record.seq_id,
             "num_tokens": record.num_tokens,
