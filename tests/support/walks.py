@@ -26,12 +26,16 @@ from tinsmith.engine.local.boundary.process import Outbox
 from tinsmith.engine.local.boundary.remote import RemoteEngine
 from tinsmith.engine.local.boundary.worker import Incoming, Worker
 from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.server import service
 from tinsmith.server.config import build_config
 from tinsmith.server.engines.plan import SlotPlan
 from tinsmith.server.serving import serve
 from tinsmith.types import Datum, ModelInput, SamplingParams
 
 ROOT = Path(tinsmith.__file__).parent
+
+# It comes every few seconds, and on a busy machine in the midst of a walk that has no part in it.
+service._HOUSEKEEPING_SECONDS = 3600.0
 
 DATA = [
     Datum(
