@@ -16,7 +16,7 @@ import torch
 
 from tests.support import apple_device
 from tests.support.tiny_families import TINY_FAMILIES, save_tiny
-from tinsmith.engine.base import Pass, SampleJob, Step
+from tinsmith.engine.base import Pass, SampleJob, Shaping, Step
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
 from tinsmith.engine.local.model.recurrence import decays
@@ -38,6 +38,8 @@ PARAMS = {
     "plain": SamplingParams(max_tokens=4, seed=3),
     "cut": SamplingParams(max_tokens=4, seed=3, temperature=0.7, top_k=20, top_p=0.9),
 }
+
+SHAPINGS = {"cut": Shaping(min_p=0.05, presence_penalty=0.5, logit_bias={5: 1.0, 9: -2.0})}
 
 
 def datum(**inputs: Any) -> Datum:
@@ -92,6 +94,7 @@ def sampled(core: EngineCore) -> list[np.ndarray]:
             num_samples=2,
             prompt_logprobs=True,
             topk_prompt_logprobs=2,
+            shaping=SHAPINGS.get(name),
         )
         assert core.submit_sample(job) is None
     last: dict[str, Any] = {}
