@@ -13,6 +13,7 @@ SEED ?= 1
 MINUTES ?= 30
 STORE ?= sqlite
 OPERATIONS ?= inf
+STEPS ?= 12
 
 help:
 	@echo "make demo          start a server, fine-tune the embedded model, sample before and after"
@@ -25,7 +26,7 @@ help:
 	@echo "make load          500 clients, 4,000 held polls, 1,000 requests a second, for ten minutes"
 	@echo "make fuzz          many more random requests and bytes than make test tries"
 	@echo "make audit         bandit, and pip-audit where its advisory service can be reached"
-	@echo "make chaos         break everything while clients train (SEED=1 MINUTES=30 STORE=sqlite or postgres OPERATIONS=10000)"
+	@echo "make chaos         break everything while clients train (SEED=1 MINUTES=30 STORE=sqlite or postgres OPERATIONS=10000 STEPS=12)"
 	@echo "make requirements  every requirement with the tests that cite it"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -94,7 +95,7 @@ audit: $(STAMP)
 	$(BIN)/python -m pytest tests/security/test_static.py -q -rs
 
 chaos: $(STAMP)
-	$(BIN)/python tools/chaos --seed $(SEED) --minutes $(MINUTES) --operations $(OPERATIONS) --store $(STORE)
+	$(BIN)/python tools/chaos --seed $(SEED) --minutes $(MINUTES) --operations $(OPERATIONS) --store $(STORE) --steps $(STEPS)
 
 requirements: $(STAMP)
 	$(BIN)/python tools/requirements.py

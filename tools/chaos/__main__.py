@@ -1,6 +1,7 @@
 """Break everything, again and again, while clients train; then look whether anything was lost.
 
     python tools/chaos --seed 1 --minutes 30 [--operations 10000] [--store sqlite|postgres]
+                       [--clients 6] [--steps 12]
 
 It ends after the minutes, or as soon as so many operations have been carried out.
 
@@ -49,7 +50,9 @@ from history.listening import Exchange, Listener
 PROGRAMS = ("sft", "rl", "resume", "custom", "pipelined", "gaps")
 PACKAGES = ("tinker", "tinsmith")
 STEPS = 12
+"""Of a client; with more of them less of the run is spent on starting clients."""
 CLIENT_SECONDS = 300.0
+"""Most time for a client of that many steps."""
 LOOP_STEPS = 60
 MAX_GROWTH_BYTES = 16 * 1024 * 1024
 """What a loop may add to the engine's memory; each of its samplers has a quarter of a MiB."""
@@ -59,9 +62,17 @@ DISK_BYTES = 128 * 1024 * 1024
 
 class Chaos:
     def __init__(
-        self, seed: int, store: str, folder: Path, model: Path | None, disk_bytes: int
+        self,
+        seed: int,
+        store: str,
+        folder: Path,
+        model: Path | None,
+        disk_bytes: int,
+        steps: int = STEPS,
     ) -> None:
         self.chance = random.Random(seed)
+        self._steps = steps
+        self._client_seconds = CLIENT_SECONDS * max(1.0, steps / STEPS)
         self.folder = folder
         self.mark = uuid.uuid4().hex
         self.disk = SmallDisk(folder / "disk", disk_bytes)
@@ -147,15 +158,15 @@ class Chaos:
     async def _client(
         self, program: str, package: str, seed: int, *, is_reference: bool = False
     ) -> None:
-        process = await self._start_client(self.proxy.port, package, program, seed, STEPS)
+        process = await self._start_client(self.proxy.port, package, program, seed, self._steps)
         self.running[process] = False
         try:
-            async with asyncio.timeout(CLIENT_SECONDS):
+            async with asyncio.timeout(self._client_seconds):
                 out, errors = await process.communicate()
         except TimeoutError:
             process.kill()
             out, errors = await process.communicate()
-            self.problems.append(f"{package} {program} did not end in {CLIENT_SECONDS:g} s")
+            self.problems.append(f"{package} {program} did not end in {self._client_seconds:g} s")
         was_dropped = self.running.pop(process)
         lines = out.decode().splitlines()
         models = [line.split()[1] for line in lines if line.startswith("run ")]
@@ -445,7 +456,9 @@ async def _main(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="tinsmith-chaos-"))
     disk_bytes = round((1 + arguments.minutes) * DISK_BYTES)
-    chaos = Chaos(arguments.seed, arguments.store, folder, arguments.model, disk_bytes)
+    chaos = Chaos(
+        arguments.seed, arguments.store, folder, arguments.model, disk_bytes, arguments.steps
+    )
     try:
         await chaos.run(arguments.minutes * 60, arguments.operations, arguments.clients)
     finally:
@@ -466,6 +479,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--operations", type=float, default=math.inf)
     parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=STEPS, help="how long each client trains")
     parser.add_argument("--store", choices=["sqlite", "postgres"], default="sqlite")
     parser.add_argument("--model", type=Path, help="a folder with the tiny model; made if missing")
     return parser.parse_args()

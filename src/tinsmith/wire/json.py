@@ -6,13 +6,14 @@ as absent, so that old clients, which send null for what their caller left out, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import orjson
 
 from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.types.model import Model
+from tinsmith.wire import sliced_json
 from tinsmith.wire.limits import DEFAULT_LIMITS, Limits
 
 M = TypeVar("M", bound=Model)
@@ -69,6 +70,15 @@ def _refuse_nul(value: Any, path: str) -> None:
 
 def parse(body: bytes, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
     """The JSON object in a body, as plain data."""
+    return _object(sliced_json.loads, body, limits)
+
+
+def parse_small_fields(body: bytes, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
+    """`parse`, for its small fields: a large one is null, and has not been looked at."""
+    return _object(sliced_json.small_fields, body, limits)
+
+
+def _object(loads: Callable[[bytes], Any], body: bytes, limits: Limits) -> dict[str, Any]:
     most = min(limits.max_body_bytes, limits.max_json_bytes)
     if len(body) > most:
         raise TooLargeError(f"the body has {len(body)} bytes; the limit is {most}{SMALLER}")
@@ -81,8 +91,8 @@ def parse(body: bytes, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
     if body.count(b'"') > 2 * limits.max_json_texts:
         raise TooLargeError(f"the body has more than {limits.max_json_texts} texts")
     try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        value = loads(body)
+    except ValueError as error:  # that of `orjson` is one
         raise ValidationError(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValidationError("the body must be a JSON object")

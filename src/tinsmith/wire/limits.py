@@ -31,8 +31,8 @@ class Limits:
     prompts are texts of some megabytes."""
 
     max_json_values: int = 1_310_720
-    """Most numbers and other values in a JSON body. Parsing holds up everybody, 0.07 s at this
-    size; the releases that sent passes as JSON cut them to 1,250,000 numbers of 4 bytes."""
+    """Most numbers and other values in a JSON body; each takes some 40 bytes while it is checked.
+    The releases that sent passes as JSON cut them to 1,250,000 numbers of 4 bytes."""
 
     max_json_parts: int = 131_072
     """Most objects and lists in a JSON body; a pass of 1,024 datums has some 20,000."""

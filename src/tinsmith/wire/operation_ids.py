@@ -24,7 +24,7 @@ def ids_in(
             if (found := ids_at_front(body)) is None:
                 raise
             return found
-    message = json.parse(body, limits)
+    message = json.parse_small_fields(body, limits)
     model, given = message.get("model_id"), message.get("seq_id")
     if not isinstance(model, str):
         raise ValidationError("the request needs this text", "model_id")
