@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import tarfile
 from base64 import b64encode
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.support.in_process_server import Api
+from tinsmith.server.downloads import archive_content
 
 
 async def save(api: Api, model: str, seq_id: int) -> dict[str, str]:
@@ -67,6 +70,18 @@ async def test_a_range_of_another_version_or_that_is_not_understood_gives_everyt
     assert new.headers["etag"] != old.headers["etag"]
     again = await fetch(api, url, range=range_, if_range=old.headers["etag"])
     assert (again.status_code, again.content) == (200, new.content)
+
+
+def test_an_archive_of_files_with_other_times_is_another_version(tmp_path: Path) -> None:
+    """As after a folder was put back from a backup: the rest of one is no rest of the other."""
+    (tmp_path / "a").write_bytes(b"weights")
+    contents = []
+    for seconds in (1_000_000, 1_000_000, 2_000_000):
+        os.utime(tmp_path / "a", (seconds, seconds))
+        contents.append(archive_content("w", tmp_path, ["a"]))
+    first, same, other = contents
+    assert first.parts == same.parts and first.version == same.version
+    assert first.parts != other.parts and first.version != other.version
 
 
 async def test_an_archive_is_a_tar_of_the_files(api: Api) -> None:

@@ -54,16 +54,20 @@ def file_content(weights_id: str, folder: Path, name: str) -> Content:
 
 
 def archive_content(weights_id: str, folder: Path, names: Sequence[str]) -> Content:
-    """A tar of some files."""
+    """A tar of some files. Their times are part of it: files that were put back from a copy make
+    another archive of the same weights."""
     parts: list[bytes | FilePart] = []
+    times = []
     for name in names:
         facts = (folder / name).stat()
         entry = tarfile.TarInfo(name)
         entry.size, entry.mtime, entry.mode = facts.st_size, int(facts.st_mtime), 0o644
         parts += [entry.tobuf(), FilePart(folder / name, facts.st_size)]
         parts.append(bytes(-facts.st_size % tarfile.BLOCKSIZE))
+        times.append(str(entry.mtime))
     parts.append(bytes(2 * tarfile.BLOCKSIZE))
-    return Content(f"{weights_id}.tar", "application/x-tar", parts)
+    version = f"{weights_id}.tar of {' '.join(times)}"
+    return Content(version, "application/x-tar", parts)
 
 
 async def respond(request: Request, content: Content) -> Response:
