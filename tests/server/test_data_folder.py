@@ -148,6 +148,22 @@ async def test_a_power_cut_that_loses_the_folders_position_is_no_mismatch(
     await (await claim_store(left)).close()
 
 
+async def test_a_position_that_cannot_be_noted_is_told_once_and_not_for_each_commit(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = await start_server()
+    position = server.service.config.data_dir / "position"
+    for _ in range(2):
+        position.unlink()
+        position.mkdir()  # as a full disk, it takes nothing
+        for _ in range(5):
+            await server.api.session()
+        position.rmdir()
+        await server.api.session()
+    told = [record.levelname for record in caplog.records if "older copy" in record.getMessage()]
+    assert [level for level in told if level == "WARNING"] == ["WARNING"] * 2
+
+
 async def test_an_older_copy_of_the_folder_is_refused(left: ServerConfig, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(left.data_dir, copy)

@@ -46,6 +46,8 @@ class DataFolder:
         self.trash = root / "trash"
         self._identity = root / "identity.json"
         self._position = root / "position"
+        self._is_position_noted = True
+        """Whether the last commit's was; what changes is said, not each commit."""
 
     def create(self) -> None:
         """Make the folder where there is none; it is for this user alone in any case."""
@@ -149,10 +151,16 @@ class DataFolder:
     def _note_position(self, position: int) -> None:
         """Called for each commit. Not synced: after a power cut the folder may know less than the
         store, or nothing, which is no mismatch."""
+        was_noted = self._is_position_noted
         try:
             disk.mark(self._position, f"{position:020d}\n".encode())
+            self._is_position_noted = True
         except OSError as error:
-            logger.warning("an older copy of the database may not be noticed: %s", error)
+            self._is_position_noted = False
+            if was_noted:
+                logger.warning("an older copy of the database may not be noticed: %s", error)
+        if self._is_position_noted and not was_noted:
+            logger.info("an older copy of the database would be noticed again")
 
     def _noted_position(self) -> int:
         try:
