@@ -283,8 +283,31 @@ def _sampler(sampler_id: str, number: int) -> SamplerRecord:
     )
 
 
+async def _keep_weights(store: Store, *weights_ids: str) -> None:
+    """A run whose operations left weights."""
+    for seq_id, weights_id in enumerate(weights_ids):
+        await store.log.record(operation(seq_id), MODEL if seq_id == 0 else None)
+        kept = weights(weights_id)
+        await store.log.finish(
+            [Finish(request_id=f"r{seq_id}", status="done", finished_at=5.0, weights=kept)]
+        )
+
+
+async def test_nothing_refers_to_weights_that_were_forgotten_a_moment_ago(store: Store) -> None:
+    """Whoever found them may come after somebody who deleted the last that needed them."""
+    await _keep_weights(store, "w")
+    assert await store.weights.forget(["w"]) == ["w"]
+    assert not await store.checkpoints.add(checkpoint("a", "w"), None, AUDIT)
+    assert await store.samplers.add(_sampler("s:sample:0", 0)) is None
+    assert await store.checkpoints.get(MODEL.model_id, "weights/a") is None
+    assert await store.account.list_audit("o", "checkpoints", 0.0, 10.0) == []
+    assert await store.samplers.of_session("s") == []
+
+
 async def test_a_sampler_is_made_once_and_counts_its_clients(store: Store) -> None:
+    await _keep_weights(store, "w")
     first = await store.samplers.add(_sampler("s:sample:0", 0))
+    assert first is not None
     again = await store.samplers.add(dataclasses.replace(first, sampler_id="x", base_model="c"))
     assert again == first
     assert await asyncio.gather(*[store.samplers.join("s:sample:0") for _ in range(5)]) == [
@@ -322,7 +345,8 @@ async def test_a_session_is_changed_touched_and_found_again(store: Store) -> Non
 
 
 async def test_checkpoints_are_changed_listed_and_expire(store: Store) -> None:
-    await store.checkpoints.add(checkpoint("a", "w"), MODEL, AUDIT)
+    await _keep_weights(store, "w")
+    assert await store.checkpoints.add(checkpoint("a", "w"), None, AUDIT)
     await store.checkpoints.add(checkpoint("b", "w", created_at=6.0), None, AUDIT)
     assert await store.checkpoints.update(checkpoint("a", "w"), {"expires_at": 7.0}, AUDIT)
     assert [c.checkpoint_id for c in await store.checkpoints.expired(8.0)] == ["weights/a"]
@@ -338,7 +362,8 @@ async def test_a_late_change_of_a_checkpoint_does_not_touch_a_later_one_of_its_n
 ) -> None:
     """Somebody read the first one, and saved another under its name before the change came."""
     first, second = checkpoint("a", "w1"), checkpoint("a", "w2")
-    await store.checkpoints.add(first, MODEL, AUDIT)
+    await _keep_weights(store, "w1", "w2")
+    await store.checkpoints.add(first, None, AUDIT)
     await store.checkpoints.add(second, None, AUDIT)
     assert not await store.checkpoints.update(first, {"is_public": True}, AUDIT)
     assert not await store.checkpoints.delete(first, AUDIT)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from tests.support.in_process_server import Api, StartServer
     from tinsmith.server.config import ServerConfig
+    from tinsmith.server.store.records import WeightsRecord
 
 NUM_MOMENTS = 12
 """More than a deletion has: a commit or a function that writes, before and after."""
@@ -133,3 +134,37 @@ async def test_a_deletion_that_comes_late_spares_a_new_checkpoint_of_the_same_na
     second = await service.checkpoints.readable(path, "owner")
     await service.checkpoints.delete(first)
     assert await service.checkpoints.readable(path, "owner") == second
+
+
+@pytest.mark.parametrize("use", ["copy", "sampler"])
+async def test_a_checkpoint_that_is_deleted_while_it_is_being_used_is_not_named_by_anything(
+    start_server: StartServer, use: str
+) -> None:
+    """It is deleted, and its weights with it, after they were found and before that is written."""
+    server = await start_server()
+    api, service = server.api, server.service
+    model = await api.model()
+    body = {"model_id": model, "seq_id": 1, "path": "x"}
+    path = (await api.result((await api.ok("/save_weights_for_sampler", body))["request_id"]))[
+        "path"
+    ]
+    checkpoint = await service.checkpoints.readable(path, "owner")
+    session = await api.session()
+    plain = service.store.weights.get
+
+    async def get(weights_id: str) -> WeightsRecord | None:
+        found = await plain(weights_id)
+        await service.checkpoints.delete(checkpoint)
+        assert await plain(weights_id) is None, "it was deleted in between"
+        return found
+
+    service.store.weights.get = get  # type: ignore[method-assign]  # somebody else, at that moment
+    if use == "copy":
+        refused = await api.post("/copy_weights", {"source_path": path})
+        assert refused.status_code == 400 and "deleted meanwhile" in refused.json()["detail"]
+    else:
+        asked = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+        refused = await api.post("/create_sampling_session", asked)
+        assert refused.status_code == 404 and path in refused.json()["detail"]
+    assert (await api.get("/checkpoints")).json()["checkpoints"] == []
+    assert await service.store.samplers.of_session(session) == []

@@ -147,7 +147,8 @@ class Checkpoints:
         )
         details = {"source": source.tinker_path}
         audit = _audit(copied, "checkpoint_copied", details)
-        await self._store.checkpoints.add(copied, model, audit)
+        if not await self._store.checkpoints.add(copied, model, audit):
+            raise ValidationError(f"{source.tinker_path} was deleted meanwhile; nothing was copied")
         return copied
 
 

@@ -62,6 +62,8 @@ async def create_sampling_session(
             model_id=await _run_of(service, caller, message.model_path),
         )
     )
+    if sampler is None:
+        raise not_found("checkpoint", str(message.model_path))
     return CreateSamplingSessionResponse(sampling_session_id=sampler.sampler_id)
 
 

@@ -40,5 +40,6 @@ class Samplers:
         kept = {k: each for k, each in self._records.items() if each.session_id != session_id}
         self._records = kept
 
-    async def create(self, record: SamplerRecord) -> SamplerRecord:
+    async def create(self, record: SamplerRecord) -> SamplerRecord | None:
+        """The sampler; None when its weights were deleted since they were found."""
         return await self._store.samplers.add(record)

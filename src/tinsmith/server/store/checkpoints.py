@@ -16,7 +16,7 @@ from tinsmith.server.store.records import (
     Page,
     WeightsRecord,
 )
-from tinsmith.server.store.weights import Weights
+from tinsmith.server.store.weights import Weights, are_there
 
 
 class Checkpoints:
@@ -26,15 +26,21 @@ class Checkpoints:
 
     async def add(
         self, checkpoint: CheckpointRecord, model: ModelRecord | None, audit: AuditRecord
-    ) -> None:
-        def write(connection: sa.Connection) -> None:
+    ) -> bool:
+        """Enter a checkpoint, with the run it is of where that is new; False when its weights are
+        gone."""
+
+        def write(connection: sa.Connection) -> bool:
+            if not are_there(connection, checkpoint.weights_id):
+                return False
             self._weights.check_room(connection, checkpoint.owner, checkpoint.size_bytes)
             if model is not None:
                 connection.execute(sa.insert(schema.models).values(row_of(model)))
             put_checkpoint(connection, checkpoint)
             connection.execute(sa.insert(schema.audit).values(row_of(audit)))
+            return True
 
-        await self._database.write(write)
+        return await self._database.write(write)
 
     async def get(self, model_id: str, checkpoint_id: str) -> CheckpointRecord | None:
         query = sa.select(schema.checkpoints).where(_checkpoint(model_id, checkpoint_id))

@@ -10,17 +10,21 @@ import sqlalchemy as sa
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import Database, row_of
 from tinsmith.server.store.records import SamplerRecord, SamplerStatsRecord
+from tinsmith.server.store.weights import are_there
 
 
 class Samplers:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def add(self, sampler: SamplerRecord) -> SamplerRecord:
-        """The sampler, or the earlier one with the same session and sequence number."""
+    async def add(self, sampler: SamplerRecord) -> SamplerRecord | None:
+        """The sampler, or the earlier one with the same session and sequence number; None when its
+        weights are gone."""
         table = schema.samplers
 
-        def write(connection: sa.Connection) -> SamplerRecord:
+        def write(connection: sa.Connection) -> SamplerRecord | None:
+            if sampler.weights_id is not None and not are_there(connection, sampler.weights_id):
+                return None
             if self._database.put_new(connection, table, row_of(sampler)):
                 return sampler
             found = connection.execute(

@@ -82,11 +82,10 @@ class Weights:
 
     async def hold(self, request_id: str, weights_id: str) -> bool:
         """Keep weights for an operation that is about to use them; whether they are there."""
-        operations, weights = schema.operations, schema.weights
+        operations = schema.operations
 
         def write(connection: sa.Connection) -> bool:
-            found = sa.select(weights.c.weights_id).where(weights.c.weights_id == weights_id)
-            if connection.execute(found).first() is None:
+            if not are_there(connection, weights_id):
                 return False
             connection.execute(
                 sa.update(operations)
@@ -96,6 +95,14 @@ class Weights:
             return True
 
         return await self._database.write(write)
+
+
+def are_there(connection: sa.Connection, weights_id: str) -> bool:
+    """Whether weights are there within a write that is about to refer to them: what referred to
+    them when they were found may have been deleted since."""
+    table = schema.weights
+    found = sa.select(table.c.weights_id).where(table.c.weights_id == weights_id)
+    return connection.execute(found).first() is not None
 
 
 def _bytes_of_owner(connection: sa.Connection, owner: str) -> int:
