@@ -330,7 +330,7 @@ def _claims(token: str) -> Any:
 
 
 async def test_whoever_sends_many_large_bodies_waits_behind_his_own() -> None:
-    workers = Workers()
+    workers = Workers("bodies")
     done: list[str] = []
 
     def work(name: str) -> None:
@@ -347,7 +347,7 @@ async def test_whoever_sends_many_large_bodies_waits_behind_his_own() -> None:
 
 
 async def test_who_leaves_while_waiting_for_a_turn_does_not_hold_it() -> None:
-    workers = Workers()
+    workers = Workers("bodies")
     tasks = [asyncio.create_task(workers.run("a", time.sleep, 0.05)) for _ in range(3)]
     await asyncio.sleep(0.01)
     for task in tasks[:2]:

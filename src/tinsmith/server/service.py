@@ -95,7 +95,9 @@ class Service:
             config.key_max_requests_per_second,
         )
         self.sockets = Sockets(config.max_connections)
-        self.workers = Workers()
+        self.workers = Workers("bodies")
+        self.texts = Workers("texts", num_threads=4)
+        """For prompts that are rendered and tokenized, and curves and examples that are written."""
         changes = Path(config.data_dir) / KEY_CHANGES
         self.auth = Auth(store, secret, is_required=config.auth, changes=changes)
         self.browsers = Browsers(store, self.auth)
@@ -227,6 +229,7 @@ class Service:
         await self.engines.close()
         self.workers.close()
         self.forms.close()
+        self.texts.close()
         await self.store.close()
         await asyncio.to_thread(self.spans.close)
 

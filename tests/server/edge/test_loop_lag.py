@@ -101,6 +101,22 @@ async def test_a_pass_of_some_datums_is_decoded_in_its_owners_turn(server: TestS
     await server.api.output(await sent)
 
 
+async def test_long_texts_of_one_owner_leave_threads_for_another(server: TestServer) -> None:
+    """Prompts that are rendered, curves and examples: whoever asks for many waits for his own."""
+    model_id = await server.api.model()
+    release = threading.Event()
+    texts = server.service.texts
+    greedy = [asyncio.create_task(texts.run("greedy", release.wait, 20)) for _ in range(20)]
+    try:
+        async with asyncio.timeout(10):
+            answer = await server.api.get(f"/training_runs/{model_id}/metrics")
+        assert answer.status_code == 200
+        assert not any(task.done() for task in greedy)
+    finally:
+        release.set()
+    await asyncio.gather(*greedy)
+
+
 def test_the_ids_of_thousands_of_samples_are_written_in_one_look() -> None:
     ids = [f"sample-{number}" for number in range(4096)]
     promise = UntypedAPIFuture(request_id="sample", sample_sequence_ids=ids)

@@ -115,7 +115,7 @@ async def prepare(service: Service, caller: Caller, ask: Ask) -> Answering:
     sampler, text = await find_model(service, caller, ask.model)
     if ask.form is not None:
         await service.forms.check(caller.owner, ask.form)
-    answering = await asyncio.to_thread(Answering, service, sampler, ask, text)
+    answering = await service.texts.run(caller.owner, Answering, service, sampler, ask, text)
     num_bytes = sum(job.prompt.nbytes for job in answering.jobs)
     if not service.sampling.has_room(caller.owner, len(answering.jobs), num_bytes):
         problem = f"{len(answering.jobs)} more prompts are too many at once; wait, or send fewer"
@@ -131,7 +131,7 @@ async def find_model(
     base = await service.base_model(sampler.base_model)
     if base is None:
         raise Refusal(404, f"no base model called {sampler.base_model!r} is served")
-    return sampler, await asyncio.to_thread(service.text_models.get, base)
+    return sampler, await service.texts.run(caller.owner, service.text_models.get, base)
 
 
 async def _sampler(service: Service, caller: Caller, model: str) -> SamplerRecord:

@@ -70,7 +70,7 @@ class FormChecks:
     """
 
     def __init__(self) -> None:
-        self._turns = Workers()
+        self._turns = Workers("forms")
         self._child: subprocess.Popen[bytes] | None = None
 
     async def check(self, owner: str, form: Form) -> None:

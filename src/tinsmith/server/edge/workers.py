@@ -1,13 +1,13 @@
-"""Work on large bodies, beside the event loop: one piece at a time, owners in turn.
+"""Work that takes long, beside the event loop: owners in turn, none with over half the threads.
 
-One thread, because decoding holds the interpreter's lock: several would only keep the event loop
-from getting it. Whoever sends many large bodies waits behind his own, not others behind his.
+Whoever sends much waits behind his own, not others behind his. For bodies there is one thread,
+because decoding holds the interpreter's lock: several would only keep the event loop from it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -20,9 +20,11 @@ T = TypeVar("T")
 
 
 class Workers:
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
-        self._is_busy = False
+    def __init__(self, name: str, num_threads: int = 1) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._num_threads = num_threads
+        self._busy: Counter[str] = Counter()
+        """Threads that each owner has."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """By owner; the one whose turn is next comes first."""
 
@@ -36,23 +38,27 @@ class Workers:
         try:
             await turn
             return await asyncio.get_running_loop().run_in_executor(
-                self._thread, lambda: function(*args, **options)
+                self._threads, lambda: function(*args, **options)
             )
         finally:
             if turn.done() and not turn.cancelled():
-                self._is_busy = False
+                self._busy[owner] -= 1
+                self._busy += Counter()  # without those who have none
                 self._start_next()
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _start_next(self) -> None:
-        while not self._is_busy and self._waiting:
-            owner = next(iter(self._waiting))
+        most = (self._num_threads + 1) // 2
+        while self._busy.total() < self._num_threads:
+            owner = next((each for each in self._waiting if self._busy[each] < most), None)
+            if owner is None:
+                return
             turns = self._waiting.pop(owner)
             turn = turns.popleft()
             if turns:
                 self._waiting[owner] = turns
             if not turn.cancelled():
-                self._is_busy = True
+                self._busy[owner] += 1
                 turn.set_result(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -53,7 +52,7 @@ async def count_tokens(
 ) -> dict[str, int]:
     ask = read_messages(message, is_counted_only=True)
     _, text = await find_model(service, caller, ask.model)
-    return {"input_tokens": len(await asyncio.to_thread(render, text, ask))}
+    return {"input_tokens": len(await service.texts.run(caller.owner, render, text, ask))}
 
 
 def _whole(answering: Answering, sequence: SampledSequence) -> dict[str, Any]:

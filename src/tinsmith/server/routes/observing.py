@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
@@ -58,7 +57,7 @@ async def get_metrics(service: Service, caller: Caller, request: Request) -> Res
     operations = await service.store.curves.read(run.model_id, "operation", after, points)
     posted = await service.store.curves.read(run.model_id, "posted", after, points)
     keys = None if wanted is None else {key for key in wanted.split(",") if key}
-    return await asyncio.to_thread(_metrics_answer, operations, posted, keys)
+    return await service.texts.run(caller.owner, _metrics_answer, operations, posted, keys)
 
 
 def _metrics_answer(
@@ -161,7 +160,7 @@ async def list_examples(service: Service, caller: Caller, request: Request) -> R
     await service.sampled_examples.flush()
     found = await service.store.examples.of_run(run.model_id, None if step < 0 else step, limit)
     base = await service.base_model(run.base_model) if found else None
-    shown = await asyncio.to_thread(_examples, service, found, base)
+    shown = await service.texts.run(caller.owner, _examples, service, found, base)
     return RunExamplesResponse(examples=shown, is_recorded=service.config.keep_examples > 0)
 
 
