@@ -129,6 +129,30 @@ def test_requests_are_carried_out_in_the_order_of_arrival() -> None:
     assert core.log == ["create a", "part", "step", "unload a"]
 
 
+def test_a_long_call_for_passes_is_waited_for_only_by_requests_about_its_adapters() -> None:
+    replies = work(
+        Request(1, "run_passes", (passes("parts:100"),)),
+        Request(2, "run_passes", (passes("parts:3"),)),
+        Request(3, "step", ((Step(adapter_id="b", params=AdamParams()),),)),
+        Request(4, "freeze", ("parts:100", "s")),
+        Request(5, "create_adapter", ("c", "base", LORA)),
+    )
+    ended = [reply.number for reply in replies if not isinstance(reply, Item)]
+    assert ended == [3, 2, 1, 4, 5]
+
+
+def test_calls_for_passes_share_time_and_none_is_given_up_for_another() -> None:
+    core = StubCore()
+    replies = work(
+        *(Request(number, "run_passes", (passes("parts:10"),)) for number in (1, 2)),
+        Request(3, "run_passes", (passes("other"),)),
+        core=core,
+    )
+    # Two of one adapter are carried out one after the other; the third waits behind the second.
+    assert [r.number for r in replies if isinstance(r, Done)] == [1, 3, 2]
+    assert core.log == ["part"] * 21
+
+
 def test_questions_are_answered_before_queued_work() -> None:
     replies = work(
         Request(1, "run_passes", (passes("parts:3"),)),

@@ -228,3 +228,10 @@ def test_a_suspect_waits_until_nothing_is_under_way_and_then_runs_alone(kind: st
 )
 def test_each_model_has_one_next_move(candidate: Candidate[str], move: Move | None) -> None:
     assert next_move(candidate) is move
+
+
+def test_an_owner_with_passes_under_way_begins_no_others_beside_them() -> None:
+    ready = [_candidate("a", "forward_backward", owner="ann"), _candidate("b", "forward_backward")]
+    under_way = UnderWay(is_idle=False, owners_passing=frozenset({"ann"}))
+    assert [candidate.model for candidate in _choose(ready, under_way).passes] == ["b"]
+    assert not _choose(ready, UnderWay(is_idle=False, may_pass=False)).passes

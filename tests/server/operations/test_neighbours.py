@@ -63,6 +63,16 @@ class BrokenResults(FakeEngine):
         return results
 
 
+class HeldEngine(FakeEngine):
+    """Passes of the one who misbehaves begin, and go on for ever."""
+
+    async def run_passes(self, passes: Sequence[Pass]) -> AsyncIterator[FinishedPass]:
+        async for finished in super().run_passes(passes):
+            if _is_marked(passes[finished.index].data):
+                await asyncio.Event().wait()
+            yield finished
+
+
 def _is_marked(data: Sequence[Datum]) -> bool:
     return bool((data[0].loss_fn_inputs["target_tokens"].to_numpy() == 99).all())
 
@@ -114,6 +124,23 @@ async def test_a_pass_costs_what_it_takes_not_what_its_tokens_say(
     await asyncio.sleep(0.5)  # one has been measured
     _, longest = await _train(kind, model)
     assert longest < 1.2, "the neighbour waits for one of them at most, not for ten"
+
+
+async def test_a_pass_that_does_not_end_is_waited_for_by_its_owner_alone(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(engine=HeldEngine)
+    rude, kind = await server.other_user(), server.api
+    first, second, model = await rude.model(), await rude.model(), await kind.model()
+    held = await rude.send_pass(first, 1, _datum(5, target=99))
+    await server.until(lambda: server.service.scheduler.is_batch_running)
+    async with asyncio.timeout(10):
+        behind = await rude.send_pass(second, 1, _datum(5))
+        await _train(kind, model)
+        await _train(kind, await kind.model())
+    for request_id in (held, behind):
+        assert server.service.promises.get(request_id).outcome is None  # type: ignore[union-attr]  # both are open
+    assert [o.record.request_id for o in server.service.scheduler.running()] == [held]
 
 
 async def test_a_hundred_models_of_one_owner_do_not_crowd_out_another(

@@ -93,6 +93,12 @@ class PassBatch(_Batch):
         """`expected` are the seconds that each pass has been charged with."""
         super().__init__(parts, claims)
         self._expected = expected
+        self.began_at = time.monotonic()
+
+    @property
+    def owners(self) -> set[str]:
+        """Whose passes are not finished yet."""
+        return {model.owner for model in self.unfinished.values()}
 
     async def run(self, engine: Engine, generation: int) -> None:
         self.put_back_absent(generation)

@@ -3,8 +3,9 @@
 Within a model, operations run in the order of their numbers. Between owners, and then between the
 models of one owner, whoever has had least of the engine's time goes first. The passes of all models
 of one base model that are ready go together, up to a budget of tokens; so do the steps that
-are ready. What concerns one model alone (a save, a load, its rebuilding) runs beside them, a few
-of one owner at a time.
+are ready. A batch that takes long is not waited for by owners who have no part in it: they begin
+another beside it. What concerns one model alone (a save, a load, its rebuilding) runs beside
+them, a few of one owner at a time.
 
 What was under way at several deaths of the engine in a row is suspected of being their cause: it
 runs by itself, so that nothing else is blamed for it.
@@ -29,6 +30,13 @@ SAVING_AT_ONCE = 2
 SINGLES_OF_OWNER = 4
 """Operations of one owner that run by themselves, and rebuildings, at a time: enough to keep the
 engine busy, and all that another owner's has to wait for."""
+
+BATCHES_AT_ONCE = 4
+"""Batches of passes under way at a time, of different owners."""
+
+SHORT_BATCH_SECONDS = 0.05
+"""A batch that has run for less is waited for: those who come meanwhile gather, and the next batch
+is the more efficient."""
 
 STEPS_AT_ONCE = 32
 """Steps in one call; the answers come together."""
@@ -92,7 +100,10 @@ class UnderWay:
     """Whether nothing is."""
     is_alone: bool = False
     """Whether something runs that must run by itself."""
-    has_passes: bool = False
+    may_pass: bool = True
+    """Whether a batch of passes may begin."""
+    owners_passing: frozenset[str] = frozenset()
+    """Owners with passes under way; they begin no others beside them."""
     has_steps: bool = False
     num_saving: int = 0
     singles_of: Mapping[str, int] = field(default_factory=dict)
@@ -139,12 +150,14 @@ def choose(
         if move is not None:
             num_saving += move in (Move.SNAPSHOT, Move.UNLOAD)
             moves.append((candidate, move))
-        elif candidate.front:
-            (passes if candidate.front[0].is_pass else steps).append(candidate)
+        elif candidate.front and not candidate.front[0].is_pass:
+            steps.append(candidate)
+        elif candidate.front and candidate.owner not in under_way.owners_passing:
+            passes.append(candidate)
     return Choice(
         moves,
         [] if under_way.has_steps else choose_steps(steps, shares),
-        [] if under_way.has_passes else choose_passes(passes, shares, max_tokens, max_seconds),
+        choose_passes(passes, shares, max_tokens, max_seconds) if under_way.may_pass else [],
     )
 
 
@@ -180,8 +193,8 @@ def choose_passes(
 ) -> list[Candidate[M]]:
     """Passes for one batch, in fair turns, in order within each model.
 
-    Who comes while it runs waits for all of it, which is why its time is bounded: by `max_seconds`,
-    or what a batch of an efficient size usually takes.
+    Its time is bounded, by `max_seconds` or what a batch of an efficient size usually takes: an
+    owner who has a part in it, and comes again while it runs, waits for all of it.
     """
     turns = _Turns(ready, shares)
     chosen: list[Candidate[M]] = []

@@ -22,6 +22,8 @@ from tinsmith.server.engines.slot import Slot
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.operations.batches import PassBatch, Single, StepBatch
 from tinsmith.server.operations.chooser import (
+    BATCHES_AT_ONCE,
+    SHORT_BATCH_SECONDS,
     Candidate,
     Choice,
     Move,
@@ -120,7 +122,16 @@ class Scheduler:
 
     @property
     def is_batch_running(self) -> bool:
-        return any(isinstance(work, PassBatch) for work in self._works.values())
+        return bool(self._pass_batches())
+
+    def _pass_batches(self) -> list[PassBatch]:
+        return [work for work in self._works.values() if isinstance(work, PassBatch)]
+
+    def _may_pass(self) -> bool:
+        """Whether a batch of passes may begin, beside those that are under way."""
+        batches = self._pass_batches()
+        begun = time.monotonic() - SHORT_BATCH_SECONDS
+        return len(batches) < BATCHES_AT_ONCE and all(b.began_at <= begun for b in batches)
 
     def ahead_of(self, model: LiveModel) -> tuple[int, int]:
         """How many models are served before one that waits for its turn, and the tokens of what
@@ -163,9 +174,12 @@ class Scheduler:
 
     def _start_ready(self) -> None:
         ready = [model for model in self._awake if not model.is_busy]
+        under_way = self._under_way()
+        # Where no batch may begin, there is no need to look at all that waits.
+        max_tokens = self._config.max_gathered_tokens if under_way.may_pass else 0
         choice = choose(
-            [self._candidate(model) for model in ready],
-            self._under_way(),
+            [self._candidate(model, max_tokens) for model in ready],
+            under_way,
             self._shares,
             max_tokens=self._config.max_gathered_tokens,
             max_seconds=self._config.max_gathered_seconds,
@@ -174,9 +188,7 @@ class Scheduler:
         self._carry_out(choice)
         self._awake = {model: None for model in ready if self._is_waiting(model)}
 
-    def _candidate(self, model: LiveModel) -> Candidate[LiveModel]:
-        # While a batch runs none is chosen, so there is no need to look at all that waits.
-        max_tokens = 0 if self.is_batch_running else self._config.max_gathered_tokens
+    def _candidate(self, model: LiveModel, max_tokens: int) -> Candidate[LiveModel]:
         return Candidate(
             model=model,
             model_id=model.model_id,
@@ -197,7 +209,8 @@ class Scheduler:
         return UnderWay(
             is_idle=not self._works,
             is_alone=self._is_alone,
-            has_passes=self.is_batch_running,
+            may_pass=self._may_pass(),
+            owners_passing=frozenset(o for batch in self._pass_batches() for o in batch.owners),
             has_steps=any(isinstance(work, StepBatch) for work in works),
             num_saving=sum(isinstance(work, Save) for work in works),
             singles_of=Counter(w.models[0].owner for w in works if isinstance(w, Single | Load)),
@@ -223,6 +236,8 @@ class Scheduler:
             self._start_work(StepBatch(self._parts, claims), is_alone=choice.is_alone)
         if choice.passes:
             self._start_work(self._pass_batch(choice.passes), is_alone=choice.is_alone)
+            # By then it is no short one, and others may begin beside it.
+            asyncio.get_running_loop().call_later(SHORT_BATCH_SECONDS, self._wake.set)
 
     def _work_of(self, model: LiveModel, move: Move) -> Work | None:
         if move is Move.FAIL:

@@ -1,9 +1,11 @@
 """The worker: decides what the core does next, one turn at a time.
 
-* A training turn is the next request in order, or the next part of the passes under way;
+* A training turn is the next request in order, or the next part of passes under way;
 * a sampling turn is one decoding step of the samples under way.
 
 When both have work, the turn goes to the one that has had less time, so neither starves the other.
+So it is among several calls for passes, and the requests behind them: a long call is not waited
+for, except by requests about the same adapters.
 Calls that are answered at once are answered between turns, whatever is queued. Where requests come
 from and replies go to is for others: here are a queue and a function.
 """
@@ -16,6 +18,8 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from tinsmith.engine.base import (
@@ -87,6 +91,18 @@ Incoming = Request | Abandon | None
 """What the receiving thread passes on; None once the socket is closed."""
 
 
+@dataclass(slots=True)
+class _Passes:
+    """A call for passes that is under way."""
+
+    number: int
+    results: PassResults
+    adapter_ids: frozenset[str]
+    patience: float
+    had: float
+    """Time that it has had, on the scale of `Worker._now`."""
+
+
 class Worker:
     """Decides what the core does next. `send` gets the replies of a turn together."""
 
@@ -104,8 +120,10 @@ class Worker:
         self._clock = clock
         self._patience = patience or Patience()
         self._ordered: deque[Request] = deque()
-        self._passes: tuple[int, PassResults] | None = None
-        self._passes_seconds = 0.0
+        self._ordered_had = 0.0
+        self._passes: dict[int, _Passes] = {}
+        self._now = 0.0
+        """What the one had who was served last: where newcomers begin."""
         self._jobs: dict[str, int] = {}
         self._training_seconds = 0.0
         self._sampling_seconds = 0.0
@@ -125,7 +143,7 @@ class Worker:
         """Work until the socket closes."""
         while self._receive():
             if self._takes_training_turn():
-                self._training_seconds += self._timed(self._training_turn, *self._next_training())
+                self._training_seconds += self._training_turn()
             elif self._core.is_sampling:
                 self._sampling_seconds += self._timed(
                     self._sampling_turn, "sample", self._patience.turn_seconds
@@ -135,7 +153,7 @@ class Worker:
 
     @property
     def _has_training(self) -> bool:
-        return self._passes is not None or bool(self._ordered)
+        return bool(self._passes or self._ordered)
 
     def _receive(self) -> bool:
         """Sort what has arrived, waiting if there is nothing else to do; False at the end."""
@@ -169,6 +187,8 @@ class Worker:
         elif request.method == "sample" and not self._awaits_sampler(request):
             self._submit(request)
         else:
+            if not self._ordered:
+                self._ordered_had = max(self._ordered_had, self._now)
             self._ordered.append(request)
 
     def _awaits_sampler(self, request: Request) -> bool:
@@ -180,9 +200,8 @@ class Worker:
         )
 
     def _abandon(self, number: int) -> None:
-        if self._passes is not None and self._passes[0] == number:
-            self._passes[1].close()
-            self._passes = None
+        if number in self._passes:
+            self._passes.pop(number).results.close()
         for job_id, job_number in self._jobs.items():
             if job_number == number:
                 self._core.cancel(job_id)
@@ -211,18 +230,42 @@ class Worker:
         # At a tie a decoding turn goes first, being the shorter one.
         return self._training_seconds < self._sampling_seconds
 
-    def _next_training(self) -> tuple[str, float]:
-        """What the next training turn does, and how long it may take."""
-        patience = self._patience
-        if self._passes is not None:
-            return "run_passes", self._passes_seconds
-        request = self._ordered[0]
-        if request.method != "run_passes":
-            return request.method, patience.turn_seconds
-        (passes,) = request.arguments
-        num_tokens = sum(datum.model_input.length for p in passes for datum in p.data)
-        self._passes_seconds = patience.turn_seconds + patience.token_seconds * num_tokens
-        return "run_passes", self._passes_seconds
+    def _training_turn(self) -> float:
+        """The next request, or a part of the passes that have had least; how long it took."""
+        passes = min(self._passes.values(), key=lambda each: each.had, default=None)
+        if self._is_next_request_due(passes):
+            if self._ordered[0].method != "run_passes":
+                self._now = max(self._now, self._ordered_had)
+                method = self._ordered[0].method
+                taken = self._timed(self._request_turn, method, self._patience.turn_seconds)
+                self._ordered_had += taken
+                return taken
+            passes = self._begin_passes(self._ordered.popleft())
+        assert passes is not None, "there is something to train"
+        self._now = max(self._now, passes.had)
+        taken = self._timed(partial(self._passes_turn, passes), "run_passes", passes.patience)
+        passes.had += taken
+        return taken
+
+    def _is_next_request_due(self, passes: _Passes | None) -> bool:
+        if not self._ordered:
+            return False
+        adapter_ids = _adapters_of(self._ordered[0])
+        if any(adapter_ids & each.adapter_ids for each in self._passes.values()):
+            return False
+        return passes is None or self._ordered_had <= passes.had
+
+    def _begin_passes(self, request: Request) -> _Passes:
+        (items,) = request.arguments
+        num_tokens = sum(datum.model_input.length for p in items for datum in p.data)
+        passes = self._passes[request.number] = _Passes(
+            number=request.number,
+            results=self._core.run_passes(items),
+            adapter_ids=_adapters_of(request),
+            patience=self._patience.turn_seconds + self._patience.token_seconds * num_tokens,
+            had=max(self._now, self._ordered_had),
+        )
+        return passes
 
     def _timed(self, turn: Callable[[], None], what: str, patience: float) -> float:
         start = self._clock()
@@ -233,28 +276,25 @@ class Worker:
         self._busy_seconds += taken
         return taken
 
-    def _training_turn(self) -> None:
-        if self._passes is None:
-            request = self._ordered.popleft()
-            if request.method == "sample":
-                self._submit(request)
-                return
-            if request.method != "run_passes":
-                self._call(request)
-                return
-            self._passes = (request.number, self._core.run_passes(*request.arguments))
-        number, results = self._passes
+    def _request_turn(self) -> None:
+        request = self._ordered.popleft()
+        if request.method == "sample":
+            self._submit(request)
+        else:
+            self._call(request)
+
+    def _passes_turn(self, passes: _Passes) -> None:
         try:
-            result = next(results)
+            result = next(passes.results)
         except StopIteration:
-            self._passes = None
-            self._send([Done(number)])
+            del self._passes[passes.number]
+            self._send([Done(passes.number)])
         except Exception as error:
-            self._passes = None
-            self._report([number], "run_passes", error)
+            del self._passes[passes.number]
+            self._report([passes.number], "run_passes", error)
         else:
             if result is not None:
-                self._send([Item(number, result)])
+                self._send([Item(passes.number, result)])
 
     def _sampling_turn(self) -> None:
         try:
@@ -304,6 +344,15 @@ class Worker:
         logger.error("%s failed", method, exc_info=error)
         text = f"{method} failed: {describe(error)}"
         self._send([Trouble(number, text) for number in numbers])
+
+
+def _adapters_of(request: Request) -> frozenset[str]:
+    """The adapters that a request trains, changes or reads."""
+    if request.method in ("run_passes", "step"):
+        (items,) = request.arguments
+        return frozenset(item.adapter_id for item in items)
+    adapter_id = CALLS[request.method].argument("adapter_id", request.arguments)
+    return frozenset() if adapter_id is None else frozenset([adapter_id])
 
 
 def describe(error: Exception) -> str:
