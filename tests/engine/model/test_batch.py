@@ -50,6 +50,13 @@ def test_items_of_one_adapter_are_neighbours_and_keep_their_order() -> None:
     assert [item.pass_index for item in batch] == [0, 2, 1, 4, 3]
 
 
+def test_items_that_keep_apart_come_last_and_only_with_those_of_their_pass() -> None:
+    rows = [(0, True), (1, False), (2, True), (0, True), (1, False)]
+    items = [Item(index, n, 2, "a", keeps_apart=apart) for n, (index, apart) in enumerate(rows)]
+    batches = [[item.datum for item in batch] for batch in plan(items, max_tokens=100)]
+    assert batches == [[1, 4], [0, 3], [2]]
+
+
 def test_a_window_counts_the_position_itself() -> None:
     mask = causal_mask(5, 2, torch.device("cpu"))
     assert mask.int().tolist() == [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,10 +37,10 @@ class Memory:
         self.tried: list[int] = []
         real = training.run_batch
 
-        def run_batch(items: Sequence[Any], *arguments: Any) -> None:
+        def run_batch(items: Sequence[Any], *arguments: Any) -> Iterator[Any]:
             num_tokens = sum(item.length for item in items)
             self.tried.append(num_tokens)
-            real(items, *arguments)
+            yield from real(items, *arguments)
             if num_tokens > self.max_tokens and self.failures_left:
                 self.failures_left -= 1
                 # After the real work: what it added to the gradient must not count.

@@ -65,8 +65,8 @@ class LocalEngineConfig:
     deterministic mode."""
 
     micro_batch_tokens: int | None = None
-    """Most tokens in one micro-batch; a longer sequence runs alone. None is 2048 on the CPU and
-    16384 on CUDA."""
+    """Most tokens in one micro-batch; a longer sequence runs alone. None is 16384 on CUDA and, on
+    the CPU, 1024 for models below 8 MiB to 256 for those above 32 MiB."""
 
     logits_bytes: int | None = None
     """Most memory for logits at a time while training. None is 256 MiB on the CPU, 2 GiB
@@ -86,7 +86,7 @@ class LocalEngineConfig:
     where asking for it is an error."""
 
     custom_loss_seconds: float = 10.0
-    """Most time that the uploaded loss of one pass may take; the pass then fails."""
+    """Most processor time that the uploaded loss of one pass may take; the pass then fails."""
 
     max_lora_rank: int = 128
     """Largest rank that a model may ask for."""
@@ -96,7 +96,8 @@ class LocalEngineConfig:
     a third of what the base model leaves."""
 
     max_running_samples: int = 256
-    """Most sequences that are decoded at the same time."""
+    """Most sequences that are decoded at the same time; on the CPU 64 while several owners share
+    a model."""
 
     verify_models: bool = True
     """Whether a model's logits are compared with those of transformers, on a few of its layers,

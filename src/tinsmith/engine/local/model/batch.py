@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,6 +31,8 @@ class Item:
     length: int
     adapter_id: str
     forward_only: bool = False
+    keeps_apart: bool = False
+    """Whether it shares micro-batches with items of its own pass only."""
 
 
 def plan(
@@ -37,24 +40,23 @@ def plan(
 ) -> Iterator[tuple[Item, ...]]:
     """Yield micro-batches, early items first; within one, items of an adapter are neighbours.
 
-    A micro-batch holds only items that need gradients, or only items that do not. With
-    `one_by_one` every item has a micro-batch to itself, in order.
+    A micro-batch holds only items that need gradients, or only items that do not; items that keep
+    apart come last. With `one_by_one` every item has a micro-batch to itself, in order.
     """
-    waiting: dict[bool, list[Item]] = {False: [], True: []}
-    num_tokens = {False: 0, True: 0}
-    for item in items:
+    waiting: dict[tuple[bool, int], list[Item]] = {}
+    num_tokens: Counter[tuple[bool, int]] = Counter()
+    for item in items if one_by_one else sorted(items, key=lambda item: item.keeps_apart):
         if one_by_one:
             yield (item,)
             continue
-        mode = item.forward_only
-        if waiting[mode] and num_tokens[mode] + item.length > max_tokens:
-            yield _by_adapter(waiting[mode])
-            waiting[mode], num_tokens[mode] = [], 0
-        waiting[mode].append(item)
-        num_tokens[mode] += item.length
+        company = (item.forward_only, item.pass_index if item.keeps_apart else -1)
+        if company in waiting and num_tokens[company] + item.length > max_tokens:
+            yield _by_adapter(waiting.pop(company))
+            del num_tokens[company]
+        waiting.setdefault(company, []).append(item)
+        num_tokens[company] += item.length
     for batch in waiting.values():
-        if batch:
-            yield _by_adapter(batch)
+        yield _by_adapter(batch)
 
 
 def _by_adapter(batch: Sequence[Item]) -> tuple[Item, ...]:

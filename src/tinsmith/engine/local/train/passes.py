@@ -5,6 +5,7 @@ micro-batch the decoder runs once; then the unembedding is visited a few rows at
 log-probabilities, losses and the gradient for the hidden states come out together and the
 logits are forgotten; then one backward pass through the decoder. A log-probability is
 reported for every target, whatever its weight; the backward pass skips rows without gradient.
+An uploaded loss runs in a thread of low priority, and the caller does something else meanwhile.
 
 A pass takes effect as a whole or not at all: its gradient grows in a buffer of its own and
 joins the adapter's when the last datum is done. That inputs are well formed has been seen to by
@@ -15,11 +16,17 @@ itself and in smaller micro-batches; one that fails even so fails alone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import os
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +48,17 @@ from tinsmith.types import Datum, ForwardBackwardOutput, TensorData
 
 logger = logging.getLogger(__name__)
 
+_CPU_WORK = 2**33
+"""Tokens times bytes of weights that make a micro-batch on the CPU."""
+
+_LOSS_THREADS = 4
+"""Uploaded losses that run at a time, each of another call."""
+
+_LOSS_NICENESS = 10
+
+_LOSS_TURN_SECONDS = 0.005
+"""How long a turn waits for an uploaded loss, before others have theirs."""
+
 
 def run_passes(
     passes: Sequence[Pass],
@@ -51,8 +69,8 @@ def run_passes(
 ) -> Iterator[FinishedPass | None]:
     """Run passes of adapters on `decoder`; yield each as it is finished.
 
-    Yields None after each micro-batch as well, where the caller may do something else. A pass
-    that is given up there, by closing the iterator, has no effect.
+    Yields None after each micro-batch as well, and while an uploaded loss runs, where the caller
+    may do something else. A pass that is given up there, by closing the iterator, has no effect.
 
     Gradients of a pass are in its adapter's `grad` when its result comes out. In deterministic
     mode they are added datum by datum, so that cutting a pass into several changes no bit.
@@ -66,7 +84,14 @@ def run_passes(
     }
     yield from _finished(progress, adapters, decoder, config)
     items = [
-        Item(index, number, datum.model_input.length, p.adapter_id, p.forward_only)
+        Item(
+            index,
+            number,
+            datum.model_input.length,
+            p.adapter_id,
+            p.forward_only,
+            keeps_apart=p.custom_loss is not None,
+        )
         for index, p in enumerate(passes)
         for number, datum in enumerate(p.data)
     ]
@@ -78,12 +103,16 @@ def run_passes(
             continue
         involved = [progress[index] for index in dict.fromkeys(i.pass_index for i in wanted)]
         is_to_split = False
-        start = time.perf_counter()
+        seconds, start = 0.0, time.perf_counter()
         try:
             for state in involved:
                 state.prepare(add_in_order=config.deterministic)
                 state.had_company |= len(involved) > 1
-            run_batch(wanted, progress, decoder, limits)
+            for losses in run_batch(wanted, progress, decoder, limits):
+                seconds += time.perf_counter() - start
+                futures.wait([losses], timeout=_LOSS_TURN_SECONDS)
+                yield None
+                start = time.perf_counter()
         except Exception as error:  # whatever it is, passes in other micro-batches go on
             may_split = max_tokens is None or len(wanted) > 1
             is_to_split = len(involved) > 1 or (may_split and _is_out_of_memory(error))
@@ -94,7 +123,7 @@ def run_passes(
         if decoder.device.type == "cuda" and any(state.is_done for state in involved):
             # Finishing waits for the device in any case; here the wait is everybody's.
             torch.cuda.synchronize(decoder.device)
-        _share_time(time.perf_counter() - start, wanted, progress)
+        _share_time(seconds + time.perf_counter() - start, wanted, progress)
         if is_to_split:
             # Outside the handler, which holds on to all that the failed micro-batch had made.
             again = {index: progress.pop(index) for index in {i.pass_index for i in wanted}}
@@ -184,11 +213,17 @@ class _Limits:
             row_bytes = decoder.dtype.itemsize * decoder.config.vocab_size
             score_rows = max(logits_rows, min(4 * logits_bytes, unused // 4) // row_bytes)
         return cls(
-            batch_tokens=config.micro_batch_tokens or (16_384 if is_cuda else 2048),
+            batch_tokens=config.micro_batch_tokens or (16_384 if is_cuda else _cpu_tokens(decoder)),
             logits_rows=logits_rows,
             score_rows=score_rows,
             checkpoint_layers=config.checkpoint_layers,
         )
+
+
+def _cpu_tokens(decoder: Decoder) -> int:
+    """Tokens of a micro-batch on the CPU: as few as are efficient, since everybody waits for its
+    end. It goes by the model's size and not by measured time, which would change roundings."""
+    return min(max(_CPU_WORK // decoder.nbytes, 256), 1024)
 
 
 @dataclass(slots=True)
@@ -279,8 +314,11 @@ def _tensor_data(values: np.ndarray) -> TensorData:
 
 def run_batch(
     items: Sequence[Item], progress: Mapping[int, _Progress], decoder: Decoder, limits: _Limits
-) -> None:
-    """One micro-batch through the decoder and back; fills in the passes' outputs."""
+) -> Iterator[Future[list[_Loss | None]]]:
+    """One micro-batch through the decoder and back; fills in the passes' outputs.
+
+    Yields, again and again until it is done, what an uploaded loss is being computed by.
+    """
     needs_gradient = not items[0].forward_only
     lengths = [item.length for item in items]
     tokens = np.concatenate([_datum(item, progress).model_input.tokens_np() for item in items])
@@ -295,8 +333,7 @@ def run_batch(
             adapters,
             checkpoint_layers=limits.checkpoint_layers,
         )
-    with torch.no_grad():
-        hidden_grad = _score(items, progress, hidden.detach(), decoder, adapters, limits)
+    hidden_grad = yield from _score(items, progress, hidden.detach(), decoder, adapters, limits)
     if hidden.requires_grad:
         hidden.backward(hidden_grad)
         finish_gradients(adapters)
@@ -333,31 +370,70 @@ def _score(
     decoder: Decoder,
     adapters: AdapterSegments,
     limits: _Limits,
-) -> Tensor:
+) -> Generator[Future[list[_Loss | None]], None, Tensor]:
     """Log-probabilities and losses of a micro-batch; the gradient for `hidden` (N, d)."""
     hidden_grad = torch.zeros_like(hidden)
     start = 0
     for group, targets in _groups(items, progress, limits.score_rows):
         stop = start + len(targets)
-        scores = TargetLogprobs(
-            decoder,
-            hidden[start:stop],
-            adapters.gather(np.arange(start, stop)),
-            targets.to(decoder.device),
-            max_rows=limits.logits_rows,
-            max_kept_rows=limits.score_rows,
-        )
+        # Whether gradients are kept is the thread's business, so not across a `yield`.
+        with torch.no_grad():
+            scores = TargetLogprobs(
+                decoder,
+                hidden[start:stop],
+                adapters.gather(np.arange(start, stop)),
+                targets.to(decoder.device),
+                max_rows=limits.logits_rows,
+                max_kept_rows=limits.score_rows,
+            )
         # Losses are small and made of many steps: the CPU is the quicker place for them.
         parts = scores.values.cpu().split([item.length for item in group])
-        losses = [
-            _timed_loss(item, progress[item.pass_index], logprobs)
-            for item, logprobs in zip(group, parts, strict=True)
-        ]
+        losses = yield from _losses(group, progress, parts)
         if not items[0].forward_only:
-            grads = _loss_gradients(group, progress, losses, parts)
-            hidden_grad[start:stop] = scores.backward(grads)
+            with torch.no_grad():
+                grads = _loss_gradients(group, progress, losses, parts)
+                hidden_grad[start:stop] = scores.backward(grads)
         start = stop
     return hidden_grad
+
+
+def _losses(
+    items: Sequence[Item], progress: Mapping[int, _Progress], parts: Sequence[Tensor]
+) -> Generator[Future[list[_Loss | None]], None, list[_Loss | None]]:
+    """The loss of each item, in the thread for uploaded ones where it is one."""
+    state = progress[items[0].pass_index]
+    if state.custom is None:
+        pairs = zip(items, parts, strict=True)
+        return [_timed_loss(item, progress[item.pass_index], part) for item, part in pairs]
+    running = _loss_threads().submit(_uploaded_losses, items, state, parts)
+    try:
+        while not running.done():
+            yield running
+    except GeneratorExit:
+        state.custom.give_up()
+        raise
+    return running.result()
+
+
+def _uploaded_losses(
+    items: Sequence[Item], state: _Progress, parts: Sequence[Tensor]
+) -> list[_Loss | None]:
+    """The losses of one pass, which keeps apart from others; charged what the thread has used."""
+    start = time.thread_time()
+    losses = [_item_loss(item, state, part) for item, part in zip(items, parts, strict=True)]
+    state.seconds += time.thread_time() - start
+    return losses
+
+
+@cache
+def _loss_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_LOSS_THREADS, "losses", initializer=_yield_to_others)
+
+
+def _yield_to_others() -> None:
+    """Run the calling thread when nothing else has to."""
+    with contextlib.suppress(OSError, AttributeError):  # not every system knows threads' priorities
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOSS_NICENESS)
 
 
 def _groups(
