@@ -121,6 +121,29 @@ def test_a_neighbours_sample_takes_few_more_steps_beside_a_crowd(
         assert found.sequences[0].logprobs == wanted.sequences[0].logprobs
 
 
+def test_a_neighbour_shares_steps_of_few_rows_with_a_crowd(
+    new_generator: Callable[..., Generator],
+) -> None:
+    """On the CPU a step takes longer by the row, and the neighbour waits for all of them."""
+    alone = new_generator(max_running_samples=256)
+    alone.submit(job("a", "ann", num_samples=300, max_tokens=40), None)
+    wanted, _ = run_until(alone, "a")
+    generator = new_generator(max_running_samples=256)
+    generator.submit(job("a", "ann", num_samples=300, max_tokens=40), None)
+    for _ in range(5):
+        generator.step()
+    assert generator.num_running == 256, "one scope alone has all rows"
+    generator.submit(job("b", "bob"), None)
+    rows = []
+    while not any(found == "b" for found, _ in generator.step()):
+        rows.append(generator.num_running)
+    assert rows[2:] and max(rows[2:]) <= 64
+    generator.step()
+    assert generator.num_running == 256, "and has them again"
+    found, _ = run_until(generator, "a")
+    assert [s.tokens for s in found.sequences] == [s.tokens for s in wanted.sequences]
+
+
 def test_a_neighbours_long_prompt_is_read_beside_endless_short_ones(
     new_generator: Callable[..., Generator],
 ) -> None:

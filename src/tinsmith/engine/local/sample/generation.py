@@ -49,6 +49,10 @@ _PATIENCE = 0.002
 
 _log = logging.getLogger(__name__)
 
+_SHARED_ROWS = 64
+"""Rows of a step on the CPU that several scopes share. There a step takes longer by the row, so
+that whoever has one would wait for another's 255; and more rows make it little more efficient."""
+
 
 class Generator:
     """Samples one base model. Not safe for threads: one caller, step after step."""
@@ -80,6 +84,7 @@ class Generator:
             CacheShape.of(decoder.config, decoder.device, decoder.dtype),
             cache_bytes=config.kv_cache_bytes or _default_cache_bytes(decoder),
             max_running=config.max_running_samples,
+            max_shared=None if is_cuda else _SHARED_ROWS,
             prefill_tokens=prefill_tokens or (8192 if is_cuda else 256),
             is_deterministic=config.deterministic,
             failing=self._failing,

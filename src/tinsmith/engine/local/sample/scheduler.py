@@ -42,11 +42,15 @@ class Scheduler:
         *,
         cache_bytes: int,
         max_running: int,
+        max_shared: int | None = None,
         prefill_tokens: int,
         is_deterministic: bool,
         failing: Failing,
     ) -> None:
+        """`max_running` rows make a batch, `max_shared` where several scopes have a part in it: all
+        of them wait for all of its rows."""
         self._max_running = max_running
+        self._max_shared = min(max_running, max_shared or max_running)
         self._prefill_tokens = prefill_tokens
         self._is_deterministic = is_deterministic
         self._failing = failing
@@ -244,10 +248,14 @@ class Scheduler:
     def _place(self) -> None:
         """Give rows of the batch to sequences whose prompt has been read, evenly among scopes."""
         scopes = set(self._parked.scopes)
+        max_rows = self._max_rows()
+        for _ in range(len(self.running) - max_rows):
+            rows = Counter(sequence.request.scope for sequence in self.running)
+            self._pause(rows.most_common(1)[0][0])
         while scopes:
             rows = Counter(sequence.request.scope for sequence in self.running)
             scope = min((s for s in self._parked.scopes if s in scopes), key=rows.__getitem__)
-            if len(self.running) >= self._max_running and not self._may_pause(rows, scope):
+            if len(self.running) >= max_rows and not self._may_pause(rows, scope):
                 return
             sequence = self._parked.pop_left(scope)
             with self._failing(sequence.request):
@@ -255,10 +263,14 @@ class Scheduler:
                     self._parked.append_left(sequence)
                     scopes.discard(scope)
                     continue
-                if len(self.running) >= self._max_running:
+                if len(self.running) >= max_rows:
                     self._pause(rows.most_common(1)[0][0])
                 self.running.append(sequence)
             scopes &= set(self._parked.scopes)
+
+    def _max_rows(self) -> int:
+        is_shared = len({s.request.scope for s in self.running} | set(self._parked.scopes)) > 1
+        return self._max_shared if is_shared else self._max_running
 
     def _may_pause(self, rows: Counter[str], scope: str) -> bool:
         """Whether another scope has so many rows that it still has as many without one."""
