@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from tinsmith import disk
 from tinsmith.server.futures import Outcome, Promises
-from tinsmith.server.sampling.completions import Completions
+from tinsmith.server.sampling.completions import Completions, Journal, read_journal
 from tinsmith.types import FutureFailed, FutureFinished
 
 if TYPE_CHECKING:
@@ -99,6 +104,51 @@ async def test_samples_that_a_restart_has_lost_are_announced_as_failed(tmp_path:
     assert len(await after.wait(("s", 1), 0, 0.01)) == 1, "its client may not have asked yet"
     before.close()
     after.close()
+
+
+async def test_a_sample_is_answered_though_the_disk_is_full(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    opened = staticmethod(lambda file: os.fdopen(full, "ab", buffering=0))
+    monkeypatch.setattr(Journal, "_open", opened)
+    server = await start_server()
+    sampler = await _base_sampler(server.api)
+    async with asyncio.timeout(10):
+        for number in range(3):
+            assert (await server.api.sample(sampler, number)).sequences
+    assert caplog.text.count("may not be announced") == 1
+
+
+def test_a_journal_that_cannot_be_written_anew_is_written_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    completions = Completions(tmp_path / "journal")
+    for number in range(10_000):
+        completions.promise(("s", 0), f"sample-{number}")
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "publish_file", full)
+        completions.expire(lambda name: name == "sample-7", 3600.0)
+    completions.promise(("s", 0), "next")
+    assert len(read_journal(tmp_path / "journal")) == 10_001
+    completions.expire(lambda name: name in ("sample-7", "next"), 3600.0)
+    completions.close()
+    assert [each for _, each in read_journal(tmp_path / "journal")] == ["sample-7", "next"]
+
+
+def test_a_line_that_a_full_disk_cut_short_spoils_no_other(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.write(("s", 0), "first")
+    journal.close()
+    with (tmp_path / "journal").open("ab") as file:
+        file.write(b'["s",0,"cut')
+    journal = Journal(tmp_path / "journal")
+    journal.write(("s", 0), "next")
+    journal.close()
+    assert [each for _, each in read_journal(tmp_path / "journal")] == ["first", "next"]
 
 
 async def test_the_journal_does_not_grow_with_samples_that_are_over(tmp_path: Path) -> None:

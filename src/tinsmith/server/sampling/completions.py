@@ -130,22 +130,40 @@ class Journal:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._num_lines = len(file.read_bytes().splitlines()) if file.exists() else 0
+        content = file.read_bytes() if file.exists() else b""
+        self._num_lines = len(content.splitlines())
+        self._is_whole = not content or content.endswith(b"\n")
+        """Whether the last line was written, and wholly."""
         self._stream = self._open(file)
 
     def write(self, key: Key, request_id: str) -> None:
-        self._stream.write(orjson.dumps([*key, request_id]) + b"\n")
-        self._num_lines += 1
+        """Add a line. A disk that takes none is no reason to refuse a sample, which needs no disk:
+        only over a restart its client would wait in vain."""
+        line = orjson.dumps([*key, request_id]) + b"\n"
+        line = line if self._is_whole else b"\n" + line
+        was_whole = self._is_whole
+        try:
+            self._is_whole = self._stream.write(line) == len(line)
+            self._num_lines += 1
+        except OSError as error:
+            self._is_whole = False
+            if was_whole:
+                logger.warning("samples under way may not be announced after a restart: %s", error)
 
     def shorten(self, is_kept: Callable[[str], bool]) -> None:
         """Write the file anew without what nobody waits for, once it has grown."""
         if self._num_lines < _MANY_LINES:
             return
-        kept = [entry for entry in read_journal(self._file) if is_kept(entry[1])]
+        try:
+            kept = [entry for entry in read_journal(self._file) if is_kept(entry[1])]
+            lines = [orjson.dumps([*key, request_id]) + b"\n" for key, request_id in kept]
+            disk.publish_file(self._file, b"".join(lines))
+            stream = self._open(self._file)
+        except OSError as error:
+            logger.warning("%s stays as long as it is: %s", self._file.name, error)
+            return
         self._stream.close()
-        lines = [orjson.dumps([*key, request_id]) + b"\n" for key, request_id in kept]
-        disk.publish_file(self._file, b"".join(lines))
-        self._stream, self._num_lines = self._open(self._file), len(kept)
+        self._stream, self._num_lines, self._is_whole = stream, len(kept), True
 
     def close(self) -> None:
         self._stream.close()
@@ -161,7 +179,7 @@ def read_journal(file: Path) -> list[tuple[Key, str]]:
     if not file.exists():
         return []
     entries = []
-    for line in file.read_bytes().splitlines():
+    for line in filter(None, file.read_bytes().splitlines()):
         try:
             sampler_id, clone, request_id = orjson.loads(line)
         except ValueError:
