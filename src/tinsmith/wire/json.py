@@ -13,8 +13,8 @@ import orjson
 
 from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.types.model import Model
-from tinsmith.wire import sliced_json
 from tinsmith.wire.limits import DEFAULT_LIMITS, Limits
+from tinsmith.wire.sliced_json import loads, small_fields
 
 M = TypeVar("M", bound=Model)
 
@@ -70,15 +70,15 @@ def _refuse_nul(value: Any, path: str) -> None:
 
 def parse(body: bytes, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
     """The JSON object in a body, as plain data."""
-    return _object(sliced_json.loads, body, limits)
+    return _object(loads, body, limits)
 
 
 def parse_small_fields(body: bytes, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
     """`parse`, for its small fields: a large one is null, and has not been looked at."""
-    return _object(sliced_json.small_fields, body, limits)
+    return _object(small_fields, body, limits)
 
 
-def _object(loads: Callable[[bytes], Any], body: bytes, limits: Limits) -> dict[str, Any]:
+def _object(parsed: Callable[[bytes], Any], body: bytes, limits: Limits) -> dict[str, Any]:
     most = min(limits.max_body_bytes, limits.max_json_bytes)
     if len(body) > most:
         raise TooLargeError(f"the body has {len(body)} bytes; the limit is {most}{SMALLER}")
@@ -91,7 +91,7 @@ def _object(loads: Callable[[bytes], Any], body: bytes, limits: Limits) -> dict[
     if body.count(b'"') > 2 * limits.max_json_texts:
         raise TooLargeError(f"the body has more than {limits.max_json_texts} texts")
     try:
-        value = loads(body)
+        value = parsed(body)
     except ValueError as error:  # that of `orjson` is one
         raise ValidationError(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):

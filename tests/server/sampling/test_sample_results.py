@@ -112,7 +112,7 @@ async def test_a_sample_is_answered_though_the_disk_is_full(
     full = os.open("/dev/full", os.O_WRONLY)
     opened = staticmethod(lambda file: os.fdopen(full, "ab", buffering=0))
     monkeypatch.setattr(Journal, "_open", opened)
-    server = await start_server()
+    server = await start_server(sample_use_retrieve_futures=True)
     sampler = await _base_sampler(server.api)
     async with asyncio.timeout(10):
         for number in range(3):
