@@ -14,6 +14,7 @@ import pytest
 from tinsmith import disk
 from tinsmith.server.futures import Outcome, Promises
 from tinsmith.server.sampling.completions import Completions, Journal, read_journal
+from tinsmith.server.sampling.requests import JOURNAL
 from tinsmith.types import FutureFailed, FutureFinished
 
 if TYPE_CHECKING:
@@ -109,9 +110,12 @@ async def test_samples_that_a_restart_has_lost_are_announced_as_failed(tmp_path:
 async def test_a_sample_is_answered_though_the_disk_is_full(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    full = os.open("/dev/full", os.O_WRONLY)
-    opened = staticmethod(lambda file: os.fdopen(full, "ab", buffering=0))
-    monkeypatch.setattr(Journal, "_open", opened)
+    plain = os.open
+
+    def full(path: str | Path, *options: int) -> int:
+        return plain("/dev/full" if Path(path).name == JOURNAL else path, *options)
+
+    monkeypatch.setattr(os, "open", full)
     server = await start_server(sample_use_retrieve_futures=True)
     sampler = await _base_sampler(server.api)
     async with asyncio.timeout(10):
