@@ -35,7 +35,7 @@ from tinsmith.types import Datum, ModelInput, SamplingParams
 ROOT = Path(tinsmith.__file__).parent
 
 # It comes every few seconds, and on a busy machine in the midst of a walk that has no part in it.
-service._HOUSEKEEPING_SECONDS = 3600.0
+service.HOUSEKEEPING_SECONDS = 3600.0
 
 DATA = [
     Datum(

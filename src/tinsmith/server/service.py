@@ -60,7 +60,7 @@ from tinsmith.wire.limits import Limits
 
 logger = logging.getLogger(__name__)
 
-_HOUSEKEEPING_SECONDS = 5.0
+HOUSEKEEPING_SECONDS = 5.0
 _ROUNDS_PER_RESULT_SWEEP = 12
 _FORGET_SECONDS = 300.0
 _DRAIN_SECONDS = 30.0
@@ -336,7 +336,7 @@ class Service:
 
     async def _keep_house(self) -> None:
         for round_number in itertools.count(1):
-            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+            await asyncio.sleep(HOUSEKEEPING_SECONDS)
             try:
                 await self.tidy()
                 if round_number % _ROUNDS_PER_RESULT_SWEEP == 0:
