@@ -17,34 +17,37 @@ from tests.support.newcomer import Served, newcomer
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` folder of an environment with the wheel in it.
+_PIP = (sys.executable, "-m", "pip", "--quiet")
 
-    Installed as README says, with the extra and the constraints. What the wheel requires pip finds
-    in the tests' own environment, and it ends with an error if that is not what the wheel and the
-    constraints ask for; fetching it would take minutes, and a network. Of Tinsmith itself nothing
-    is found there, for it is installed from its source.
-    """
-    folder = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "--quiet"]
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [
-            *(*pip, "wheel", "--no-deps", "--no-index", "--no-build-isolation"),
+            *(*_PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation"),
             *("--wheel-dir", str(folder), str(ROOT)),
         ],
         check=True,
     )
-    (wheel,) = folder.glob("tinsmith-*.whl")
+    (built,) = folder.glob("tinsmith-*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` folder of an environment with the wheel in it.
+
+    What the wheel requires comes from the tests' own environment: fetching it would take minutes,
+    and a network. Of Tinsmith itself nothing is found there, for it is installed from its source.
+    """
+    folder = tmp_path_factory.mktemp("installed")
     venv.create(folder / "venv")
     python = folder / "venv" / "bin" / "python"
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
     (site / "packages.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     subprocess.run(
-        [
-            *(*pip, "--python", str(python), "install", "--no-index"),
-            *("-c", str(ROOT / "constraints.txt"), f"{wheel}[all]"),
-        ],
+        [*_PIP, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)],
         check=True,
     )
     return python.parent

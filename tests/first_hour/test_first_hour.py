@@ -6,11 +6,15 @@ From the wheel, in a terminal of 80 columns, without a hub. What a command must 
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.support import terminal
 from tests.support.newcomer import Served
@@ -90,6 +94,46 @@ class Newcomer:
         if self._server is not None:
             self._server.stop()
             self._server = None
+
+
+def test_the_wheel_its_extra_and_the_constraints_fit_together(wheel: Path, installed: Path) -> None:
+    """README's line, without a network: pip finds what it needs in the tests' own environment."""
+    absent = [name for name in requirements_of(wheel, "all") if not is_installed(name)]
+    if absent:
+        pytest.skip(f"this environment is older than the wheel: {', '.join(absent)} is not here")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "--python", str(installed / "python"), "install"),
+            *("--dry-run", "--no-index", "-c", str(ROOT / "constraints.txt"), f"{wheel}[all]"),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def requirements_of(wheel: Path, extra: str) -> set[str]:
+    """The packages that a wheel asks for with an extra, extras of its own followed."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
+        lines = archive.read(name).decode().splitlines()
+    asked = [Requirement(line[15:]) for line in lines if line.startswith("Requires-Dist: ")]
+    names, extras, seen = set(), ["", extra], set[str]()
+    while extras:
+        seen.add(current := extras.pop())
+        for each in asked:
+            if each.marker is None or each.marker.evaluate({"extra": current}):
+                names.add(each.name)
+                extras += [more for more in each.extras if each.name == "tinsmith"]
+        extras = [each for each in extras if each not in seen]
+    return names - {"tinsmith"}
+
+
+def is_installed(name: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 @pytest.mark.parametrize("page", PAGES)
