@@ -54,7 +54,7 @@ async def test_a_pass_is_a_request_two_commits_a_wait_and_the_engines_work(
     request_id = await api.send_pass(model_id, 1)
     del api.headers["traceparent"]
     await api.result(request_id)
-    await server.until(lambda: len(of_trace(finished())) == 5)
+    await server.until(lambda: len(of_trace(finished())) == 5, seconds=30)
     found = sorted(of_trace(finished()), key=lambda span: span.start_time)
     request = next(span for span in found if span.name == "POST /api/v1/forward_backward")
     assert f"{request.parent.span_id:016x}" == CALLER_ID
@@ -91,7 +91,7 @@ async def test_a_sample_is_a_request_a_wait_and_the_engines_work(
     sampler = (await api.ok("/create_sampling_session", body))["sampling_session_id"]
     promise = await api.ok("/asample", api.sample_body(sampler), **FROM_CLIENT)
     await api.result(promise["request_id"])
-    await server.until(lambda: len(of_trace(finished())) == 3)
+    await server.until(lambda: len(of_trace(finished())) == 3, seconds=30)
     names = {span.name for span in of_trace(finished())}
     assert names == {"POST /api/v1/asample", "queue wait", "engine sample"}
 
