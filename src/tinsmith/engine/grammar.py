@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,10 @@ def compile_grammar(grammar: Grammar, tokenizer: llguidance.LLTokenizer) -> llgu
     if size > MAX_GRAMMAR_BYTES:
         raise ValidationError(f"at most {MAX_GRAMMAR_BYTES} bytes, got {size}")
     if grammar.kind == "json_schema":
-        source = LLMatcher.grammar_from_json_schema(grammar.text, defaults=_STYLE)
+        try:
+            source = LLMatcher.grammar_from_json_schema(grammar.text, defaults=_STYLE)
+        except ValueError as error:
+            raise ValidationError(f"is no JSON schema: {error}") from None
     elif grammar.kind == "regex":
         source = LLMatcher.grammar_from_regex(grammar.text)
     else:
@@ -71,9 +75,11 @@ class Tokens:
         self._file = None if folder is None else folder / "tokenizer.json"
         self._vocab_size = vocab_size
 
-    def compile(self, grammar: Grammar) -> llguidance.LLMatcher:
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """A `ValidationError` says what is wrong with the grammar, the tokenizer or the server."""
         check_installed()
-        return compile_grammar(grammar, self._tokenizer)
+        matcher = compile_grammar(grammar, self._tokenizer)
+        return CompiledGrammar(matcher, frozenset(self._tokenizer.eos_tokens))
 
     @functools.cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:
@@ -88,17 +94,34 @@ class Tokens:
             raise ValidationError(problem[:500]) from None
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    matcher: llguidance.LLMatcher
+    eos_tokens: frozenset[int]
+    """What llguidance takes for the end of a text; what ends a sequence is the request's to say."""
+
+    def start(self, stop_tokens: frozenset[int]) -> Matcher:
+        """For a sequence that these tokens end."""
+        return Matcher(self.matcher.deep_copy(), stop_tokens, self.eos_tokens - stop_tokens)
+
+
 class Matcher:
     """Where one sequence is in its grammar."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, stop_tokens: frozenset[int]) -> None:
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        stop_tokens: frozenset[int],
+        never: frozenset[int],
+    ) -> None:
         self._matcher = matcher
         self._stop_tokens = stop_tokens
+        self._never = never
         self.problem: str | None = None
         """Why the grammar cannot be followed further."""
 
     def copy(self) -> Matcher:
-        return Matcher(self._matcher.deep_copy(), self._stop_tokens)
+        return Matcher(self._matcher.deep_copy(), self._stop_tokens, self._never)
 
     def see(self, token: int) -> None:
         if token not in self._stop_tokens:
@@ -116,11 +139,12 @@ class Matcher:
             self.problem = f"the grammar cannot be followed: {_error(self._matcher)}"
         is_complete = self._matcher.is_accepting()
         words = mask.view(np.uint32)
-        for token in self._stop_tokens:
+        for token in self._stop_tokens | self._never:
             bit = np.uint32(1 << (token % 32))
-            words[token // 32] = (
-                words[token // 32] | bit if is_complete else (words[token // 32] & ~bit)
-            )
+            if is_complete and token in self._stop_tokens:
+                words[token // 32] |= bit
+            else:
+                words[token // 32] &= ~bit
         if self.problem is None and not mask.any():
             self.problem = "the grammar allows no token of this model here"
         if self.problem is not None:

@@ -10,10 +10,8 @@ from typing import Any
 
 import jsonschema
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.engine.sample.sampling_reference import (
     CPU,
@@ -25,7 +23,8 @@ from tests.engine.sample.sampling_reference import (
     tokens_in,
     tokens_of,
 )
-from tests.support import byte_tokenizer
+from tests.support import byte_model
+from tests.support.byte_model import END, VOCAB_SIZE
 from tinsmith.detokenizer import read_detokenize
 from tinsmith.engine.base import Failure, Grammar, SampleJob, Shaping
 from tinsmith.engine.grammar import Tokens
@@ -35,10 +34,6 @@ from tinsmith.types import SampleResponse
 
 pytest.importorskip("llguidance", reason="grammars need llguidance")
 
-VOCAB_SIZE = 300
-"""More than the tokenizer has, as models do."""
-
-END = 0
 PERSON = {
     "type": "object",
     "properties": {
@@ -54,22 +49,7 @@ DIGITS = Grammar(kind="regex", text="[0-9]{3}-[a-f]{2,5}")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bytes")
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        eos_token_id=END,
-        bos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return byte_tokenizer.save(folder, [('"', ":"), ("{", '"'), ("a", "g")])
+    return byte_model.write(tmp_path_factory.mktemp("bytes"))
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +158,18 @@ def test_the_end_is_allowed_exactly_where_the_text_is_complete(
     job = job_of("a", tokens_of(5), max_tokens=50, stop=None, seed=1, shaping=shaping)
     (text,) = texts(folder, answer(new_generator(), job))
     assert re.fullmatch("[0-9]{3}", text)
+
+
+def test_a_token_that_is_not_to_end_a_sequence_does_not(
+    folder: Path, new_generator: Callable[[], Generator]
+) -> None:
+    """The tokenizer's own end, as likely as can be, where the request names no stop tokens."""
+    shaping = Shaping(grammar=Grammar(kind="regex", text="[0-9]{3,}"), logit_bias={END: 100.0})
+    job = job_of("a", tokens_of(5), max_tokens=12, stop=[], seed=1, shaping=shaping)
+    response = answer(new_generator(), job)
+    assert END not in tokens_in(response)[0]
+    assert response.sequences[0].stop_reason == "length"
+    assert re.fullmatch("[0-9]{12}", *texts(folder, response))
 
 
 def test_log_probabilities_are_the_models_own_and_neighbours_change_nothing(

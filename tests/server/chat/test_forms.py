@@ -90,6 +90,9 @@ async def test_grammars_that_cannot_be_compiled_are_refused_with_their_field() -
         await checks.check("a", Form(Grammar(kind="regex", text="[0-9]+"), "guided_regex"))
         with pytest.raises(ValidationError, match=r"guided_regex: cannot be compiled.*unclosed"):
             await checks.check("a", Form(Grammar(kind="regex", text="(a"), "guided_regex"))
+        for text in ("not JSON", "[1]", "3"):
+            with pytest.raises(ValidationError, match="guided_json: is no JSON schema"):
+                await checks.check("a", Form(Grammar(kind="json_schema", text=text), "guided_json"))
         with pytest.raises(ValidationError, match="cannot be compiled"):
             wrong = Grammar(kind="json_schema", text='{"type": "nothing"}')
             await checks.check("a", Form(wrong, "response_format"))

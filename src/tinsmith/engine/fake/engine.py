@@ -39,7 +39,7 @@ from tinsmith.engine.fake.config import FakeEngineConfig, FakeModel
 from tinsmith.engine.fake.losses import LARGEST_LOSS, LOSSES
 from tinsmith.engine.fake.model import Array, Bigram, BigramAdapter
 from tinsmith.engine.fake.sample import Continuation, PromptScores, TokenSource
-from tinsmith.engine.grammar import Matcher, Tokens
+from tinsmith.engine.grammar import Tokens
 from tinsmith.engine.loss_table import loss_named
 from tinsmith.engine.shaping import Shaper
 from tinsmith.engine.stopping import StopRule, StopWatch
@@ -291,7 +291,7 @@ class FakeEngine(Engine):
         if job.shaping.grammar is not None:
             tokens = Tokens(model.tokenizer_folder, model.vocab_size)
             rule = StopRule.of(job.params, model.eos_token_ids, room=0)
-            matcher = Matcher(tokens.compile(job.shaping.grammar), rule.token_ids)
+            matcher = tokens.compile(job.shaping.grammar).start(rule.token_ids)
         return Shaper(job.shaping, job.prompt.tokens_np(), matcher)
 
     def _sampler_table(self, job: SampleJob, model: FakeModel) -> Array:

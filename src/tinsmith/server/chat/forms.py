@@ -48,14 +48,14 @@ def read_form(fields: Mapping[str, Any]) -> Form | None:
         if form is not None
     ]
     if len(found) > 1:
-        raise ValidationError(f"{found[0].field} says what form to give, too; send one of them",
-                              found[1].field)  # fmt: skip
+        problem = f"{found[0].field} says what form to give, too; send one of them"
+        raise ValidationError(problem, found[1].field)
     return found[0] if found else None
 
 
 def schema_form(schema: Any, field: str) -> Form:
-    if not isinstance(schema, Mapping | bool):
-        raise ValidationError("expected a JSON schema", field)
+    if not isinstance(schema, Mapping):
+        raise ValidationError("expected a JSON schema, which is an object", field)
     try:
         text = orjson.dumps(schema).decode()
     except (orjson.JSONEncodeError, RecursionError):
@@ -148,19 +148,16 @@ def _structured(value: Any) -> Form | None:
 def _guided(kind: str, value: Any, field: str) -> Form | None:
     if value is None:
         return None
-    if kind == "json":
-        return (
-            _form("json_schema", value, field)
-            if isinstance(value, str)
-            else (schema_form(value, field))
-        )
+    if kind == "json" and not isinstance(value, str):
+        return schema_form(value, field)
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(c, str) for c in value):
             raise ValidationError("expected a list of texts", field)
         return _form("regex", "|".join(map(re.escape, value)), field)
     if not isinstance(value, str):
         raise ValidationError("expected a text", field)
-    return _form("regex" if kind == "regex" else "lark", value, field)
+    kinds = {"json": "json_schema", "regex": "regex", "grammar": "lark"}
+    return _form(kinds[kind], value, field)
 
 
 def _form(kind: Any, text: str, field: str) -> Form:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tinsmith.engine.base import SampleJob
-from tinsmith.engine.grammar import Tokens
+from tinsmith.engine.grammar import CompiledGrammar, Tokens
 from tinsmith.engine.local.model.lora import Adapter
-
-if TYPE_CHECKING:
-    import llguidance
 
 
 class Compiled(NamedTuple):
     job: SampleJob
     adapter: Adapter | None
-    matcher: Future[llguidance.LLMatcher]
+    grammar: Future[CompiledGrammar]
     """Done; its error is a `ValidationError`."""
 
 
@@ -42,9 +39,9 @@ class Compiling:
     def take(self, wait_seconds: float) -> list[Compiled]:
         """The jobs that are ready, in order of arrival; waits a little where none is."""
         wait(
-            [compiled.matcher for compiled in self._waiting.values()], wait_seconds, FIRST_COMPLETED
+            [compiled.grammar for compiled in self._waiting.values()], wait_seconds, FIRST_COMPLETED
         )
-        ready = [compiled for compiled in self._waiting.values() if compiled.matcher.done()]
+        ready = [compiled for compiled in self._waiting.values() if compiled.grammar.done()]
         for compiled in ready:
             del self._waiting[compiled.job.job_id]
         return ready
@@ -52,4 +49,4 @@ class Compiling:
     def cancel(self, job_id: str) -> None:
         compiled = self._waiting.pop(job_id, None)
         if compiled is not None:
-            compiled.matcher.cancel()
+            compiled.grammar.cancel()

@@ -24,7 +24,7 @@ import torch
 
 from tinsmith.detokenizer import Detokenize
 from tinsmith.engine.base import Failure, FailureCategory, SampleEvent, SampleJob, TokensSampled
-from tinsmith.engine.grammar import Tokens
+from tinsmith.engine.grammar import CompiledGrammar, Tokens
 from tinsmith.engine.local import device_memory, kernels
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
@@ -40,8 +40,6 @@ from tinsmith.engine.local.sample.sequences import Request, Sequence
 from tinsmith.errors import ValidationError
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
     from tinsmith.engine.local.sample.decode_step import DecodeOnly, DecodeStep
 
 _PATIENCE = 0.002
@@ -130,12 +128,15 @@ class Generator:
             self._start(job, adapter)
 
     def _start(
-        self, job: SampleJob, adapter: Adapter | None, grammar: Future[LLMatcher] | None = None
+        self,
+        job: SampleJob,
+        adapter: Adapter | None,
+        grammar: Future[CompiledGrammar] | None = None,
     ) -> None:
         """Queue a job whose grammar, if it has one, is compiled or cannot be."""
         try:
-            matcher = None if grammar is None else grammar.result()
-            request = Request(job, adapter, self._decoder.config, self._detokenize, matcher)
+            compiled = None if grammar is None else grammar.result()
+            request = Request(job, adapter, self._decoder.config, self._detokenize, compiled)
         except ValidationError as error:
             self._events.append((job.job_id, Failure(str(error), "user")))
             return

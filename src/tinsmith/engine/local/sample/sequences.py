@@ -6,13 +6,12 @@ These hold state and know how an answer is put together. Who runs when is decide
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tinsmith.detokenizer import Detokenize
 from tinsmith.engine.base import SampleJob
-from tinsmith.engine.grammar import Matcher
+from tinsmith.engine.grammar import CompiledGrammar
 from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.choosing import SMALL_TEMPERATURE, fresh_seed
@@ -25,9 +24,6 @@ from tinsmith.errors import ValidationError
 from tinsmith.types import SampledSequence, SampleResponse, StopReason, TopkLogprobs
 from tinsmith.types.sampling import MASK_LOGPROB
 
-if TYPE_CHECKING:
-    import llguidance
-
 
 class Request:
     """One job while it is worked on."""
@@ -38,7 +34,7 @@ class Request:
         adapter: Adapter | None,
         config: DecoderConfig,
         detokenize: Detokenize | None,
-        grammar: llguidance.LLMatcher | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         """`grammar` is that of the job, compiled."""
         self.job = job
@@ -73,7 +69,7 @@ class Request:
         self.draws_whole = is_plain and job.shaping is None and job.topk_sample_logprobs <= 0
         """Whether each token is drawn from the whole distribution and nothing more is asked."""
         self._detokenize = detokenize
-        self._matcher = None if grammar is None else Matcher(grammar, self.rule.token_ids)
+        self._matcher = None if grammar is None else grammar.start(self.rule.token_ids)
         self._sequences: list[Sequence] = []
 
     @property
