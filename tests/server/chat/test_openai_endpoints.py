@@ -269,3 +269,46 @@ async def test_chat_and_completions_give_tokens_beside_text(client: openai.Async
 async def test_models_say_how_much_they_read(client: openai.AsyncOpenAI) -> None:
     (model,) = (await client.models.list()).data
     assert model.to_dict()["max_model_len"] == 4096
+
+
+async def test_the_requests_of_open_webui_are_answered(server: TestServer) -> None:
+    """What its backend sends: the list of models, a streamed chat, and titles without a stream."""
+    headers = {"authorization": f"Bearer {server.api.key}"}
+    models = await server.api.http.get("/oai/api/v1/models", headers=headers)
+    assert [model["id"] for model in models.json()["data"]] == [MODEL]
+    chat = {
+        "stream": True,
+        "model": MODEL,
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+            {"role": "assistant", "content": "Hi.", "reasoning_content": None},
+            {"role": "user", "content": "Go on"},
+        ],
+        "stream_options": {"include_usage": True},
+        "max_tokens": 12,
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "frequency_penalty": 0.1,
+        "presence_penalty": 0.1,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"70": -1},
+        "seed": 0,
+        "stop": ["<|end|>"],
+        "user": {"name": "A", "id": "1", "email": "a@b.c", "role": "admin"},
+    }
+    answer = await server.api.http.post("/oai/api/v1/chat/completions", json=chat, headers=headers)
+    assert answer.status_code == 200, answer.text
+    *events, usage, done = answer.text.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] <= 12
+    assert json.loads(events[-1].removeprefix("data: "))["choices"][0]["finish_reason"]
+    title = {"model": MODEL, "messages": chat["messages"], "stream": False}
+    title |= {"max_completion_tokens": 20, "metadata": {"task": "title_generation"}}
+    answered = await server.api.http.post(
+        "/oai/api/v1/chat/completions", json=title, headers=headers
+    )
+    assert answered.status_code == 200, answered.text
+    assert answered.json()["usage"]["completion_tokens"] <= 20
