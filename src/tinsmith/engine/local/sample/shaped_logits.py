@@ -36,9 +36,10 @@ def _mask(logits: Tensor, shapers: Sequence[Shaper]) -> None:
     if not matchers:
         return
     vocab_size = logits.shape[1]
-    masks = torch.from_numpy(token_masks([*matchers.values()], vocab_size)).to(logits.device)
-    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-    # (M, words) to (M, words, 32) to (M, V).
-    is_allowed = ((masks[:, :, None] >> bits) & 1).flatten(1)[:, :vocab_size].bool()
+    masks = token_masks([*matchers.values()], vocab_size).view(np.uint8)
+    packed = torch.from_numpy(masks).to(logits.device)
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    # (M, bytes) to (M, bytes, 8) to (M, V).
+    is_allowed = ((packed[:, :, None] >> bits) & 1).flatten(1)[:, :vocab_size].bool()
     rows = torch.tensor(list(matchers), device=logits.device)
     logits[rows] = logits[rows].masked_fill(~is_allowed, -torch.inf)
