@@ -100,6 +100,8 @@ BODIES: dict[str, Any] = {
         "model": "{tinker_path}",
         "messages": [{"role": "user", "content": "a"}],
     },
+    "openai_responses": {"model": "{tinker_path}", "input": "a"},
+    "openai_generate": {"model": "{tinker_path}", "token_ids": [1], "sampling_params": {}},
     "anthropic_messages": {
         "model": "{tinker_path}",
         "messages": [{"role": "user", "content": "a"}],
