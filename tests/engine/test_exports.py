@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.train.training_reference import Reference
 from tests.support.tiny_families import save_tiny
+from tests.support.tiny_vision import save_tiny_vision
 from tinsmith.cli.weights.merging import merge
 from tinsmith.cli.weights.peft_layout import to_peft
 from tinsmith.engine.local.config import LocalEngineConfig
@@ -64,8 +65,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 EXPERTS = ("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "mixtral")
 
 
-@pytest.fixture(params=[*MODELS, *EXPERTS])
+@pytest.fixture(params=[*MODELS, *EXPERTS, "qwen3_vl"])
 def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "qwen3_vl":
+        save_tiny_vision(request.param, tmp_path / "base")
+        return tmp_path / "base"
     if request.param in EXPERTS:
         save_tiny(request.param, tmp_path / request.param)
         return tmp_path / request.param

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from tinsmith.engine.images import ImageRules
 from tinsmith.types import (
     AdamParams,
     CustomLossGraph,
@@ -58,6 +59,9 @@ class BaseModelInfo:
     is_sampleable: bool = True
     tokenizer_folder: Path | None = None
     """Where the tokenizer's files are, for callers that render text."""
+
+    images: ImageRules | None = None
+    """How it reads images; None where it reads text only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +119,9 @@ class Pass:
     forward_only: bool = False
     custom_loss: CustomLoss | None = None
     """The graph behind `loss_fn="custom"`; the caller has looked it up."""
+
+    scope: str = ""
+    """As of a `SampleJob`: what was made of an image is kept for passes and jobs of one scope."""
 
     is_replay: bool = False
     """Whether it was done before and is done again: its loss may then take as long as it takes."""

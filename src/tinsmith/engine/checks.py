@@ -1,8 +1,8 @@
 """What a request must be before anything is computed with it.
 
-Every function returns nothing, or raises a `ValidationError` whose path names the datum, the
-field and the position. One token outside the vocabulary, or one number that is not finite, would
-otherwise spoil weights that other requests depend on. Arrays are looked at with a few
+Every function returns what it was given, or nothing, or raises a `ValidationError` whose path names
+the datum, the field and the position. One token outside the vocabulary, or one number that is not
+finite, would otherwise spoil weights that other requests depend on. Arrays are looked at with a few
 numpy reductions each; the position is searched for only once something is known to be wrong.
 No torch here: these are questions about values, and any engine may ask them.
 """
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tinsmith.engine.base import CustomLoss, Pass, SampleJob, Shaping
+from tinsmith.engine.images import ImageRules, count_images, token_row
 from tinsmith.engine.loss_table import LossSpec, loss_named
 from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.types import Datum, LoraConfig, ModelInput, SamplingParams, TensorData
@@ -48,8 +50,13 @@ _FINITE_INPUTS = frozenset(
 Array = npt.NDArray[Any]
 
 
-def check_pass(request: Pass, *, vocab_size: int, max_context_length: int) -> None:
-    """Refuse a pass that could not be computed as its sender means it."""
+def check_pass(
+    request: Pass, *, vocab_size: int, max_context_length: int, images: ImageRules | None = None
+) -> Pass:
+    """Refuse a pass that could not be computed as its sender means it.
+
+    The answer is the pass with the number of tokens of every image.
+    """
     custom = None
     spec = LossSpec()
     if request.loss_fn == "custom":
@@ -59,17 +66,22 @@ def check_pass(request: Pass, *, vocab_size: int, max_context_length: int) -> No
         _check_config(request.loss_fn, request.loss_fn_config, spec)
     if not request.data:
         raise ValidationError("a pass needs at least one datum", "data")
+    data = []
     for index, datum in enumerate(request.data):
         try:
-            length = _check_text(datum.model_input, "model_input", vocab_size, max_context_length)
+            counted = count_images(datum.model_input, images, "model_input")
+            row = token_row(counted, images)
+            length = _check_row(row, "model_input", vocab_size, max_context_length)
             _check_targets(datum, length, vocab_size)
             if custom is not None:
                 _check_custom_inputs(datum.loss_fn_inputs, custom)
             else:
                 _check_inputs(request.loss_fn, datum.loss_fn_inputs, spec)
                 _check_meaning(request.loss_fn, datum.loss_fn_inputs, spec, request.loss_fn_config)
+            data.append(datum if counted is datum.model_input else _with_input(datum, counted))
         except ValidationError as error:
             raise error.under(f"data[{index}]") from None
+    return replace(request, data=data)
 
 
 def check_lora(lora: LoraConfig, max_rank: int) -> None:
@@ -84,13 +96,18 @@ def check_lora(lora: LoraConfig, max_rank: int) -> None:
         )
 
 
-def check_sample(job: SampleJob, *, vocab_size: int, max_context_length: int) -> None:
+def check_sample(
+    job: SampleJob, *, vocab_size: int, max_context_length: int, images: ImageRules | None = None
+) -> SampleJob:
     """Refuse a sampling request that cannot be carried out.
+
+    The answer is the request with the number of tokens of every image.
 
     A prompt longer than the context is refused; reaching the context's end while sampling is
     not a mistake, it ends a sequence like `max_tokens` does.
     """
-    length = _check_text(job.prompt, "prompt", vocab_size, max_context_length)
+    prompt = count_images(job.prompt, images, "prompt")
+    length = _check_row(token_row(prompt, images), "prompt", vocab_size, max_context_length)
     _check_range("num_samples", job.num_samples, 1, MAX_SAMPLES)
     _check_range("topk_prompt_logprobs", job.topk_prompt_logprobs, 0, min(MAX_TOPK, vocab_size))
     _check_range("topk_sample_logprobs", job.topk_sample_logprobs, 0, min(MAX_TOPK, vocab_size))
@@ -115,6 +132,7 @@ def check_sample(job: SampleJob, *, vocab_size: int, max_context_length: int) ->
         raise error.under("sampling_params") from None
     if job.shaping is not None:
         _check_shaping(job.shaping, vocab_size)
+    return replace(job, prompt=prompt)
 
 
 def _check_shaping(shaping: Shaping, vocab_size: int) -> None:
@@ -174,6 +192,15 @@ def _check_config(loss_fn: str, config: Mapping[str, float | str], spec: LossSpe
             raise ValidationError(f"must be finite, got {value}", path)
 
 
+def _with_input(datum: Datum, model_input: ModelInput) -> Datum:
+    return Datum(
+        model_input=model_input,
+        loss_fn_inputs=datum.loss_fn_inputs,
+        model_input_spans=datum.model_input_spans,
+        loss_fn_input_spans=datum.loss_fn_input_spans,
+    )
+
+
 def _custom_of(request: Pass) -> CustomLoss:
     for key in request.loss_fn_config:
         if key != "loss_id":
@@ -185,15 +212,8 @@ def _custom_of(request: Pass) -> CustomLoss:
     return request.custom_loss
 
 
-def _check_text(model_input: ModelInput, path: str, vocab_size: int, max_length: int) -> int:
+def _check_row(tokens: Array, path: str, vocab_size: int, max_length: int) -> int:
     """Check the tokens of an input; returns how many there are."""
-    for index, chunk in enumerate(model_input.chunks):
-        if chunk.type != "encoded_text":
-            raise ValidationError(
-                f"a chunk of type {chunk.type!r} cannot be used: this model reads text only",
-                f"{path}.chunks[{index}]",
-            )
-    tokens = model_input.tokens_np()
     if not len(tokens):
         raise ValidationError("has no tokens", path)
     if len(tokens) > max_length:

@@ -9,10 +9,12 @@ import pytest
 
 from tests.engine.families.test_families import FAMILIES
 from tests.support.tiny_families import save_tiny
+from tests.support.tiny_vision import save_tiny_vision
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model import families
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.checking import check_model
+from tinsmith.engine.local.model.image_settings import SEEING_TYPES
 from tinsmith.engine.local.model.model_types import MODEL_TYPES, nearest_type
 from tinsmith.engine.local.sample.kvcache import CacheShape, Span
 from tinsmith.errors import EngineError
@@ -24,17 +26,19 @@ def test_every_type_of_the_table_is_tested_and_no_tested_one_is_missing() -> Non
     table = {each.name: each for each in MODEL_TYPES}
     own = [name for name, each in table.items() if each.runs_on == "decoder"]
     assert own == list(families.FAMILIES)
-    assert set(table) - set(own) == set(FAMILIES)
+    assert set(table) - set(own) == {*FAMILIES, *SEEING_TYPES}
     assert all((ROOT / each.test).is_file() for each in MODEL_TYPES)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", [*FAMILIES, *SEEING_TYPES])
 def test_the_table_names_what_is_adapted(model_type: str, tmp_path: Path) -> None:
-    save_tiny(model_type, tmp_path)
+    save = save_tiny_vision if model_type in SEEING_TYPES else save_tiny
+    save(model_type, tmp_path)
     found = check_model(tmp_path, rank=4)
     (expected,) = [each for each in MODEL_TYPES if each.name == model_type]
     assert set(found.adapted) == {*expected.adapted, "lm_head"}
     assert (found.model_type, found.runs_on) == (model_type, "transformers")
+    assert found.image_tokens == (16 if model_type in SEEING_TYPES else 0)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "nemotron_h"])

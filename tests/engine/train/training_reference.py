@@ -111,8 +111,14 @@ class Reference:
                 whole = weights[weight + ".weight"].float().clone()
                 whole[first : first + len(update)] += update
                 weights[weight + ".weight"] = whole.to(self.dtype)
-        out = torch.func.functional_call(self.model, weights, (tokens[None],), tie_weights=False)
-        return out.logits[0]
+        logits: Tensor = self.call(weights, tokens).logits[0]
+        return logits
+
+    def tokens(self, model_input: ModelInput) -> Tensor:
+        return torch.tensor(model_input.to_ints())
+
+    def call(self, weights: dict[str, Tensor], tokens: Tensor) -> Any:
+        return torch.func.functional_call(self.model, weights, (tokens[None],), tie_weights=False)
 
     def _add_to_experts(self, weights: dict[str, Tensor], module: str, update: Tensor) -> None:
         """`module` is the layer of experts, and `w1` for gate, `w2` for down, `w3` for up."""
@@ -142,7 +148,7 @@ class Reference:
         logprobs = []
         for datum in data:
             inputs = {name: value.to_torch() for name, value in datum.loss_fn_inputs.items()}
-            tokens = torch.tensor(datum.model_input.to_ints())
+            tokens = self.tokens(datum.model_input)
             targets = inputs["target_tokens"]
             scores = torch.log_softmax(self.logits(tokens).float(), dim=-1)
             chosen = scores.gather(1, targets.reshape(len(tokens), -1)).reshape(targets.shape)

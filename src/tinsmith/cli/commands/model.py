@@ -99,6 +99,8 @@ def check(output: Output, folder: Path, rank: int) -> None:
         [f"Adapter of rank {rank}", f"{size_text(found.adapter_bytes)} while it trains"],
         ["Sampling", f"{size_text(1000 * found.token_bytes)} for 1,000 tokens"],
     ]
+    if found.image_tokens:
+        rows.insert(4, ["Images", f"PNG and JPEG, at most {found.image_tokens:,} tokens each"])
     if found.sequence_bytes:
         rows.append(["", f"{size_text(found.sequence_bytes)} for each sequence beside them"])
     does_fit = "fits" if found.fits else "too little for weights, one adapter and activations"

@@ -95,6 +95,10 @@ class LocalEngineConfig:
     """Memory for the keys and values of running samples. None is 1 GiB on the CPU and, on CUDA,
     a third of what the base model leaves."""
 
+    image_cache_bytes: int | None = None
+    """Memory, for each base model, for what its vision tower made of images; the owner who takes
+    most gives way first. None is 256 MiB on the CPU and 2 GiB on CUDA."""
+
     max_running_samples: int = 256
     """Most sequences that are decoded at the same time; on the CPU 64 while several owners share
     a model."""

@@ -130,33 +130,35 @@ class EngineCore:
 
         A pass that is given up by closing the iterator has no effect.
         """
-        by_model: dict[str, list[int]] = {}
+        by_model: dict[str, dict[int, Pass]] = {}
         for index, item in enumerate(passes):
             try:
                 adapter = self._adapter(item.adapter_id)
                 config = self._models.config(adapter.base_model)
-                checks.check_pass(
+                checked = checks.check_pass(
                     item,
                     vocab_size=config.vocab_size,
                     max_context_length=config.max_context_length,
+                    images=config.images,
                 )
             except (ValidationError, EngineError) as error:
                 yield FinishedPass(index, _failure(error), 0.0)
             else:
-                by_model.setdefault(adapter.base_model, []).append(index)
-        for base_model, indices in by_model.items():
-            yield from self._run_on(base_model, passes, indices)
+                by_model.setdefault(adapter.base_model, {})[index] = checked
+        for base_model, chosen in by_model.items():
+            yield from self._run_on(base_model, chosen)
 
-    def _run_on(self, base_model: str, passes: Sequence[Pass], indices: list[int]) -> PassResults:
+    def _run_on(self, base_model: str, chosen: dict[int, Pass]) -> PassResults:
+        """Run passes, each under its index in the call."""
         try:
             self._decoder(base_model)
         except EngineError as error:
-            for index in indices:
+            for index in chosen:
                 yield FinishedPass(index, _failure(error), 0.0)
             return
-        chosen = [passes[index] for index in indices]
+        indices, passes = list(chosen), list(chosen.values())
         with self._models.use(base_model) as decoder:
-            for finished in run_passes(chosen, self._adapters, decoder, self._config):
+            for finished in run_passes(passes, self._adapters, decoder, self._config):
                 if self._device.type == "cuda" and self.is_sampling:
                     # Turns go by time, and kernels still in the queue have not taken theirs.
                     torch.cuda.synchronize(self._device)
@@ -241,8 +243,11 @@ class EngineCore:
             self._check_base_model(job.base_model)
             sampler = self._sampler(job)
             config = self._models.config(job.base_model)
-            checks.check_sample(
-                job, vocab_size=config.vocab_size, max_context_length=config.max_context_length
+            job = checks.check_sample(
+                job,
+                vocab_size=config.vocab_size,
+                max_context_length=config.max_context_length,
+                images=config.images,
             )
             if job.job_id in self._jobs:
                 raise ValidationError(f"a sampling job called {job.job_id!r} is already under way")

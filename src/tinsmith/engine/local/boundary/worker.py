@@ -44,7 +44,7 @@ from tinsmith.engine.local.boundary.messages import (
     Result,
     Trouble,
 )
-from tinsmith.types import SampleResponse
+from tinsmith.types import Datum, SampleResponse
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ class Worker:
 
     def _begin_passes(self, request: Request) -> _Passes:
         (items,) = request.arguments
-        num_tokens = sum(datum.model_input.length for p in items for datum in p.data)
+        num_tokens = sum(_num_targets(datum) for p in items for datum in p.data)
         passes = self._passes[request.number] = _Passes(
             number=request.number,
             results=self._core.run_passes(items),
@@ -353,6 +353,12 @@ def _adapters_of(request: Request) -> frozenset[str]:
         return frozenset(item.adapter_id for item in items)
     adapter_id = CALLS[request.method].argument("adapter_id", request.arguments)
     return frozenset() if adapter_id is None else frozenset([adapter_id])
+
+
+def _num_targets(datum: Datum) -> int:
+    """At least as many as tokens; how many an image has is not known yet."""
+    targets = datum.loss_fn_inputs.get("target_tokens")
+    return 0 if targets is None else int(targets.numpy.size)
 
 
 def describe(error: Exception) -> str:

@@ -140,6 +140,7 @@ class BaseModels:
             vocab_size=config.vocab_size,
             architecture=config.architecture,
             tokenizer_folder=self.folder(name),
+            images=config.images,
         )
 
     def get(self, name: str) -> Decoder:
@@ -158,7 +159,10 @@ class BaseModels:
     def _load(self, folder: Path, config: DecoderConfig) -> Decoder:
         kind = self._config.base_weights
         if isinstance(config, foreign.ForeignConfig):
-            return foreign.load(folder, config, self._device, self._dtype, kind)
+            image_bytes = self._config.image_cache_bytes or (
+                2**31 if self._device.type == "cuda" else 2**28
+            )
+            return foreign.load(folder, config, self._device, self._dtype, kind, image_bytes)
         return Decoder.load(folder, self._device, self._dtype, kind)
 
     def pin(self, name: str) -> Decoder:

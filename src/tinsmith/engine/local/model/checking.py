@@ -33,6 +33,9 @@ class ModelCheck:
     """Last parts of the names of the modules that adapters extend."""
 
     max_context_length: int
+    image_tokens: int
+    """Most tokens of one image; 0 where it reads none."""
+
     num_parameters: int
     device: str
     dtype: str
@@ -70,6 +73,7 @@ def check_model(folder: Path, rank: int) -> ModelCheck:
         runs_on="transformers" if is_foreign(config) else "decoder",
         adapted=tuple(dict.fromkeys(module.rpartition(".")[2] for module in modules)),
         max_context_length=config.max_context_length,
+        image_tokens=0 if config.images is None else config.images.max_tokens,
         num_parameters=size,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),

@@ -22,11 +22,13 @@ from tinsmith.engine.local.config import BaseWeights
 from tinsmith.engine.local.model.adapted_linear import lora_linear, lora_linear_backward
 from tinsmith.engine.local.model.blocks import Attention, Block, Layer
 from tinsmith.engine.local.model.families import DecoderConfig, read_config
+from tinsmith.engine.local.model.inputs import Seen
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.pointwise import differentiable_rms_norm
 from tinsmith.engine.local.model.quantized import quantize
 from tinsmith.engine.local.model.rope import Rope
+from tinsmith.engine.local.model.vision import Vision
 from tinsmith.engine.stored_tensors import weight_files
 from tinsmith.errors import EngineError
 
@@ -35,6 +37,9 @@ __all__ = ["Attention", "Decoder", "Layer", "Linear", "Weights", "build"]
 
 class Decoder:
     """One base model in memory."""
+
+    vision: Vision | None = None
+    """Where the model reads images."""
 
     def __init__(
         self,
@@ -103,12 +108,15 @@ class Decoder:
         adapters: AdapterSegments,
         *,
         checkpoint_layers: bool = False,
+        seen: Seen | None = None,
     ) -> Tensor:
         """Hidden states (N, d) after the final norm, for tokens (N,) at positions (N,).
 
+        `seen` are the rows that are parts of images, where the model has `vision`.
         With `checkpoint_layers` the backward pass computes each block's activations again
         instead of keeping them.
         """
+        assert seen is None, "our own decoder reads text only"
         rotations: dict[Rope | None, tuple[Tensor, Tensor]] = {
             rope: self._rotation(rope, positions) for rope in self._frequencies
         }

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from tinsmith.engine.images import ImageRules
 from tinsmith.engine.local.model.pointwise import Activation
 from tinsmith.engine.local.model.recurrence import StateShape
 from tinsmith.engine.local.model.rope import Rope, UnsupportedModelError, read_rope
@@ -105,6 +106,9 @@ class DecoderConfig:
     projections: tuple[Projection, ...] = ()
     state: StateShape | None = None
     """What recurrent layers keep of a sequence, where there are any."""
+
+    images: ImageRules | None = None
+    """How the model reads images, where it does."""
 
     @property
     def num_layers(self) -> int:

@@ -26,10 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tinsmith.engine.images import ImageRules
 from tinsmith.engine.local.config import BaseWeights
 from tinsmith.engine.local.model.adapted_linear import lora_linear
-from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.blocks import Attention
+from tinsmith.engine.local.model.comparison import agree, our_logits, own_logits
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.experts import Experts, is_experts
 from tinsmith.engine.local.model.families import (
@@ -40,6 +41,8 @@ from tinsmith.engine.local.model.families import (
     Projection,
     read_settings,
 )
+from tinsmith.engine.local.model.image_settings import model_class, read_image_rules
+from tinsmith.engine.local.model.inputs import Seen
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.model_types import nearest_type, needed_transformers
@@ -48,6 +51,7 @@ from tinsmith.engine.local.model.recurrence import StateShape
 from tinsmith.engine.local.model.recurrent_layers import RecurrentLayer, recurrent_layer
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.sources import quiet_transformers
+from tinsmith.engine.local.model.vision import Vision
 
 ATTENTION_NAME = "tinsmith"
 """What our attention is called among `transformers`' attention functions."""
@@ -82,9 +86,10 @@ def read_config(folder: Path, reason: UnsupportedModelError) -> ForeignConfig:
             f"installed: pip install 'transformers>={needed}'"
         )
     try:
+        images = read_image_rules(folder)
         with torch.device("meta"):
-            model = _build_empty(folder)
-        return _describe(model, str(architecture))
+            model = _build_empty(folder, images)
+        return replace(_describe(model, str(architecture)), images=images)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"{reason}; and {architecture} cannot run: {error}; {nearest}"
@@ -101,35 +106,26 @@ def load(
     device: torch.device,
     dtype: torch.dtype,
     base_weights: BaseWeights = "full",
+    image_cache_bytes: int = 0,
 ) -> ForeignDecoder:
     """The model in memory, after its logits were found equal to those of its own code.
 
     Weights in few bits come after that, so that for a moment it is there in full.
     """
-    from transformers import AutoModelForCausalLM
-
     with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(
+        settings = _transformers_config(folder)
+        model = model_class(settings.model_type, config.images).from_pretrained(
             folder,
-            config=_transformers_config(folder),
+            config=settings,
             dtype=dtype,
             attn_implementation="eager",
             experts_implementation="eager",
             trust_remote_code=False,
         )
     model = model.to(device).eval().requires_grad_(False)
-    lengths = [_PROBE_TOKENS - 3, 3]
-    tokens = torch.arange(_PROBE_TOKENS, device=device) % config.vocab_size
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    with torch.no_grad():
-        expected = torch.cat(
-            [model(part[None], use_cache=False).logits[0].float() for part in tokens.split(lengths)]
-        )
-        decoder = ForeignDecoder(config, model)
-        segments = AdapterSegments.whole(len(tokens))
-        hidden = decoder.hidden(tokens, positions, PackedAttention(config, lengths), segments)
-        logits = decoder.unembed(hidden, segments)
-    if not _agree(logits, expected, dtype):
+    expected = own_logits(model, config)
+    decoder = ForeignDecoder(config, model, image_cache_bytes)
+    if not agree(our_logits(decoder), expected, dtype):
         raise UnsupportedModelError(
             f"{config.architecture} does more between hidden states and logits, or in its "
             f"attention, than we know of; supported model types: {', '.join(FAMILIES)}"
@@ -138,30 +134,22 @@ def load(
     return decoder
 
 
-def _agree(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two ways of computing the same differ by rounding only.
-
-    In half precision rounding may send a token to another expert, which shows in single logits.
-    """
-    difference = logits - expected
-    if dtype == torch.float32:
-        return bool(difference.abs().max() <= 1e-4 * expected.abs().max())
-    return bool(difference.norm() <= 5e-2 * expected.norm())
-
-
 class ForeignDecoder(Decoder):
     """A `transformers` model behind the interface of our decoder."""
 
     config: ForeignConfig
 
-    def __init__(self, config: ForeignConfig, model: Any) -> None:
+    def __init__(self, config: ForeignConfig, model: Any, image_cache_bytes: int = 0) -> None:
         self.config = config
         self.device = model.device
         self.dtype = model.dtype
         self._model = model
+        self._text = _text_model(model)
+        if config.images is not None:
+            self.vision = Vision(config.images, model.base_model.visual, image_cache_bytes)
         head = model.get_output_embeddings()
         self.head = Linear(head.weight, head.bias)
-        model.set_attn_implementation(ATTENTION_NAME)
+        self._text.set_attn_implementation(ATTENTION_NAME)
         self._linears_adapted = [
             _AdaptedLinear(model.get_submodule(projection.name), projection)
             for projection in config.projections
@@ -202,13 +190,32 @@ class ForeignDecoder(Decoder):
         adapters: AdapterSegments,
         *,
         checkpoint_layers: bool = False,
+        seen: Seen | None = None,
     ) -> Tensor:
         """As in `Decoder`; activations are kept whether or not layers are to be checkpointed."""
+        inputs: dict[str, Any]
+        if seen is None:
+            inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
+        else:
+            inputs = self._with_images(tokens, positions, seen)
         with _calling(_ForwardCall(self.config, attention, adapters)):
-            output = self._model.base_model(
-                input_ids=tokens[None], position_ids=positions[None], use_cache=False
-            )
+            output = self._text(**inputs, use_cache=False)
         return output.last_hidden_state[0]
+
+    def _with_images(self, tokens: Tensor, positions: Tensor, seen: Seen) -> dict[str, Any]:
+        """Embeddings with what is seen in their place, and positions on three axes."""
+        x = self._model.get_input_embeddings()(tokens.clamp(min=0))
+        on_axes = positions.expand(3, -1).clone()
+        on_axes[:, seen.rows] += seen.offsets
+        features, *deep = seen.features
+        inputs = {
+            "inputs_embeds": x.index_copy(0, seen.rows, features.to(x.dtype))[None],
+            "position_ids": on_axes[:, None],
+        }
+        if deep:
+            is_seen = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, seen.rows, True)
+            inputs |= {"visual_pos_masks": is_seen[None], "deepstack_visual_embeds": deep}
+        return inputs
 
 
 class _Call(Protocol):
@@ -381,20 +388,27 @@ def _recurrent_forward(
     return _CURRENT.get().recur(layer, module, hidden_states)
 
 
-def _build_empty(folder: Path) -> Any:
+def _build_empty(folder: Path, images: ImageRules | None) -> Any:
     """The model without memory for its weights, calling our attention."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION_NAME, _attention_function)
     config = _transformers_config(folder)
+    built_by = model_class(config.model_type, images)
     text, classes = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING
     # Older releases do not find the language part of a model that sees by themselves here.
-    if classes.get(type(config), None) is classes.get(type(text), None):
+    is_same = classes.get(type(config), None) is classes.get(type(text), None)
+    if built_by is AutoModelForCausalLM and is_same:
         config = text
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+    model = built_by.from_config(config, attn_implementation=ATTENTION_NAME).eval()
     _replace_experts(model)
     _replace_recurrent_layers(model)
     return model
+
+
+def _text_model(model: Any) -> Any:
+    """The part that reads embeddings: all below the unembedding, or beside a vision tower."""
+    return getattr(model.base_model, "language_model", model.base_model)
 
 
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
@@ -419,7 +433,7 @@ def _describe(model: Any, architecture: str) -> ForeignConfig:
     tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
     positions = torch.zeros_like(tokens)
     with _calling(probe), torch.no_grad():
-        model.base_model(input_ids=tokens, position_ids=positions, use_cache=False)
+        _text_model(model)(input_ids=tokens, position_ids=positions, use_cache=False)
     _check_layers(settings, {*probe.specs, *probe.states})
     if len(probe.shapes) != 1:
         raise UnsupportedModelError("its layers differ in the number or size of heads")
@@ -440,7 +454,7 @@ def _describe(model: Any, architecture: str) -> ForeignConfig:
         recurring=tuple(sorted(probe.states)),
         state=_common_state(list(probe.states.values())),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        is_tied=bool(settings.tie_word_embeddings),
+        is_tied=bool(model.config.tie_word_embeddings),
         final_softcap=getattr(settings, "final_logit_softcapping", None),
         projections=projections,
     )
@@ -507,7 +521,7 @@ def _projections(model: Any) -> Iterator[Projection]:
         raise UnsupportedModelError("its unembedding is not an ordinary linear layer")
     found: set[Part] = set()
     head_name = ""
-    computed_by_us: tuple[str, ...] = ()
+    not_ours: tuple[str, ...] = ("model.visual.",)  # the vision tower is frozen
     for name, module in model.named_modules():
         layer = recurrent_layer(module)
         if module is head:
@@ -518,8 +532,8 @@ def _projections(model: Any) -> Iterator[Projection]:
         elif layer is not None:
             found.add("attn")
             yield from layer.projections(name, module)
-            computed_by_us += (f"{name}.",)
-        elif name.startswith(computed_by_us):
+            not_ours += (f"{name}.",)
+        elif name.startswith(not_ours):
             continue
         elif isinstance(module, nn.Linear) and name.rpartition(".")[2] not in _NOT_ADAPTED:
             part = _part(model, name)

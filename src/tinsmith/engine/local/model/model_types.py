@@ -24,6 +24,8 @@ _LATENT = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
 
 _OWN = "tests/engine/model/test_decoder.py"
 _FAMILIES = "tests/engine/families/test_families.py"
+_VISION = "tests/engine/vision/test_models.py"
+_IMAGES = "reads images; the vision tower is frozen and has no adapter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,15 @@ MODEL_TYPES = (
         runs_on="transformers",
         adapted=(*_DELTA_RULE, *_ATTENTION, *_MLP, *_EXPERTS),
         test=_FAMILIES,
+    ),
+    *(
+        ModelType(name=name, runs_on="transformers", adapted=adapted, test=_VISION, limits=_IMAGES)
+        for name, adapted in {
+            "qwen3_vl": (*_ATTENTION, *_MLP),
+            "qwen3_vl_moe": (*_ATTENTION, *_EXPERTS),
+            "qwen3_5": (*_DELTA_RULE, *_ATTENTION, *_MLP),
+            "qwen3_5_moe": (*_DELTA_RULE, *_ATTENTION, *_MLP, *_EXPERTS),
+        }.items()
     ),
     ModelType(
         name="nemotron_h",

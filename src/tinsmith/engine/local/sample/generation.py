@@ -179,16 +179,29 @@ class Generator:
             for sequence in list(scheduler.running):
                 if sequence.slot is not None:
                     yield MixedStep(self._decoder, [], [sequence])
-            for chunk in scheduler.chunks()[:1]:
+            for chunk in self._looked_at(scheduler.chunks()[:1]):
                 yield MixedStep(self._decoder, [chunk], [])
         elif self._decode is None:
-            if scheduler.running or scheduler.prefilling:
-                yield MixedStep(self._decoder, scheduler.chunks(), list(scheduler.running))
+            chunks = self._looked_at(scheduler.chunks())
+            if scheduler.running or chunks:
+                yield MixedStep(self._decoder, chunks, list(scheduler.running))
         else:
             if scheduler.running:
                 yield self._decode.of(list(scheduler.running))
-            if scheduler.prefilling:
-                yield MixedStep(self._decoder, scheduler.chunks(), [])
+            if chunks := self._looked_at(scheduler.chunks()):
+                yield MixedStep(self._decoder, chunks, [])
+
+    def _looked_at(self, chunks: list[Chunk]) -> list[Chunk]:
+        """With what is seen in them; a request whose image cannot be decoded fails by itself."""
+        kept = []
+        for chunk in chunks:
+            request = chunk.prefill.request
+            with self._failing(request):
+                try:
+                    kept.append(chunk.looked_at(self._decoder.vision))
+                except ValidationError as error:
+                    self._fail(request, str(error), "user")
+        return kept
 
     def _run(self, step: MixedStep | DecodeOnly) -> None:
         with self._failing(*step.requests):

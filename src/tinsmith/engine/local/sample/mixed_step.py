@@ -7,14 +7,16 @@ is decided in `generation`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.inputs import Seen
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments
+from tinsmith.engine.local.model.vision import Vision
 from tinsmith.engine.local.sample.cached_attention import (
     CachedAttention,
     PromptChunk,
@@ -24,6 +26,7 @@ from tinsmith.engine.local.sample.cached_attention import (
 from tinsmith.engine.local.sample.kvcache import Slab, Span
 from tinsmith.engine.local.sample.next_tokens import NextToken, next_tokens
 from tinsmith.engine.local.sample.sequences import Prefill, Request, Sequence
+from tinsmith.errors import ValidationError
 
 _LOGITS_NUMBERS = 1 << 25
 """Most logits held at a time: 128 MiB in float32."""
@@ -35,6 +38,18 @@ class Chunk:
 
     prefill: Prefill
     num_tokens: int
+    seen: Seen | None = None
+    """What is seen in them, once it was looked at."""
+
+    def looked_at(self, vision: Vision | None) -> Chunk:
+        """With what is seen; an image that cannot be decoded is a `ValidationError`."""
+        prefill = self.prefill
+        start, request = prefill.num_done, prefill.request
+        try:
+            seen = request.input.seen(start, start + self.num_tokens, vision, request.scope)
+        except ValidationError as error:
+            raise error.under("prompt") from None
+        return replace(self, seen=seen)
 
 
 class MixedStep:
@@ -48,6 +63,7 @@ class MixedStep:
         self._rows_of: dict[Prefill, range] = {}
         tokens: list[np.ndarray] = []
         positions: list[np.ndarray] = []
+        seen: list[tuple[int, Seen | None]] = []
         runs: list[tuple[int, int, Adapter | None]] = []
         row = 0
         for adapter, own_chunks, own_running in _by_adapter(chunks, running):
@@ -58,19 +74,21 @@ class MixedStep:
                 stop = prefill.num_done + chunk.num_tokens
                 self._rows_of[prefill] = range(row, row + chunk.num_tokens)
                 tokens.append(prefill.tokens[prefill.num_done : stop])
-                positions.append(np.arange(prefill.num_done, stop))
+                positions.append(prefill.request.input.positions(prefill.num_done, stop))
+                seen.append((row, chunk.seen))
                 row += chunk.num_tokens
             # Decode: one row per sequence, for the token that was drawn last.
             for sequence in own_running:
                 self._row_of[sequence] = row
                 row += 1
             tokens.append(np.array([s.last_token for s in own_running], dtype=np.int64))
-            positions.append(np.array([s.num_past for s in own_running], dtype=np.int64))
+            positions.append(np.array([s.position for s in own_running], dtype=np.int64))
             if row > start:
                 runs.append((start, row, adapter))
         # (N,) each: tokens and positions of all rows.
         self._tokens = np.concatenate(tokens).astype(np.int64)
         self._positions = np.concatenate(positions)
+        self._seen = Seen.joined(seen)
         self._segments = AdapterSegments(runs)
         self._hidden: Tensor | None = None
 
@@ -93,6 +111,7 @@ class MixedStep:
             torch.from_numpy(self._positions).to(device),
             attention,
             self._segments,
+            seen=self._seen,
         )
         for chunk in self.chunks:
             chunk.prefill.num_done += chunk.num_tokens

@@ -76,8 +76,10 @@ class PromptScores:
             raise FloatingPointError(NOT_FINITE)
         rows = np.arange(len(logits))
         is_scored = rows + first >= self._first_scored
-        if self.logprobs is not None and is_scored.any():
-            chosen = rows[is_scored]
+        # Parts of images are no tokens, and have no probability.
+        is_text = self._tokens[rows + first + 1] >= 0
+        if self.logprobs is not None and (is_scored & is_text).any():
+            chosen = rows[is_scored & is_text]
             positions = chosen + first + 1
             tokens = torch.from_numpy(self._tokens[positions]).to(plain.scaled.device)
             self.logprobs[positions] = plain.logprobs(chosen, tokens).cpu().numpy()

@@ -13,6 +13,7 @@ from tinsmith.detokenizer import Detokenize
 from tinsmith.engine.base import SampleJob
 from tinsmith.engine.grammar import CompiledGrammar
 from tinsmith.engine.local.model.families import DecoderConfig
+from tinsmith.engine.local.model.inputs import Input
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.choosing import SMALL_TEMPERATURE, fresh_seed
 from tinsmith.engine.local.sample.kvcache import Slot, Span
@@ -40,7 +41,9 @@ class Request:
         self.job = job
         self.adapter = adapter
         self.realm = Realm(job.scope, adapter)
-        self.prompt = job.prompt.tokens_np()
+        self.input = Input(job.prompt, config.images)
+        self.prompt = self.input.tokens
+        """Its tokens; parts of images are below zero, and of one image the same."""
         # A state cannot be taken back by a token. The last one is therefore left to each sequence's
         # first decode step, and what prefill leaves serves the same prompt again, and longer ones.
         self.num_prefilled = len(self.prompt) - (1 if config.state is not None else 0)
@@ -53,6 +56,8 @@ class Request:
             )
         if not len(self.prompt):
             raise ValidationError("an empty prompt gives nothing to continue", "prompt")
+        if self.prompt[-1] < 0 and config.state is not None:
+            raise ValidationError("this model needs text behind the last image", "prompt")
         self.rule = StopRule.of(job.params, config.eos_token_ids, room)
         if self.rule.strings and detokenize is None:
             raise ValidationError(
@@ -70,6 +75,7 @@ class Request:
         """Whether each token is drawn from the whole distribution and nothing more is asked."""
         self._detokenize = detokenize
         self._matcher = None if grammar is None else grammar.start(self.rule.token_ids)
+        self._image_token = 0 if config.images is None else config.images.token_id
         self._sequences: list[Sequence] = []
 
     @property
@@ -86,8 +92,9 @@ class Request:
         """Made when they are first needed: a request may ask for thousands, and wait for long
         among thousands of others."""
         if not self._sequences:
-            prompt, shaping = self.prompt.tolist(), self.job.shaping
-            shaper = None if shaping is None else Shaper(shaping, self.prompt, self._matcher)
+            prompt = self.input.text_tokens(self._image_token).tolist()
+            shaping, text = self.job.shaping, self.prompt[self.prompt >= 0]
+            shaper = None if shaping is None else Shaper(shaping, text, self._matcher)
             self._sequences = [
                 Sequence(
                     self,
@@ -155,6 +162,11 @@ class Sequence:
         """Whether its text is complete and cannot go on, and no token says so."""
         matcher = None if self.shaper is None else self.shaper.matcher
         return matcher is not None and matcher.is_at_end
+
+    @property
+    def position(self) -> int:
+        """Where the token is that the next decode step reads."""
+        return self.num_past + self.request.input.shift
 
     def add(
         self, token: int, logprob: float, top: tuple[SequenceOf[int], SequenceOf[float]] | None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tinsmith.engine.adapter_names import CONFIG, PREFIX, WEIGHTS
 from tinsmith.engine.local.model.experts import Experts
 from tinsmith.engine.local.model.families import read_config
+from tinsmith.engine.local.model.image_settings import model_class, read_image_rules
 from tinsmith.engine.local.model.sources import quiet_transformers
 from tinsmith.engine.local.snapshots.peft_config import read_json
 from tinsmith.engine.local.snapshots.tensor_files import read_tensors
@@ -126,12 +127,16 @@ def _peft_logits(base: Path, exported: Path, dtype: torch.dtype) -> Tensor:
 
 
 def _load(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
+    model_type, images = "", None
+    if "gguf_file" not in options:
+        model_type = str(read_json(folder / "config.json").get("model_type"))
+        images = read_image_rules(folder)
     with quiet_transformers():
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False, **options
-        ).eval()
+        return (
+            model_class(model_type, images)
+            .from_pretrained(folder, dtype=dtype, trust_remote_code=False, **options)
+            .eval()
+        )
 
 
 def _logits(model: Any) -> Tensor:

@@ -39,6 +39,7 @@ from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.adapted_linear import finish_gradients
 from tinsmith.engine.local.model.batch import Item, PackedAttention, plan
 from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.inputs import Input, Seen
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments, GradientBuffer, Run
 from tinsmith.engine.local.model.unembedding import TargetLogprobs
 from tinsmith.engine.local.train.custom_loss import CompiledLoss, compile_loss
@@ -116,10 +117,15 @@ def run_passes(
         except Exception as error:  # whatever it is, passes in other micro-batches go on
             may_split = max_tokens is None or len(wanted) > 1
             is_to_split = len(involved) > 1 or (may_split and _is_out_of_memory(error))
-            logger.warning("a micro-batch of %d sequences failed", len(wanted), exc_info=error)
+            is_unreadable = isinstance(error, ValidationError)
+            if not is_unreadable:
+                logger.warning("a micro-batch of %d sequences failed", len(wanted), exc_info=error)
             if not is_to_split:
                 for state in involved:
-                    state.fail(f"the engine failed during the pass: {error}", "server")
+                    if is_unreadable:  # an image, as its own sequence says
+                        state.fail(str(error), "user")
+                    else:
+                        state.fail(f"the engine failed during the pass: {error}", "server")
         if decoder.device.type == "cuda" and any(state.is_done for state in involved):
             # Finishing waits for the device in any case; here the wait is everybody's.
             torch.cuda.synchronize(decoder.device)
@@ -321,8 +327,11 @@ def run_batch(
     """
     needs_gradient = not items[0].forward_only
     lengths = [item.length for item in items]
-    tokens = np.concatenate([_datum(item, progress).model_input.tokens_np() for item in items])
-    positions = np.concatenate([np.arange(length) for length in lengths])
+    rules = decoder.config.images
+    inputs = [Input(_datum(item, progress).model_input, rules) for item in items]
+    tokens = np.concatenate([each.tokens for each in inputs])
+    positions = np.concatenate([each.positions(0, len(each.tokens)) for each in inputs])
+    seen = _seen(items, inputs, progress, decoder)
     attention = PackedAttention(decoder.config, lengths)
     adapters = _segments(items, progress)
     with torch.set_grad_enabled(needs_gradient):
@@ -332,11 +341,31 @@ def run_batch(
             attention,
             adapters,
             checkpoint_layers=limits.checkpoint_layers,
+            seen=seen,
         )
     hidden_grad = yield from _score(items, progress, hidden.detach(), decoder, adapters, limits)
     if hidden.requires_grad:
         hidden.backward(hidden_grad)
         finish_gradients(adapters)
+
+
+def _seen(
+    items: Sequence[Item],
+    inputs: Sequence[Input],
+    progress: Mapping[int, _Progress],
+    decoder: Decoder,
+) -> Seen | None:
+    """What is seen in a micro-batch; an image that cannot be decoded is a `ValidationError`."""
+    parts = []
+    row = 0
+    for item, each in zip(items, inputs, strict=True):
+        scope = progress[item.pass_index].request.scope
+        try:
+            parts.append((row, each.seen(0, item.length, decoder.vision, scope)))
+        except ValidationError as error:
+            raise error.under(f"data[{item.datum}].model_input") from None
+        row += item.length
+    return Seen.joined(parts)
 
 
 def _datum(item: Item, progress: Mapping[int, _Progress]) -> Datum:

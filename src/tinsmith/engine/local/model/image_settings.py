@@ -1,0 +1,113 @@
+"""From the files of a model folder to the numbers by which the model reads images.
+
+Counting tokens and scaling pixels go by the processor's file, which clients read too. A folder
+without one serves text only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tinsmith.engine.images import ImageRules
+from tinsmith.engine.local.model.families import read_settings
+from tinsmith.engine.local.model.rope import UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+SEEING_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Model types whose images are read."""
+
+_FILES = ("preprocessor_config.json", "processor_config.json")
+_PROCESSOR = "Qwen2VLImageProcessor"
+_BICUBIC = 3
+
+
+def read_image_rules(folder: Path) -> ImageRules | None:
+    """How the model in `folder` reads images; None where it does not."""
+    settings = read_settings(folder / "config.json")
+    vision = settings.get("vision_config")
+    if settings.get("model_type") not in SEEING_TYPES or not isinstance(vision, Mapping):
+        return None
+    processor = _processor(folder)
+    if processor is None:
+        logger.warning(
+            "%s can see, but has no %s; it is served for text only", folder.name, _FILES[0]
+        )
+        return None
+    _refuse_others(processor)
+    size = processor.get("size") or {}
+    rules = ImageRules(
+        token_id=int(_given(settings, "image_token_id")),
+        patch_size=int(_given(processor, "patch_size")),
+        merge_size=int(_given(processor, "merge_size")),
+        frames=int(_given(processor, "temporal_patch_size")),
+        min_pixels=int(processor.get("min_pixels") or _given(size, "shortest_edge")),
+        max_pixels=int(processor.get("max_pixels") or _given(size, "longest_edge")),
+        scale=float(processor.get("rescale_factor", 1 / 255)),
+        mean=_three(processor, "image_mean"),
+        std=_three(processor, "image_std"),
+    )
+    _compare(rules, vision)
+    return rules
+
+
+def model_class(model_type: str, images: ImageRules | None) -> Any:
+    """What builds a model in `transformers`: with its vision tower where that is used, or where
+    there is no class without."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    needs_tower = images is not None or (model_type in SEEING_TYPES and not is_causal)
+    return AutoModelForImageTextToText if needs_tower else AutoModelForCausalLM
+
+
+def _processor(folder: Path) -> Mapping[str, Any] | None:
+    """Its own file, or the part of the newer one for all kinds of input."""
+    for name in _FILES:
+        if (folder / name).is_file():
+            found = read_settings(folder / name)
+            return found.get("image_processor", found) if name == _FILES[1] else found
+    return None
+
+
+def _refuse_others(processor: Mapping[str, Any]) -> None:
+    kind = str(processor.get("image_processor_type"))
+    if not kind.startswith(_PROCESSOR):
+        raise UnsupportedModelError(f"its image processor is {kind!r}; known: {_PROCESSOR}")
+    for name, wanted in {
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "do_convert_rgb": True,
+        "resample": _BICUBIC,
+    }.items():
+        if (found := processor.get(name, wanted)) != wanted:
+            raise UnsupportedModelError(f"its image processor has {name} = {found!r}")
+
+
+def _compare(rules: ImageRules, vision: Mapping[str, Any]) -> None:
+    """Processor and vision tower have to speak of the same patches."""
+    for name, mine in {
+        "patch_size": rules.patch_size,
+        "spatial_merge_size": rules.merge_size,
+        "temporal_patch_size": rules.frames,
+    }.items():
+        if (found := vision.get(name, mine)) != mine:
+            raise UnsupportedModelError(
+                f"its image processor has {mine} for {name}, and its vision_config {found}"
+            )
+
+
+def _given(settings: Mapping[str, Any], name: str) -> Any:
+    if settings.get(name) is None:
+        raise UnsupportedModelError(f"its image processor's settings have no {name!r}")
+    return settings[name]
+
+
+def _three(settings: Mapping[str, Any], name: str) -> tuple[float, float, float]:
+    red, green, blue = map(float, _given(settings, name))
+    return red, green, blue

@@ -1,0 +1,160 @@
+"""What is kept of images: once for each owner, within bounds, and found by content alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.engine.sample.sampling_reference import CPU, answer, answers, finish, tokens_of
+from tests.engine.train.training_reference import run, succeed
+from tests.engine.vision.test_models import datum_of, job_of, load
+from tests.support.tiny_vision import image_chunk, save_tiny_vision, with_images
+from tinsmith.engine.base import Failure, Pass
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.model.vision import Vision
+from tinsmith.engine.local.sample.generation import Generator
+from tinsmith.types import ForwardBackwardOutput, ImageChunk, SampleResponse
+
+NewAdapter = Callable[..., Adapter]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vision")
+    save_tiny_vision("qwen3_vl", folder)
+    return folder
+
+
+@pytest.fixture
+def decoder(folder: Path) -> Decoder:
+    return load(folder)
+
+
+def vision_of(decoder: Decoder) -> Vision:
+    assert decoder.vision is not None
+    return decoder.vision
+
+
+def broken() -> ImageChunk:
+    """Its header is sound, and its pixels end too early."""
+    whole = image_chunk(4, 4)
+    data = whole.data[: len(whole.data) // 2]
+    return ImageChunk(data=data, format="png", expected_tokens=16)
+
+
+def test_an_image_is_looked_at_once_for_each_owner(decoder: Decoder) -> None:
+    """Whether another has sent the same can then not be told by the time it takes."""
+    vision = vision_of(decoder)
+    before = vision.num_seen
+    for owner in ("a", "b", "a", "b"):
+        vision.see(image_chunk(2, 2), owner)
+    assert vision.num_seen == before + 2
+    assert vision.see(image_chunk(2, 2), "a") is not vision.see(image_chunk(2, 2), "b")
+
+
+def test_trainer_and_sampler_look_at_an_image_once(
+    decoder: Decoder, new_adapter: NewAdapter
+) -> None:
+    """Sampling first: what it keeps has to serve a backward pass, too."""
+    prompt = with_images(tokens_of(3), image_chunk(2, 3), tokens_of(2))
+    before = vision_of(decoder).num_seen
+    answer(Generator(decoder, CPU, prefill_tokens=3), job_of("a", prompt))
+    succeed(decoder, [datum_of(prompt, 1)] * 2, new_adapter(decoder))
+    assert vision_of(decoder).num_seen == before + 1
+
+
+def test_the_owner_with_the_most_gives_way(folder: Path) -> None:
+    size = vision_of(load(folder)).see(image_chunk(2, 2), "").nbytes
+    vision = vision_of(load(folder, image_cache_bytes=3 * size))
+    vision.see(image_chunk(2, 2, seed=50), "small")
+    for seed in range(10):
+        vision.see(image_chunk(2, 2, seed), "greedy")
+        assert vision.nbytes <= 3 * size
+    before = vision.num_seen
+    vision.see(image_chunk(2, 2, seed=50), "small")
+    vision.see(image_chunk(2, 2, seed=9), "greedy")
+    assert vision.num_seen == before
+
+
+def test_an_image_larger_than_all_room_is_kept_while_it_is_the_newest(folder: Path) -> None:
+    vision = vision_of(load(folder, image_cache_bytes=1))
+    before = vision.num_seen
+    first = vision.see(image_chunk(3, 3), "a")
+    assert vision.see(image_chunk(3, 3), "a") is first
+    vision.see(image_chunk(2, 2), "b")
+    assert vision.num_seen == before + 2
+    assert vision.nbytes == vision.see(image_chunk(2, 2), "b").nbytes
+
+
+def test_a_prompt_is_found_again_only_with_the_same_image(decoder: Decoder) -> None:
+    generator = Generator(decoder, CPU)
+
+    def ask(name: str, seed: int, scope: str = "") -> SampleResponse:
+        chunks = ([1, 2, 3], image_chunk(3, 3, seed), [4, 5])
+        return answer(generator, job_of(name, with_images(*chunks), scope=scope))
+
+    first, same, other = ask("first", 1), ask("same", 1), ask("other", 2)
+    assert first.prompt_cache_hit_tokens == 0
+    assert same.prompt_cache_hit_tokens == 13, "all but the last"
+    assert same.sequences[0].tokens == first.sequences[0].tokens
+    assert other.prompt_cache_hit_tokens == 3, "the text before the image"
+    assert ask("stranger", 1, scope="b").prompt_cache_hit_tokens == 0
+
+
+def test_a_prompt_is_scored_where_it_is_text(decoder: Decoder) -> None:
+    prompt = with_images([1, 2], image_chunk(2, 2), [4, 5])
+    logprobs = answer(
+        Generator(decoder, CPU), job_of("a", prompt, prompt_logprobs=True)
+    ).prompt_logprobs
+    assert logprobs is not None
+    assert [p is None for p in logprobs] == [True, False, *[True] * 4, False, False]
+
+
+def test_a_prompt_whose_image_cannot_be_decoded_fails_alone(decoder: Decoder) -> None:
+    generator = Generator(decoder, CPU)
+    good = with_images(tokens_of(3), image_chunk(2, 2), tokens_of(2))
+    alone = answer(Generator(decoder, CPU), job_of("good", good))
+    generator.submit(job_of("bad", with_images([1], broken(), [2])), None)
+    generator.submit(job_of("good", good), None)
+    events = finish(generator)
+    (failure,), (beside,) = events["bad"], events["good"]
+    assert isinstance(failure, Failure) and failure.category == "user"
+    assert failure.message.startswith("prompt.chunks[1].data: the image cannot be decoded: ")
+    assert isinstance(beside, SampleResponse)
+    assert beside.sequences[0].tokens == alone.sequences[0].tokens
+
+
+def test_a_pass_whose_image_cannot_be_decoded_fails_alone(
+    decoder: Decoder, new_adapter: NewAdapter
+) -> None:
+    good = datum_of(with_images(tokens_of(3), image_chunk(2, 2), tokens_of(2)), 1)
+    bad = datum_of(with_images([1], broken(), [2]), 2)
+    adapters = {name: new_adapter(decoder) for name in ("bad", "good")}
+    passes = [
+        Pass(adapter_id="bad", data=[good, bad], loss_fn="cross_entropy"),
+        Pass(adapter_id="good", data=[good], loss_fn="cross_entropy"),
+    ]
+    failure, output = run(decoder, passes, adapters)
+    assert isinstance(failure, Failure) and failure.category == "user"
+    assert failure.message.startswith("data[1].model_input.chunks[1].data: the image cannot be")
+    assert adapters["bad"].grad is None
+    assert isinstance(output, ForwardBackwardOutput) and adapters["good"].grad is not None
+
+
+def test_a_recurrent_model_refuses_a_prompt_that_ends_with_an_image(tmp_path: Path) -> None:
+    save_tiny_vision("qwen3_5", tmp_path)
+    generator = Generator(load(tmp_path), CPU)
+    generator.submit(job_of("a", with_images([1], image_chunk(2, 2))), None)
+    ((failure,),) = finish(generator).values()
+    assert failure == Failure("prompt: this model needs text behind the last image", "user")
+
+
+def test_a_folder_without_a_processors_file_is_served_for_text(tmp_path: Path) -> None:
+    save_tiny_vision("qwen3_vl", tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    decoder = load(tmp_path)
+    assert decoder.config.images is None and decoder.vision is None
+    answers(Generator(decoder, CPU), [(job_of("a", with_images([1, 2])), None)])
