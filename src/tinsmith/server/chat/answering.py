@@ -11,11 +11,13 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
 from tinsmith.engine.base import Failure, SampleJob, Shaping, TokensSampled
+from tinsmith.engine.images import ImageRules
 from tinsmith.errors import EngineError, ValidationError
 from tinsmith.server.chat.ask import Ask
+from tinsmith.server.chat.pictures import with_images
 from tinsmith.server.chat.text import TextStream
 from tinsmith.server.chat.tool_calls import ToolCall, ToolCallStream, form_of
 from tinsmith.server.edge.auth import Caller
@@ -69,12 +71,14 @@ class Answer:
 class Answering:
     """A request whose jobs are ready to run."""
 
-    def __init__(self, service: Service, sampler: SamplerRecord, ask: Ask, text: TextModel) -> None:
+    def __init__(
+        self, service: Service, sampler: SamplerRecord, ask: Ask, chosen: ChosenModel
+    ) -> None:
         """Renders and encodes; call it in a thread."""
         self.ask = ask
-        self.text = text
-        prompts = _prompts(text, ask)
-        self.num_prompt_tokens = sum(len(prompt) for prompt in prompts)
+        self.text = chosen.text
+        prompts = _prompts(chosen, ask)
+        self.num_prompt_tokens = sum(prompt.length for prompt in prompts)
         self.jobs = [_job(ask, sampler, prompt) for prompt in prompts]
         self._service = service
         self._sampler = sampler
@@ -112,10 +116,10 @@ class Answering:
 
 async def prepare(service: Service, caller: Caller, ask: Ask) -> Answering:
     """Find the model, render the prompt, and see that there is room for it."""
-    sampler, text = await find_model(service, caller, ask.model)
+    sampler, chosen = await find_model(service, caller, ask.model)
     if ask.form is not None:
         await service.forms.check(caller.owner, ask.form)
-    answering = await service.texts.run(caller.owner, Answering, service, sampler, ask, text)
+    answering = await service.texts.run(caller.owner, Answering, service, sampler, ask, chosen)
     num_bytes = sum(job.prompt.nbytes for job in answering.jobs)
     if not service.sampling.has_room(caller.owner, len(answering.jobs), num_bytes):
         problem = f"{len(answering.jobs)} more prompts are too many at once; wait, or send fewer"
@@ -123,15 +127,23 @@ async def prepare(service: Service, caller: Caller, ask: Ask) -> Answering:
     return answering
 
 
+class ChosenModel(NamedTuple):
+    """What a base model needs to read a conversation."""
+
+    text: TextModel
+    images: ImageRules | None
+
+
 async def find_model(
     service: Service, caller: Caller, model: str
-) -> tuple[SamplerRecord, TextModel]:
-    """A sampler for one request, and the tokenizer and template of its base model."""
+) -> tuple[SamplerRecord, ChosenModel]:
+    """A sampler for one request, and how its base model reads."""
     sampler = await _sampler(service, caller, model)
     base = await service.base_model(sampler.base_model)
     if base is None:
         raise Refusal(404, f"no base model called {sampler.base_model!r} is served")
-    return sampler, await service.texts.run(caller.owner, service.text_models.get, base)
+    text = await service.texts.run(caller.owner, service.text_models.get, base)
+    return sampler, ChosenModel(text, base.images)
 
 
 async def _sampler(service: Service, caller: Caller, model: str) -> SamplerRecord:
@@ -160,18 +172,22 @@ async def _sampler(service: Service, caller: Caller, model: str) -> SamplerRecor
     )
 
 
-def _prompts(text: TextModel, ask: Ask) -> list[list[int]]:
+def _prompts(chosen: ChosenModel, ask: Ask) -> list[ModelInput]:
     if ask.is_chat:
-        return [render(text, ask)]
-    return [p if isinstance(p, list) else text.encode(p) for p in ask.prompts]
+        return [render(chosen, ask)]
+    encode = chosen.text.encode
+    rows = [p if isinstance(p, list) else encode(p) for p in ask.prompts]
+    return [ModelInput.from_ints(row) for row in rows]
 
 
-def render(text: TextModel, ask: Ask) -> list[int]:
-    """The tokens of a conversation, up to where the model is to speak."""
+def render(chosen: ChosenModel, ask: Ask) -> ModelInput:
+    """A conversation, up to where the model is to speak."""
+    text = chosen.text
     options = _known_options(text, ask)
     if ask.tool_use.tools:
         options["tools"] = list(ask.tool_use.tools)
-    return text.render_chat(ask.messages, options, opening=_opening(text, ask))
+    tokens = text.render_chat(ask.messages, options, opening=_opening(text, ask))
+    return with_images(tokens, ask.images, chosen.images)
 
 
 def _known_options(text: TextModel, ask: Ask) -> dict[str, Any]:
@@ -213,12 +229,12 @@ def _shaping(ask: Ask) -> Shaping | None:
     return dataclasses.replace(ask.shaping or Shaping(), grammar=ask.form.grammar)
 
 
-def _job(ask: Ask, sampler: SamplerRecord, prompt: list[int]) -> SampleJob:
+def _job(ask: Ask, sampler: SamplerRecord, prompt: ModelInput) -> SampleJob:
     return SampleJob(
         job_id=f"oai-{uuid.uuid4().hex}",
         base_model=sampler.base_model,
         sampler_id=sampler.weights_id,
-        prompt=ModelInput.from_ints(prompt),
+        prompt=prompt,
         params=ask.params,
         shaping=_shaping(ask),
         num_samples=ask.n,

@@ -13,12 +13,14 @@ from tinsmith.server.chat.ask import (
     check_name,
     function,
     given,
+    joined_parts,
     read,
     read_stops,
     text_of,
     tool_list,
 )
 from tinsmith.server.chat.forms import Form, schema_form
+from tinsmith.server.chat.pictures import MARK, GivenImage, anthropic_image
 from tinsmith.server.chat.tool_calls import ToolCall
 from tinsmith.types import SamplingParams
 
@@ -38,7 +40,8 @@ def read_messages(fields: Mapping[str, Any], *, is_counted_only: bool = False) -
     said = fields.get("messages")
     if not isinstance(said, list) or not said:
         raise ValidationError("expected a list of messages", "messages")
-    messages = [m for index, value in enumerate(said) for m in _messages(value, index)]
+    images: list[GivenImage] = []
+    messages = [m for index, value in enumerate(said) for m in _messages(value, index, images)]
     if fields.get("system"):
         messages.insert(0, {"role": "system", "content": text_of(fields["system"], "system")})
     stops = read_stops(fields.get("stop_sequences"), "stop_sequences")
@@ -50,6 +53,7 @@ def read_messages(fields: Mapping[str, Any], *, is_counted_only: bool = False) -
         model=read("model", str, fields.get("model")),
         is_chat=True,
         messages=tuple(messages),
+        images=tuple(images),
         params=SamplingParams(
             max_tokens=max_tokens,
             stop=list(stops) or None,
@@ -120,7 +124,7 @@ def error_body(status: int, detail: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": detail}}
 
 
-def _messages(value: Any, index: int) -> list[dict[str, Any]]:
+def _messages(value: Any, index: int, images: list[GivenImage]) -> list[dict[str, Any]]:
     """One message as chat templates know them: results of tools are messages of their own."""
     path = f"messages[{index}]"
     role = value.get("role") if isinstance(value, Mapping) else None
@@ -133,13 +137,14 @@ def _messages(value: Any, index: int) -> list[dict[str, Any]]:
         raise ValidationError("expected a text or a list of blocks", f"{path}.content")
     messages: list[dict[str, Any]] = []
     for number, part in enumerate(content):
-        _add_block(messages, role, part, f"{path}.content[{number}]")
-    # Joined once: a text that grows block by block is copied for each of them.
-    return [{**message, "content": "".join(message["content"])} for message in messages]
+        _add_block(messages, role, part, f"{path}.content[{number}]", images)
+    return [{**message, "content": joined_parts(message["content"])} for message in messages]
 
 
-def _add_block(messages: list[dict[str, Any]], role: str, part: Any, path: str) -> None:
-    """Add to the last message, or to a new one; contents are lists of texts so far."""
+def _add_block(
+    messages: list[dict[str, Any]], role: str, part: Any, path: str, images: list[GivenImage]
+) -> None:
+    """Add to the last message, or to a new one; contents are lists of parts so far."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "tool_result":
         content = text_of(part.get("content") or "", f"{path}.content")
@@ -151,6 +156,9 @@ def _add_block(messages: list[dict[str, Any]], role: str, part: Any, path: str) 
     message = messages[-1]
     if kind == "text" and isinstance(part.get("text"), str):
         message["content"].append(part["text"])
+    elif kind == "image" and role == "user":
+        images.append(anthropic_image(part, path))
+        message["content"].append(MARK)
     elif kind == "thinking" and role == "assistant":
         message["reasoning_content"] = str(part.get("thinking", ""))
     elif kind == "tool_use" and role == "assistant" and isinstance(part.get("name"), str):

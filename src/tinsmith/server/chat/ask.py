@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from tinsmith.engine.base import Shaping
 from tinsmith.errors import ValidationError
 from tinsmith.server.chat.forms import Form
+from tinsmith.server.chat.pictures import GivenImage
 from tinsmith.types import SamplingParams
 from tinsmith.types.convert import converter
 from tinsmith.types.protocol import MAX_STOP_CHARACTERS
@@ -46,6 +48,9 @@ class Ask:
     is_chat: bool
     prompts: tuple[str | list[int], ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
+    images: tuple[GivenImage, ...] = ()
+    """Those of the messages, in order."""
+
     params: SamplingParams
     shaping: Shaping | None = None
     form: Form | None = None
@@ -149,10 +154,26 @@ def text_of(content: Any, path: str) -> str:
         return content
     if not isinstance(content, list):
         raise ValidationError("expected a text", path)
-    return "".join(_text_part(part, f"{path}[{i}]") for i, part in enumerate(content))
+    return "".join(text_part(part, f"{path}[{i}]") for i, part in enumerate(content))
 
 
-def _text_part(part: Any, path: str) -> str:
+def joined_parts(parts: list[str | dict[str, str]]) -> str | list[dict[str, str]]:
+    """A message's content as chat templates read it: a text, or parts where images are among them.
+
+    Joined once: a text that grows part by part is copied for each of them.
+    """
+    if all(isinstance(part, str) for part in parts):
+        return "".join(map(str, parts))
+    found: list[dict[str, str]] = []
+    for is_text, group in itertools.groupby(parts, lambda part: isinstance(part, str)):
+        if is_text:
+            found.append({"type": "text", "text": "".join(map(str, group))})
+        else:
+            found += [part for part in group if isinstance(part, dict)]
+    return found
+
+
+def text_part(part: Any, path: str) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text":
         text = part.get("text")
         if isinstance(text, str):

@@ -18,14 +18,17 @@ from tinsmith.server.chat.ask import (
     check_name,
     function,
     given,
+    joined_parts,
     read,
     read_shaping,
     read_stops,
     text_of,
+    text_part,
     tool_list,
 )
 from tinsmith.server.chat.forms import FIELDS as FORMS
 from tinsmith.server.chat.forms import read_form
+from tinsmith.server.chat.pictures import MARK, GivenImage, openai_image
 from tinsmith.server.chat.tool_calls import ToolCall
 from tinsmith.text_model import TextModel
 from tinsmith.types import SampledSequence, SamplingParams
@@ -97,10 +100,12 @@ def read_chat(fields: Mapping[str, Any]) -> Ask:
         _tool(tool, f"tools[{index}]")
         for index, tool in enumerate(tool_list(fields.get("tools") or []))
     )
+    images: list[GivenImage] = []
     return _ask(
         fields,
         is_chat=True,
-        messages=tuple(_message(m, index) for index, m in enumerate(messages)),
+        messages=tuple(_message(m, index, images) for index, m in enumerate(messages)),
+        images=images,
         max_tokens=max_tokens,
         with_logprobs=with_logprobs,
         top_logprobs=top,
@@ -120,6 +125,7 @@ def _ask(
     top_logprobs: int,
     prompts: tuple[str | list[int], ...] = (),
     messages: tuple[dict[str, Any], ...] = (),
+    images: Sequence[GivenImage] = (),
     tool_use: ToolUse | None = None,
     template_options: Mapping[str, Any] | None = None,
     echo: bool = False,
@@ -138,6 +144,7 @@ def _ask(
         is_chat=is_chat,
         prompts=prompts,
         messages=messages,
+        images=tuple(images),
         params=SamplingParams(
             max_tokens=max_tokens,
             seed=read("seed", int | None, fields.get("seed")),
@@ -368,7 +375,8 @@ def error_body(status: int, detail: str) -> dict[str, Any]:
     }
 
 
-def _message(value: Any, index: int) -> dict[str, Any]:
+def _message(value: Any, index: int, images: list[GivenImage]) -> dict[str, Any]:
+    """A message as chat templates know them; its images are added to `images`."""
     path = f"messages[{index}]"
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         raise ValidationError("expected an object with a role and content", path)
@@ -379,7 +387,13 @@ def _message(value: Any, index: int) -> dict[str, Any]:
     content, calls = value.get("content"), value.get("tool_calls") or []
     if content is None and calls:
         content = ""
-    message = {"role": value["role"], "content": text_of(content, f"{path}.content")}
+    is_user = value["role"] == "user"
+    said = (
+        _user_content(content, f"{path}.content", images)
+        if is_user
+        else text_of(content, f"{path}.content")
+    )
+    message = {"role": value["role"], "content": said}
     if calls:
         if not isinstance(calls, list):
             raise ValidationError("expected a list", f"{path}.tool_calls")
@@ -390,6 +404,20 @@ def _message(value: Any, index: int) -> dict[str, Any]:
         if (told := read(f"{path}.{name}", str | None, value.get(name))) is not None:
             message[name] = told
     return message
+
+
+def _user_content(content: Any, path: str, images: list[GivenImage]) -> Any:
+    if not isinstance(content, list):
+        return text_of(content, path)
+    parts: list[str | dict[str, str]] = []
+    for index, part in enumerate(content):
+        where = f"{path}[{index}]"
+        if isinstance(part, Mapping) and part.get("type") == "image_url":
+            images.append(openai_image(part, where))
+            parts.append(MARK)
+        else:
+            parts.append(text_part(part, where))
+    return joined_parts(parts)
 
 
 def called(call: Any, path: str) -> dict[str, Any]:

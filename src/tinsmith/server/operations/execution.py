@@ -92,6 +92,7 @@ class Executor:
             loss_fn_config=config,
             forward_only=forward_only,
             custom_loss=custom_loss,
+            scope=model.owner,
         )
 
     async def step_of(self, model: LiveModel, operation: Operation) -> Step:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from starlette.responses import Response
 
+from tinsmith.engine.images import ImageRules, count_images, has_images
 from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, answer, not_found
@@ -21,7 +22,7 @@ from tinsmith.server.operations.kinds import KINDS
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.operation import PassKind
 from tinsmith.server.service import Service
-from tinsmith.types import UntypedAPIFuture
+from tinsmith.types import ModelInput, UntypedAPIFuture
 from tinsmith.wire.operation_ids import ids_at_front, ids_in
 
 R = TypeVar("R")
@@ -89,7 +90,7 @@ async def submit(
         else:
             request = decode()
         name = kind if isinstance(kind, str) else kind(request)
-        num_tokens = _num_tokens(name, request)
+        num_tokens = await _num_tokens(service, model, name, request)
         if check is not None:
             verdict = check(request, seq_id)
             if asyncio.iscoroutine(verdict):
@@ -147,8 +148,20 @@ def _check_size(service: Service, num_bytes: int) -> None:
         raise TooLargeError(f"the request has {num_bytes} bytes; this key may queue {limit}")
 
 
-def _num_tokens(kind: str, request: Any) -> int:
+async def _num_tokens(service: Service, model: LiveModel, kind: str, request: Any) -> int:
+    """Of a pass; an image that its base model would not read is refused."""
     if not isinstance(KINDS[kind], PassKind):
         return 0
     data, _, _, _ = pass_data(request)
-    return sum(datum.model_input.length for datum in data)
+    inputs = [datum.model_input for datum in data]
+    if any(map(has_images, inputs)):
+        base = await service.base_model(model.record.base_model)
+        rules = None if base is None else base.images
+        inputs = await service.workers.run(model.owner, _counted, inputs, rules)
+    return sum(each.length for each in inputs)
+
+
+def _counted(inputs: list[ModelInput], rules: ImageRules | None) -> list[ModelInput]:
+    return [
+        count_images(each, rules, f"data[{index}].model_input") for index, each in enumerate(inputs)
+    ]

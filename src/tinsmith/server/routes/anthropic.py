@@ -51,8 +51,9 @@ async def count_tokens(
     service: Service, caller: Caller, request: Request, message: dict[str, Any]
 ) -> dict[str, int]:
     ask = read_messages(message, is_counted_only=True)
-    _, text = await find_model(service, caller, ask.model)
-    return {"input_tokens": len(await service.texts.run(caller.owner, render, text, ask))}
+    _, chosen = await find_model(service, caller, ask.model)
+    prompt = await service.texts.run(caller.owner, render, chosen, ask)
+    return {"input_tokens": prompt.length}
 
 
 def _whole(answering: Answering, sequence: SampledSequence) -> dict[str, Any]:

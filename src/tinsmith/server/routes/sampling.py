@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from tinsmith.engine.base import SampleJob, TokensSampled
+from tinsmith.engine.images import count_images, has_images
 from tinsmith.errors import EngineError, ValidationError
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, not_found, while_known
@@ -96,6 +97,7 @@ async def asample(
     service: Service, caller: Caller, request: Request, message: SampleRequest
 ) -> UntypedAPIFuture:
     sampler = await _sampler_of(service, caller, message)
+    message = await _counted(service, sampler, message)
     promise = None
     if message.seq_id is not None:
         promise = service.sampling.find(sampler.sampler_id, message.seq_id)
@@ -114,6 +116,7 @@ async def sample_stream(
     Beside the protocol: the official client has no such call. A client that leaves frees its place.
     """
     sampler = await _sampler_of(service, caller, message)
+    message = await _counted(service, sampler, message)
     _check_room(service, caller, message)
     job = replace(sample_job(uuid.uuid4().hex, sampler, message), stream=True)
     events = _events(service, sampler, job)
@@ -190,6 +193,18 @@ async def _sampler_of(service: Service, caller: Caller, message: SampleRequest) 
     service.sessions.touch(sampler.session_id)
     _check(message)
     return sampler
+
+
+async def _counted(
+    service: Service, sampler: SamplerRecord, message: SampleRequest
+) -> SampleRequest:
+    """The request with the number of tokens of every image, which the sampler's model reads."""
+    if not has_images(message.prompt):
+        return message
+    base = await service.base_model(sampler.base_model)
+    rules = None if base is None else base.images
+    prompt = await service.workers.run(sampler.owner, count_images, message.prompt, rules, "prompt")
+    return message.model_copy(update={"prompt": prompt})
 
 
 def _check_room(service: Service, caller: Caller, message: SampleRequest) -> None:
