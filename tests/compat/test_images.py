@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.server_process import ServerProcess, serving
-from tests.support.tiny_vision import image_bytes
+from tests.support.tiny_vision import IMAGE_TOKEN, image_bytes
 
 pytest.importorskip("torch", reason="the local engine needs torch")
 openai = pytest.importorskip("openai", reason="the openai package is not installed")
@@ -74,6 +74,10 @@ def test_chats_show_images(server: ServerProcess) -> None:
         messages: list[Any] = [{"role": "user", "content": parts}]
         whole = client.chat.completions.create(**asked, messages=messages)
         assert whole.usage is not None and whole.usage.prompt_tokens == len("u:is" + "a:") + 6
+        told = client.chat.completions.create(
+            **{**asked, "extra_body": {**GREEDY, "return_token_ids": True}}, messages=messages
+        )
+        assert (told.prompt_token_ids or []).count(IMAGE_TOKEN) == 6
         uri["url"] = "https://example.org/image.png"
         with pytest.raises(openai.BadRequestError, match="this server fetches nothing"):
             client.chat.completions.create(**asked, messages=messages)

@@ -77,6 +77,7 @@ class Answering:
         """Renders and encodes; call it in a thread."""
         self.ask = ask
         self.text = chosen.text
+        self.images = chosen.images
         prompts = _prompts(chosen, ask)
         self.num_prompt_tokens = sum(prompt.length for prompt in prompts)
         self.jobs = [_job(ask, sampler, prompt) for prompt in prompts]

@@ -25,8 +25,8 @@ def observed(item: Pass, output: ForwardBackwardOutput) -> dict[str, float]:
     count = next((metrics[name] for name in _COUNTS if name in metrics), 0.0)
     if count and "loss:sum" in metrics:
         metrics["loss"] = metrics["loss:sum"] / count
-    # Not from the inputs: how many tokens an image is, the engine has found out.
-    lengths = [len(one["logprobs"].to_numpy()) for one in output.loss_fn_outputs]
+    # There is a target for each position; an image need not say how many it takes.
+    lengths = [len(datum.loss_fn_inputs["target_tokens"].to_numpy()) for datum in item.data]
     metrics["sequences"] = len(lengths)
     if lengths:
         metrics["length:mean"] = sum(lengths) / len(lengths)

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from tinsmith.engine.base import SampleJob, TokensSampled
+from tinsmith.engine.images import token_row
 from tinsmith.server.chat.answering import Answering, prepare
 from tinsmith.server.chat.ask import Ask
 from tinsmith.server.chat.generate import generated, read_generate
@@ -128,7 +129,8 @@ def _completed(asked: Asked, answering: Answering, responses: list[SampleRespons
 
 
 def _prompt(answering: Answering, number: int) -> list[int]:
-    tokens: list[int] = answering.jobs[number].prompt.tokens_np().tolist()
+    """With the model's token for an image wherever a part of one is."""
+    tokens: list[int] = token_row(answering.jobs[number].prompt, answering.images).tolist()
     return tokens
 
 

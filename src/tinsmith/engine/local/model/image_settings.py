@@ -13,6 +13,7 @@ from typing import Any
 
 from tinsmith.engine.images import ImageRules
 from tinsmith.engine.local.model.families import read_settings
+from tinsmith.engine.local.model.model_types import needed_transformers
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ def read_image_rules(folder: Path) -> ImageRules | None:
     if settings.get("model_type") not in SEEING_TYPES or not isinstance(vision, Mapping):
         return None
     processor = _processor(folder)
+    if (needed := needed_transformers("qwen3_vl")) is not None:
+        logger.warning("images need transformers %s; %s is served for text", needed, folder.name)
+        return None
     if processor is None:
         logger.warning(
             "%s can see, but has no %s; it is served for text only", folder.name, _FILES[0]

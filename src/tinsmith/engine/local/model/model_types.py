@@ -25,7 +25,7 @@ _LATENT = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
 _OWN = "tests/engine/model/test_decoder.py"
 _FAMILIES = "tests/engine/families/test_families.py"
 _VISION = "tests/engine/vision/test_models.py"
-_IMAGES = "reads images; the vision tower is frozen and has no adapter"
+_IMAGES = "reads images with transformers 5.17; the vision tower is frozen and has no adapter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,14 @@ MODEL_TYPES = (
         test=_FAMILIES,
     ),
     *(
-        ModelType(name=name, runs_on="transformers", adapted=adapted, test=_VISION, limits=_IMAGES)
+        ModelType(
+            name=name,
+            runs_on="transformers",
+            adapted=adapted,
+            test=_VISION,
+            limits=_IMAGES,
+            transformers="5.17" if name.startswith("qwen3_vl") else None,
+        )
         for name, adapted in {
             "qwen3_vl": (*_ATTENTION, *_MLP),
             "qwen3_vl_moe": (*_ATTENTION, *_EXPERTS),

@@ -58,13 +58,12 @@ class Vision:
     def see(self, chunk: ImageChunk, owner: str) -> Picture:
         """The picture of an image; a file that cannot be decoded is a `ValidationError`."""
         digest = hashlib.sha256(chunk.data).digest()
-        own = self._kept.setdefault(owner, OrderedDict())
-        if digest in own:
+        if (own := self._kept.get(owner)) is not None and digest in own:
             own.move_to_end(digest)
             return own[digest]
         patches, grid = read_patches(chunk, self._rules)
         picture = self.look(torch.from_numpy(patches), grid)
-        own[digest] = picture
+        self._kept.setdefault(owner, OrderedDict())[digest] = picture
         self._bytes[owner] += picture.nbytes
         self._give_way(picture)
         return picture
