@@ -67,6 +67,8 @@ class StubCore:
         self.log.append(f"create {adapter_id}")
         kind, _, value = adapter_id.partition(":")
         match kind:
+            case "long":
+                self.now += float(value)
             case "slow":
                 time.sleep(float(value))
             case "raise":

@@ -141,6 +141,16 @@ def test_a_long_call_for_passes_is_waited_for_only_by_requests_about_its_adapter
     assert ended == [3, 2, 1, 4, 5]
 
 
+def test_passes_do_not_pay_for_a_long_request_before_them() -> None:
+    replies = work(
+        Request(1, "run_passes", (passes("parts:60"),)),
+        Request(2, "create_adapter", ("long:400", "base", LORA)),
+        Request(3, "run_passes", (passes("parts:2"),)),
+    )
+    ended = [reply.number for reply in replies if not isinstance(reply, Item)]
+    assert ended == [2, 3, 1]
+
+
 def test_calls_for_passes_share_time_and_none_is_given_up_for_another() -> None:
     core = StubCore()
     replies = work(

@@ -253,7 +253,9 @@ class Worker:
         adapter_ids = _adapters_of(self._ordered[0])
         if any(adapter_ids & each.adapter_ids for each in self._passes.values()):
             return False
-        return passes is None or self._ordered_had <= passes.had
+        # Passes begin at once, and have their own time from there.
+        is_passes = self._ordered[0].method == "run_passes"
+        return is_passes or passes is None or self._ordered_had <= passes.had
 
     def _begin_passes(self, request: Request) -> _Passes:
         (items,) = request.arguments
@@ -263,7 +265,7 @@ class Worker:
             results=self._core.run_passes(items),
             adapter_ids=_adapters_of(request),
             patience=self._patience.turn_seconds + self._patience.token_seconds * num_tokens,
-            had=max(self._now, self._ordered_had),
+            had=self._now,
         )
         return passes
 
