@@ -141,6 +141,36 @@ def test_a_long_call_for_passes_is_waited_for_only_by_requests_about_its_adapter
     assert ended == [3, 2, 1, 4, 5]
 
 
+def test_housekeeping_waits_until_there_is_nothing_to_do() -> None:
+    core = StubCore()
+    inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
+    inbox.put(Request(1, "run_passes", (passes("parts:3"),)))
+
+    def settle() -> None:
+        core.log.append("settle")
+        inbox.put(None)
+
+    Worker(core, inbox, lambda replies: None, core.clock, on_idle=settle).run()
+    assert core.log == ["part", "part", "part", "settle"]
+
+
+def test_what_stays_is_looked_through_once_after_modules_were_loaded() -> None:
+    """In a process of its own: it changes what this one collects."""
+    program = """
+import gc
+from tinsmith.engine.local.boundary.garbage import Garbage
+garbage = Garbage()
+garbage.settle()
+first, kept = gc.get_freeze_count(), [[] for _ in range(1000)]
+garbage.settle()
+assert gc.get_freeze_count() <= first
+import wave
+garbage.settle()
+assert gc.get_freeze_count() >= first + 1000
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 def test_passes_do_not_pay_for_a_long_request_before_them() -> None:
     replies = work(
         Request(1, "run_passes", (passes("parts:60"),)),

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from tinsmith.engine.local import progress
 from tinsmith.engine.local.boundary import frames
+from tinsmith.engine.local.boundary.garbage import Garbage
 from tinsmith.engine.local.boundary.messages import Reply, Result, Start, Trouble
 from tinsmith.engine.local.boundary.worker import Core, Incoming, Worker, describe
 
@@ -92,7 +93,8 @@ def main(fd: int) -> int:
         outbox.close()
         return 1
     outbox.send([Result(0, None)])
-    worker = Worker(core, inbox, outbox.send, patience=start.patience)
+    settle = Garbage().settle
+    worker = Worker(core, inbox, outbox.send, patience=start.patience, on_idle=settle)
     threading.Thread(target=_beat, args=(worker, outbox), name="pulse", daemon=True).start()
     worker.run()
     return 0

@@ -113,12 +113,15 @@ class Worker:
         send: Callable[[list[Reply]], None],
         clock: Callable[[], float] = time.monotonic,
         patience: Patience | None = None,
+        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_idle` is called when there is nothing to do, before the wait for a message."""
         self._core = core
         self._inbox = inbox
         self._send = send
         self._clock = clock
         self._patience = patience or Patience()
+        self._on_idle = on_idle
         self._ordered: deque[Request] = deque()
         self._ordered_had = 0.0
         self._passes: dict[int, _Passes] = {}
@@ -159,6 +162,8 @@ class Worker:
         """Sort what has arrived, waiting if there is nothing else to do; False at the end."""
         was_training, was_sampling = self._has_training, self._core.is_sampling
         may_wait = not (was_training or was_sampling)
+        if may_wait and self._inbox.empty():
+            self._on_idle()
         while True:
             try:
                 message = self._inbox.get(block=may_wait)
