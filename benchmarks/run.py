@@ -28,6 +28,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "loop": ("whole_loop.py",),
     "growth": ("growth.py",),
     "recovery": ("recovery.py",),
+    "engines": ("engines.py",),
 }
 ON_CUDA: dict[str, tuple[str, ...]] = {
     f"{part}-cuda-{shape}": (f"{part}.py", "--device", "cuda", "--shape", shape)

@@ -21,6 +21,7 @@ def test_nothing_is_lost_whatever_breaks(tiny_model: Path, store: str, seed: int
     if store == "postgres" and not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
         pytest.skip("Postgres is not installed (Debian: apt install postgresql)")
     command = [sys.executable, str(CHAOS), "--seed", str(seed), "--store", store]
+    command += ["--engines", "2" if store == "sqlite" else "1"]
     finished = subprocess.run(
         [*command, "--minutes", "0.5", "--clients", "4", "--model", str(tiny_model)],
         capture_output=True,

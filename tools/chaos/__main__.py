@@ -1,17 +1,18 @@
 """Break everything, again and again, while clients train; then look whether anything was lost.
 
     python tools/chaos --seed 1 --minutes 30 [--operations 10000] [--store sqlite|postgres]
-                       [--clients 6] [--steps 12]
+                       [--clients 6] [--steps 12] [--engines 2]
 
 It ends after the minutes, or as soon as so many operations have been carried out.
 
 Several official clients and several of ours train against one server, through a proxy. A driver
-kills and stops the server and its engine, starts it with stores that are not its own, sets its
-clock, fills the disk, stops the database, cuts, delays and refuses connections and kills clients;
-which, in which order and for how long the seed decides. Each client's output must be that of an
-undisturbed run to the last bit, and so must the final weights; what clients saw, written down as it
-passed, must be possible (`tools/history`); then the store and the folder are looked through, and a
-long loop of samplers must not have taken memory. Ends with 1 if anything is amiss.
+kills and stops the server and its engines, empties their slots, moves models between them, starts
+it with stores that are not its own, sets its clock, fills the disk, stops the database, cuts,
+delays and refuses connections and kills clients; which, in which order and for how long the seed
+decides. Each client's output must be that of an undisturbed run to the last bit, and so must the
+final weights; what clients saw, written down as it passed, must be possible (`tools/history`); then
+the store and the folder are looked through, and a long loop of samplers must not have taken memory.
+Ends with 1 if anything is amiss.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Chaos:
         folder: Path,
         model: Path | None,
         disk_bytes: int,
+        num_engines: int,
         steps: int = STEPS,
     ) -> None:
         self.chance = random.Random(seed)
@@ -86,7 +88,7 @@ class Chaos:
             tiny_model.build(model)
         self.data = self.disk.folder / "data"
         self._older = folder / "older.db"
-        self.server = Server(folder, self.data, model, self.mark, *options)
+        self.server = Server(folder, self.data, model, self.mark, num_engines, *options)
         self.history = Recorder()
         self.proxy = FaultProxy(
             self.server.port, random.Random(seed + 1), lambda: Listener(self._hear)
@@ -205,21 +207,27 @@ class Chaos:
         )
 
     async def _watch_memory(self) -> None:
-        """The engine is as large after a second loop of samplers as it was after the first."""
+        """The engines are as large after a second loop of samplers as they were after the first;
+        of loops there are as many at a time as engines, one in each."""
         sizes = []
         for _ in range(2):
-            process = await self._start_client(self.server.port, PACKAGES[0], "loop", 7, LOOP_STEPS)
-            out, errors = await process.communicate()
-            if not out.endswith(b"end\n"):
-                self.problems.append(f"the loop of samplers ended: {errors.decode()[-1500:]}")
+            loops = [self._loop() for _ in range(self.server.num_engines)]
+            if not all(await asyncio.gather(*loops)):
                 return
-            engine = self.server.engine()
-            assert engine is not None, "a server that answers has an engine"
-            sizes.append(resident_bytes(engine))
+            sizes.append(sum(map(resident_bytes, self.server.engines())))
         self.counts["engine's MiB after a loop"] = sizes[0] >> 20
         self.counts["engine's MiB after two loops"] = sizes[1] >> 20
-        if sizes[1] - sizes[0] > MAX_GROWTH_BYTES:
+        if sizes[1] - sizes[0] > MAX_GROWTH_BYTES * self.server.num_engines:
             self.problems.append(f"a loop of {LOOP_STEPS} samplers takes memory: {sizes}")
+
+    async def _loop(self) -> bool:
+        """Whether a loop of samplers came to its end."""
+        process = await self._start_client(self.server.port, PACKAGES[0], "loop", 7, LOOP_STEPS)
+        out, errors = await process.communicate()
+        if out.endswith(b"end\n"):
+            return True
+        self.problems.append(f"the loop of samplers ended: {errors.decode()[-1500:]}")
+        return False
 
     def _compare(self, program: str, package: str, results: list[str], expected: list[str]) -> None:
         self.counts["results compared"] += len(results)
@@ -245,6 +253,9 @@ class Chaos:
             ("clock set", 4, self._set_clock),
             ("another store tried", 2, self._try_other_stores),
         ]
+        if self.server.num_engines > 1:
+            faults.append(("slot emptied", 2, self._empty_slot))
+            faults.append(("models moved", 4, self._move_models))
         if self.disk.is_small:
             faults.append(("disk filled", 3, self._fill_disk))
         if self.postgres is not None:
@@ -300,11 +311,31 @@ class Chaos:
         await self.server.start()
 
     async def _kill_engine(self) -> None:
-        pid = self.server.engine()
+        pid = self._some_engine()
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 self.counts["engines that died"] += 1
+
+    def _some_engine(self) -> int | None:
+        engines = self.server.engines()
+        return self.chance.choice(engines) if engines else None
+
+    async def _empty_slot(self) -> None:
+        slot = self.chance.randrange(self.server.num_engines)
+        await asyncio.to_thread(self.server.cluster, "drain", slot)
+        await asyncio.sleep(self.chance.uniform(0.5, 4.0))
+        await asyncio.to_thread(self.server.cluster, "resume", slot)
+
+    async def _move_models(self) -> None:
+        """Those that have something to do."""
+        with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):
+            tables = await asyncio.to_thread(invariants.read, self.store_url)
+            pending = {o["model_id"] for o in tables["operations"] if o["status"] == "pending"}
+            for model_id in sorted(pending):
+                slot = self.chance.randrange(self.server.num_engines)
+                is_moved = await asyncio.to_thread(self.server.move, model_id, slot)
+                self.counts["moves accepted"] += is_moved
 
     async def _set_clock(self) -> None:
         """By an hour or by a day, to and fro; half of the time somebody sets it right again."""
@@ -338,7 +369,7 @@ class Chaos:
     async def _stop_engine(self) -> None:
         """Sometimes for longer than a server waits for a sign of life."""
         seconds = self.chance.choice([1.0, 3.0, 9.0])
-        pid = self.server.engine()
+        pid = self._some_engine()
         if pid is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -457,7 +488,13 @@ async def _main(arguments: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="tinsmith-chaos-"))
     disk_bytes = round((1 + arguments.minutes) * DISK_BYTES)
     chaos = Chaos(
-        arguments.seed, arguments.store, folder, arguments.model, disk_bytes, arguments.steps
+        arguments.seed,
+        arguments.store,
+        folder,
+        arguments.model,
+        disk_bytes,
+        arguments.engines,
+        arguments.steps,
     )
     try:
         await chaos.run(arguments.minutes * 60, arguments.operations, arguments.clients)
@@ -480,6 +517,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--operations", type=float, default=math.inf)
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--steps", type=int, default=STEPS, help="how long each client trains")
+    parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--store", choices=["sqlite", "postgres"], default="sqlite")
     parser.add_argument("--model", type=Path, help="a folder with the tiny model; made if missing")
     return parser.parse_args()

@@ -27,8 +27,11 @@ GAP_SECONDS = 20.0
 class Server:
     """`tinsmith serve` with the real engine, deterministic, on the tiny model."""
 
-    def __init__(self, folder: Path, data: Path, model: Path, mark: str, *options: str) -> None:
+    def __init__(
+        self, folder: Path, data: Path, model: Path, mark: str, num_engines: int, *options: str
+    ) -> None:
         self.data = data
+        self.num_engines = num_engines
         self.log = folder / "server.log"
         self.mark = mark
         self.port = free_port()
@@ -40,7 +43,8 @@ class Server:
         self._command = [
             *(sys.executable, "-m", "tinsmith.cli", "serve", "--port", str(self.port)),
             *("--data-dir", str(data), "--engine", "local", "--device", "cpu", "--deterministic"),
-            *("--model", f"tiny={model}", "--log-level", "info"),
+            *("--model", f"tiny={model}", "--log-level", "info", "--engines", str(num_engines)),
+            *("--set", "engine_lost_seconds=10"),
             *("--set", "snapshot_steps=5", "--set", "engine_silence_seconds=6"),
             # Faults come far more often here than an operation could be their cause.
             *("--set", "engine_attempts=50", "--set", "hold_seconds=5"),
@@ -130,15 +134,35 @@ class Server:
         self.process.terminate()
         return await asyncio.to_thread(self.process.wait, 60)
 
-    def engine(self) -> int | None:
-        """The newest engine process."""
+    def engines(self) -> list[int]:
+        """The engine processes."""
         assert self.process is not None
         pid = self.process.pid
         with contextlib.suppress(OSError):
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            engines = [c for c in children if ENGINE in _file(c, "cmdline")]
-            return int(engines[-1]) if engines else None
-        return None
+            return [int(c) for c in children if ENGINE in _file(c, "cmdline")]
+        return []
+
+    def cluster(self, verb: str, slot: int) -> None:
+        """`tinsmith cluster drain` or `resume`."""
+        command = [sys.executable, "-m", "tinsmith.cli", "cluster", verb, str(slot)]
+        subprocess.run([*command, "--data-dir", str(self.data)], env=clean_environment())
+
+    def move(self, model_id: str, slot: int) -> bool:
+        """Ask for a model to train in another slot; whether the server said yes."""
+        request = urllib.request.Request(
+            f"{self.url}/api/v1/training_runs/{model_id}/move",
+            data=b'{"slot": %d}' % slot,
+            headers={"x-api-key": self.key, "content-type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=5):
+                return True
+        except urllib.error.HTTPError as error:
+            error.close()
+        except OSError:
+            pass
+        return False
 
 
 def resident_bytes(pid: int) -> int:
