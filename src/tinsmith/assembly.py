@@ -82,7 +82,13 @@ def _num_threads(settings: LocalEngineConfig, plan: SlotPlan) -> int | None:
     for one another at every operation."""
     if settings.num_threads is not None or settings.deterministic or plan.num_slots == 1:
         return settings.num_threads
-    return max(1, len(os.sched_getaffinity(0)) // plan.num_slots)
+    return max(1, _num_cores() // plan.num_slots)
+
+
+def _num_cores() -> int:
+    """Those that this process may use, where the system says so (macOS does not)."""
+    usable = getattr(os, "sched_getaffinity", None)
+    return len(usable(0)) if usable is not None else os.cpu_count() or 1
 
 
 def _engine_settings(

@@ -115,6 +115,13 @@ CASES: dict[str, Callable[[World], Call]] = {
     "checkpoint publish": lambda w: Call((w.new_checkpoint(),), "^$", ()),
     "checkpoint set-ttl": lambda w: Call((w.new_checkpoint(), "--ttl", "7200"), "^$", ()),
     "checkpoint unpublish": lambda w: Call((w.new_checkpoint(),), "^$", ()),
+    "cluster drain": lambda w: Call(
+        ("1", "--data-dir", str(w.tmp_path)), "Slot 1 is being emptied", ("slot", "is_draining")
+    ),
+    "cluster resume": lambda w: Call(
+        ("1", "--data-dir", str(w.tmp_path)), "Slot 1 is in use", ("slot", "is_draining")
+    ),
+    "cluster status": lambda w: Call((), r"^ *0 +both .* up ", ("slots",)),
     "data preview": lambda w: Call(
         (_prompts(w), "--method", "rl", "--tokenizer", str(w.tokenizer)),
         "1 sequences, 2 tokens",
@@ -134,6 +141,9 @@ CASES: dict[str, Callable[[World], Call]] = {
     "key revoke": lambda w: Call((_new_key(w), *w.data_dir), r"Revoked key \d+", ("revoked",)),
     "model check": lambda w: Call((str(_tiny_model(w)),), "Runs on +our own decoder", ("runs_on",)),
     "model list": lambda w: Call((), f"{FAKE} +4096", ("models",)),
+    "model move": lambda w: Call(
+        (w.paths.run_id, "0"), "goes on in slot 0", ("run", "before", "slot")
+    ),
     "run info": lambda w: Call((w.paths.run_id,), "Base Model +tin", ("training_run_id",)),
     "run list": lambda w: Call((), r"\d+ training run", ("runs",)),
     "run show": lambda w: Call((w.paths.run_id,), "Loss per token: ", ("run", "curve", "waiting")),

@@ -93,8 +93,10 @@ def test_every_metric_is_described() -> None:
     observed = set(re.findall(r"metrics\.observe\(\s*\"(\w+)\"", source))
     read = set(re.findall(r"\.gauge\(\s*\"(\w+)\"", source))
     table = re.search(r"gauges: dict.*? = \{(.*?)\n        \}", source, flags=re.DOTALL)
-    assert table is not None
+    of_slots = re.search(r"def _slot_gauges.*?\{(.*?)\n    \}", source, flags=re.DOTALL)
+    assert table is not None and of_slots is not None
     read |= set(re.findall(r"^ {12}\"(\w+)\":", table[1], flags=re.MULTILINE))
+    read |= set(re.findall(r"^ {8}\"(\w+)\":", of_slots[1], flags=re.MULTILINE))
     assert counted == set(metrics.COUNTERS)
     assert observed == set(metrics.HISTOGRAMS)
     assert read == set(metrics.GAUGES)

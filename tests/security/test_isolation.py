@@ -93,6 +93,7 @@ BODIES: dict[str, Any] = {
     },
     "cancel_future": {"request_id": "{sample_request_id}"},
     "post_run_metrics": {"step": 3, "metrics": {"reward": 0.5}},
+    "move_model": {"slot": 0},
     "set_ttl": {"ttl_seconds": 7200},
     "publish": {},
     "openai_completions": {"model": "{tinker_path}", "prompt": "a"},

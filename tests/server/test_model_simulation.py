@@ -2,7 +2,8 @@
 
 Several owners train through the real application, on the real store and the fake engine: requests
 overtake each other, come twice, are given up or leave gaps; checkpoints are overwritten, published,
-read by others and deleted; models are put on disk; engines die; servers are killed and started
+read by others and deleted; models are put on disk and moved; engines die, some of several, and
+their slots are emptied; servers are killed and started
 again. Each answer is compared, bit by bit, with that of the same operations one after another.
 
 A failure names its seed, and `run(seed, folder)` repeats it step by step. With SIMULATED_LIVES=1000
@@ -44,6 +45,7 @@ from tests.support.simulated_loop import simulate
 from tests.support.simulated_server import Answer, SimulatedServer, simulated_machine
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.edge.auth import create_key
+from tinsmith.server.engines.draining import Draining
 from tinsmith.server.store.store import Store
 from tinsmith.types import LoraConfig
 from tinsmith.types.protocol import JSON, PROTOBUF
@@ -82,6 +84,7 @@ class World:
             snapshot_steps=3,
             engine_attempts=1000,
             engines=random.choice((1, 2, 3)),
+            engine_lost_seconds=1.0,
         )
         self.server = SimulatedServer(random, self.config, MODEL)
         self.is_open = asyncio.Event()
@@ -148,6 +151,7 @@ class Trainer:
             + [self._save_and_load] * 2
             + [self._leave_gap, self._leave_gap_open, self._refused, self._unload]
             + [self._publish, self._delete, self._read_foreign, self._snoop, self._ask_again]
+            + [self._move] * 2
         )
         for _ in range(NUM_ROUNDS):
             await self.world.random.choice(doings)()
@@ -298,6 +302,13 @@ class Trainer:
         answer = await self.world.post(self.owner, "/unload_model", body)
         assert answer.status == 200, answer
 
+    async def _move(self) -> None:
+        """To any slot, also its own; one that is being emptied is refused."""
+        slot = self.world.random.randrange(self.world.config.engines or 1)
+        path = f"/training_runs/{self.model_id}/move"
+        answer = await self.world.post(self.owner, path, {"slot": slot})
+        assert answer.status == 200 or b"choose another" in answer.body, answer
+
     async def _publish(self) -> None:
         """Publish a checkpoint of its own name, or take it back."""
         own = [p for p in self.world.published if p.startswith(f"tinker://{self.model_id}/")]
@@ -440,9 +451,12 @@ def checkpoint_url(path: str) -> str:
 
 
 async def make_trouble(world: World) -> None:
-    """Engines die; servers are killed, or stopped, and started again."""
+    """Engines die; slots are emptied; servers are killed, or stopped, and started again."""
+    draining = Draining(world.config.data_dir)
     for _ in range(world.random.randrange(2, 7)):
         await asyncio.sleep(world.random.random() * 40)
+        number = world.random.randrange(world.config.engines or 1)
+        draining.change(number, is_draining=world.random.random() < 0.5)
         trouble = world.random.randrange(4)
         if trouble < 2:
             engine = world.random.choice(list(world.server.engines.values()))

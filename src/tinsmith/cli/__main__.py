@@ -19,6 +19,7 @@ COMMANDS = {
         "billing": "billing",
         "chat": "chat",
         "checkpoint": "checkpoint",
+        "cluster": "cluster",
         "data": "data",
         "demo": "demo",
         "doctor": "doctor",

@@ -60,6 +60,12 @@ GAUGES: dict[str, str] = {
     "queued_operations": "Training operations that wait for their turn.",
     "running_samples": "Sampling requests under way.",
     "sample_result_bytes": "Sampling results in memory that have not been fetched.",
+    "slot_busy_seconds": "How long a slot's present engine has worked, by slot.",
+    "slot_memory_bytes": "The memory of a slot's engine, by slot: the process's, or the device's.",
+    "slot_models": "Models that train in a slot, by slot.",
+    "slot_restarts": "How often a slot's engine was started again after it died, by slot.",
+    "slot_running_samples": "Sampling requests under way, by slot.",
+    "slot_up": "1 while a slot has an engine, 0 while it has none, by slot.",
     "uptime_seconds": "Since the server started.",
 }
 """What each number means; shown as HELP, and in docs/reference/metrics.md."""
@@ -69,8 +75,9 @@ LABELS = {
     "operations": ("kind", "status"),
     "refusals": ("status",),
     "samples": ("status",),
+    **{name: ("slot",) for name in GAUGES if name.startswith("slot_")},
 }
-"""By what a counter is divided; the others are one number each."""
+"""By what a counter or gauge is divided; the others are one number each."""
 
 SECONDS_BUCKETS = tuple(0.001 * step * 10**power for power in range(6) for step in (1, 2, 5))
 """Upper ends from 1 ms to 500 s: a quantile read from them is at most 2.5 times too large."""
@@ -97,6 +104,7 @@ class Metrics:
             )
             for name, text in HISTOGRAMS.items()
         }
+        self._gauges: dict[str, Gauge] = {}
         started = time.monotonic()
         self.gauge("uptime_seconds", lambda: time.monotonic() - started)
 
@@ -107,8 +115,13 @@ class Metrics:
     def observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
 
-    def gauge(self, name: str, read: Callable[[], float]) -> None:
-        Gauge(PREFIX + name, GAUGES[name], registry=self._registry).set_function(read)
+    def gauge(self, name: str, read: Callable[[], float], **labels: str) -> None:
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(
+                PREFIX + name, GAUGES[name], LABELS.get(name, ()), registry=self._registry
+            )
+        gauge = self._gauges[name]
+        (gauge.labels(**labels) if labels else gauge).set_function(read)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

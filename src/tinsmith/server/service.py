@@ -31,6 +31,7 @@ from tinsmith.server.edge.admission import Admission
 from tinsmith.server.edge.auth import KEY_CHANGES, Auth
 from tinsmith.server.edge.sockets import Sockets
 from tinsmith.server.edge.workers import Workers
+from tinsmith.server.engines.draining import Draining
 from tinsmith.server.engines.plan import slot_plans
 from tinsmith.server.engines.pool import EnginePool
 from tinsmith.server.engines.slot import EngineFactory, Slot
@@ -173,7 +174,11 @@ class Service:
             )
 
         self.scheduler = Dispatcher(
-            self.engines, self.models, new_scheduler, config.engine_lost_seconds
+            self.engines,
+            self.models,
+            new_scheduler,
+            Draining(Path(config.data_dir)),
+            config.engine_lost_seconds,
         )
         self.retrieved: dict[str, float] = {}
         """Results of training operations that were fetched, not yet written down."""
@@ -364,3 +369,17 @@ class Service:
         }
         for name, read in gauges.items():
             self.metrics.gauge(name, read)
+        for slot in self.engines.slots:
+            for name, read in _slot_gauges(slot).items():
+                self.metrics.gauge(name, read, slot=str(slot.number))
+
+
+def _slot_gauges(slot: Slot) -> dict[str, Callable[[], float]]:
+    return {
+        "slot_up": lambda: float(slot.is_up),
+        "slot_restarts": lambda: slot.num_restarts,
+        "slot_models": lambda: len(slot.models),
+        "slot_running_samples": lambda: slot.num_jobs,
+        "slot_busy_seconds": lambda: slot.health.busy_seconds,
+        "slot_memory_bytes": lambda: slot.health.memory_bytes,
+    }

@@ -168,6 +168,44 @@ class ConsoleServerResponse(Response):
     """The caller's runs that have something under way."""
 
 
+class ClusterSlot(Response):
+    """The place of one engine process."""
+
+    slot: int
+    """Its number."""
+    role: str
+    """"train", "sample" or "both"."""
+    device: str
+    state: str
+    """"up", "starting", "restarting", "lost", "draining" or "drained"."""
+    detail: str
+    """Why it has no engine; empty while it has one."""
+    models: int
+    """How many train there, whoever's they are."""
+    own_runs: list[str]
+    """Those of them that are the caller's."""
+    running_samples: int
+    memory_bytes: int
+    restarts: int
+
+
+class ClusterResponse(Response):
+    slots: list[ClusterSlot]
+
+
+class MoveModelRequest(Request):
+    slot: int
+    """The number of the slot in which the model is to train."""
+
+
+class MoveModelResponse(Response):
+    run: str
+    before: int | None = None
+    """The slot that it is in now; None while no engine holds it."""
+    slot: int
+    """The slot that it goes to between two of its operations."""
+
+
 class ConsoleKey(Response):
     key_id: int
     name: str

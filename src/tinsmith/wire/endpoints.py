@@ -282,6 +282,10 @@ CONSOLE_USAGE = Endpoint("GET", "/console/usage", NOTHING, o.ConsoleUsageRespons
     "What the caller has used, `by` run, model or day.", query=("by",), is_long=True)
 CONSOLE_SERVER = Endpoint("GET", "/console/server", NOTHING, o.ConsoleServerResponse,
     "How the server and its engine are, and which of the caller's runs have work.")
+GET_CLUSTER = Endpoint("GET", "/cluster", NOTHING, o.ClusterResponse,
+    "The slots of the server: how each is, what it holds and has to do.")
+MOVE_MODEL = Endpoint("POST", _RUN + "/move", o.MoveModelRequest, o.MoveModelResponse,
+    "Have a model train in another slot, from its next operation on.")
 CONSOLE_KEYS = Endpoint("GET", "/console/keys", NOTHING, o.ConsoleKeysResponse,
     "The keys of the caller's account.")
 REVOKE_KEY = Endpoint("DELETE", "/console/keys/{key_id}", NOTHING, NOTHING,

@@ -298,6 +298,10 @@ async def running(**config: float) -> AsyncIterator[LocalEngine]:
         await engine.close()
 
 
+def environment_of(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
 def exists(pid: int) -> bool:
     """Whether there is such a process, a zombie included."""
     try:
@@ -305,6 +309,27 @@ def exists(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@pytest.mark.parametrize(("ours", "seen"), [(None, b"1"), ("4,7", b"7"), ("GPU-a,GPU-b", b"GPU-b")])
+@pytest.mark.usefixtures("stub_path")
+async def test_of_several_cuda_devices_a_process_sees_its_own(
+    monkeypatch: pytest.MonkeyPatch, ours: str | None, seen: bytes
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if ours is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
+    engine = await LocalEngine.start({}, core=STUB, cuda_device=1)  # type: ignore[arg-type]  # the stub's own
+    try:
+        assert b"CUDA_VISIBLE_DEVICES=" + seen in environment_of(engine.pid)
+    finally:
+        await engine.close()
+
+
+async def test_a_cuda_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    with pytest.raises(EngineError, match="no device cuda:2: CUDA_VISIBLE_DEVICES is 4,7"):
+        await LocalEngine.start({}, core=STUB, cuda_device=2)  # type: ignore[arg-type]  # the stub's own
 
 
 @pytest.mark.usefixtures("stub_path")

@@ -1,4 +1,5 @@
-"""`tinsmith model`: the base models that a server offers, and whether it could offer another."""
+"""`tinsmith model`: the base models that a server offers, whether it could offer another, and
+where a model trains."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _RUNS_ON = {"decoder": "our own decoder", "transformers": "transformers' modules
 
 @click.group("model")
 def command() -> None:
-    """List available models, and check others."""
+    """List available models, check others, and move those that train."""
 
 
 @command.command("list")
@@ -109,3 +110,30 @@ def check(output: Output, folder: Path, rank: int) -> None:
         {**dataclasses.asdict(found), "adapted": list(found.adapted), "fits": found.fits},
         Table(["Property", "Value"], rows),
     )
+
+
+@command.command("move")
+@click.argument("run_id")
+@click.argument("slot", type=click.IntRange(min=0))
+@with_output
+def move(output: Output, run_id: str, slot: int) -> None:
+    """Have a model train in another engine of the server, from its next operation on.
+
+    RUN_ID is the run's id, the beginning of it, or its name; SLOT is a number from `tinsmith
+    cluster status`. The run goes on as if nothing had happened.
+    """
+    from tinsmith.cli import naming
+    from tinsmith.client.rest import RestClient
+    from tinsmith.types.observing import MoveModelRequest
+    from tinsmith.wire import endpoints
+
+    client = RestClient()
+    whole = naming.run_id(client, run_id)
+    call = endpoints.MOVE_MODEL.at(run_id=whole)
+    message = MoveModelRequest(slot=slot)
+    moved = client.holder.submit(lambda: client.holder.api.call(call, message)).result()
+    if output.is_json:
+        output.show_json(moved.model_dump())
+    else:
+        before = "no engine holds it now" if moved.before is None else f"now in slot {moved.before}"
+        click.echo(f"{whole} goes on in slot {slot} ({before}).")

@@ -37,6 +37,9 @@ class EnginePool:
         self.slots = tuple(Slot(plan, factory, clean_up, new_samplers()) for plan in plans)
         self.training = tuple(slot for slot in self.slots if slot.plan.trains)
         self.sampling = tuple(slot for slot in self.slots if slot.plan.samples)
+        self.capabilities: Capabilities | None = None
+        """What any of them can do; None before the first is up."""
+        self.on_start(self._learn)
 
     # Choosing
 
@@ -48,7 +51,7 @@ class EnginePool:
             TrainingPlace(
                 slot,
                 slot.number,
-                is_up=slot.is_up,
+                is_up=slot.is_expected,
                 num_active=sum(_is_active(each, since) for each in slot.models),
                 num_models=len(slot.models),
                 has_base=base in slot.bases,
@@ -109,17 +112,13 @@ class EnginePool:
         """Why there are none, as the first says that is not up."""
         return next((slot.trouble for slot in self.slots if not slot.is_up), "")
 
-    @property
-    def capabilities(self) -> Capabilities | None:
-        """What any of them can do; None before the first is up."""
+    def _learn(self) -> None:
         known = [slot.capabilities for slot in self.slots if slot.capabilities is not None]
-        if not known:
-            return None
         models: dict[str, BaseModelInfo] = {}
         for each in known:
             models = {m.name: m for m in each.models} | models
         refused = {m.name: m for each in known for m in each.refused if m.name not in models}
-        return Capabilities(
+        self.capabilities = Capabilities(
             models=tuple(models.values()),
             max_lora_rank=min(each.max_lora_rank for each in known),
             refused=tuple(refused.values()),

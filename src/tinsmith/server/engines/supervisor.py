@@ -62,6 +62,7 @@ class EngineSupervisor:
         self.is_lost = False
         """Whether nobody should wait for it any longer; it is, until one is up after all."""
         self.down_since = 0.0
+        self._has_failed = False
 
     def on_start(self, callback: Callable[[], None]) -> None:
         """`callback` is called each time an engine is up."""
@@ -70,6 +71,11 @@ class EngineSupervisor:
     @property
     def is_up(self) -> bool:
         return self._engine is not None
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether it is up, or is starting for the first time and nothing has gone wrong."""
+        return self.is_up or not (self.generation or self._has_failed)
 
     async def start(self) -> None:
         self.down_since = asyncio.get_running_loop().time()
@@ -150,6 +156,7 @@ class EngineSupervisor:
             except Exception as error:
                 # Whatever keeps an engine from starting (no torch, no memory) is for people to
                 # read; the server stays up and says so.
+                self._has_failed = True
                 pause = min(max(0.5, pause * 2), _LONGEST_PAUSE_SECONDS)
                 self.trouble = f"the engine did not start: {error}"
                 logger.exception("the engine did not start; next attempt in %.1f s", pause)

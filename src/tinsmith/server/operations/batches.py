@@ -182,6 +182,8 @@ class Single(OperationsWork):
         if not self.unfinished:
             return
         await model.recorded()
+        if operation.seq_id == 0:
+            model.held_generation = generation
         try:
             finish = await operation.kind.execute(self.parts.executor, engine, model, operation)
         except (StoreUnavailableError, DiskTroubleError):

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 
 from tinsmith.errors import ValidationError
+from tinsmith.server.engines.draining import Draining
 from tinsmith.server.engines.pool import EnginePool
 from tinsmith.server.engines.slot import Slot
 from tinsmith.server.operations.live_model import LiveModel
@@ -32,11 +33,13 @@ class Dispatcher:
         pool: EnginePool,
         models: LiveModels,
         new_scheduler: Callable[[Slot, Free], Scheduler],
+        draining: Draining,
         lost_seconds: float,
     ) -> None:
         """A slot without an engine for `lost_seconds` loses its models to the others."""
         self._pool = pool
         self._models = models
+        self._draining = draining
         self._lost_seconds = lost_seconds
         self.schedulers = {slot: new_scheduler(slot, self._let_go) for slot in pool.training}
 
@@ -45,7 +48,10 @@ class Dispatcher:
             for slot, scheduler in self.schedulers.items():
                 tasks.create_task(scheduler.run(), name=f"scheduler of slot {slot.number}")
             while True:
-                self.look_after()
+                try:
+                    self.look_after()
+                except Exception:
+                    logger.exception("looking after the slots failed; it will be tried again")
                 await asyncio.sleep(_LOOK_SECONDS)
 
     async def drain(self) -> None:
@@ -54,12 +60,10 @@ class Dispatcher:
 
     def wake(self, model: LiveModel) -> None:
         """Something of this model may have become ready."""
-        if model.slot is None:
-            if not len(model.queue):
-                return
-            self._pin(model, self._pool.training_slot(model))
-        assert model.slot is not None, "it was given one"
-        self.schedulers[model.slot].wake(model)
+        if model.slot is None and len(model.queue):
+            self._pin(model)
+        if model.slot is not None:
+            self.schedulers[model.slot].wake(model)
 
     def wake_all(self) -> None:
         for model in self._models:
@@ -67,7 +71,9 @@ class Dispatcher:
 
     def look_after(self) -> None:
         """What is done every second: nobody waits in a slot that is lost or to be emptied."""
+        draining = self._draining.read()
         for slot in self._pool.slots:
+            slot.is_draining = slot.number in draining
             self._give_up_if_lost(slot)
         for slot in self._pool.training:
             if not slot.is_open:
@@ -85,17 +91,6 @@ class Dispatcher:
         if not slot.is_open:
             raise ValidationError(f"slot {number} is {slot.state}; choose another", "slot")
         self._send(model, slot)
-
-    def set_draining(self, number: int, *, is_draining: bool) -> None:
-        """Have everything leave a slot and nothing come, or take it into use again."""
-        slot = next((each for each in self._pool.slots if each.number == number), None)
-        if slot is None:
-            raise ValidationError(f"there is no slot {number}", "slot")
-        for verb, peers in (("train", self._pool.training), ("sample", self._pool.sampling)):
-            if is_draining and not any(peer.is_open for peer in peers if peer is not slot):
-                raise ValidationError(f"no other slot could {verb}; it stays in use", "slot")
-        slot.is_draining = is_draining
-        self.look_after()
 
     # Questions about what is under way
 
@@ -115,27 +110,22 @@ class Dispatcher:
     # Moving
 
     def _send(self, model: LiveModel, slot: Slot) -> None:
-        if model.slot is slot:
-            model.next_slot = None
-        elif model.slot is None:
-            self._pin(model, slot)
-        else:
-            model.next_slot = slot
-            self.wake(model)
+        model.next_slot = None if model.slot is slot else slot
+        self.wake(model)
 
     def _let_go(self, model: LiveModel) -> None:
-        """Nothing keeps the model where it is; it goes where it should, or nowhere for now."""
-        slot, model.next_slot = model.next_slot, None
+        """Nothing keeps the model where it is; it goes where it should once it has work."""
         if model.slot is not None:
             del model.slot.models[model]
             model.slot = None
-        if slot is not None:
-            self._pin(model, slot)
         self.wake(model)
 
-    def _pin(self, model: LiveModel, slot: Slot) -> None:
+    def _pin(self, model: LiveModel) -> None:
+        wanted, model.next_slot = model.next_slot, None
+        slot = wanted if wanted is not None and wanted.is_open else self._pool.training_slot(model)
         logger.info("model %s trains in slot %d", model.model_id, slot.number)
-        model.slot, model.generation, model.wants_unload = slot, 0, False
+        model.slot, model.generation, model.held_generation = slot, 0, 0
+        model.wants_unload = False
         slot.models[model] = None
         slot.bases.add(model.record.base_model)
 

@@ -24,6 +24,9 @@ class LiveModel:
     """Where the model trains; None while it has nothing to do and no engine holds it."""
     generation: int = 0
     """The slot's engine that holds the model's adapter, counted from 1; 0 for none."""
+    held_generation: int = 0
+    """The slot's engine that was last told to make the adapter, and may hold it though its state is
+    in doubt or its making was cut."""
     next_slot: Slot | None = None
     """Where it is to go on as soon as its state is on disk."""
     is_busy: bool = False
@@ -69,6 +72,12 @@ class LiveModel:
         """Whether the present engine of its slot holds it."""
         slot = self.slot
         return slot is not None and slot.is_up and self.generation == slot.generation
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the present engine of its slot may have something of it."""
+        slot = self.slot
+        return slot is not None and slot.is_up and self.held_generation == slot.generation
 
     @property
     def is_idle(self) -> bool:

@@ -60,6 +60,7 @@ class Load(ModelWork):
 
     async def run(self, engine: Engine, generation: int) -> None:
         model = self.model
+        model.held_generation = generation
         await self._residents.make_room(engine, model)
         try:
             await self._recovery.rebuild(engine, model)
@@ -107,7 +108,7 @@ class Save(ModelWork):
             await self._snapshots.take(engine, model)
         if self._is_leaving:
             await engine.unload_adapter(model.model_id)
-            model.generation = 0
+            model.generation = model.held_generation = 0
             logger.info("unloaded %s", model.model_id)
 
     def broke(self, error: Exception) -> None:

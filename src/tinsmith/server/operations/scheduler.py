@@ -165,10 +165,11 @@ class Scheduler:
     # Choosing
 
     def _let_go_of_those_leaving(self) -> None:
-        """Those that are to go on elsewhere, or have nothing to do, and that no engine holds."""
+        """Those that are to go on elsewhere, or have nothing to do, and that the engine does not
+        hold."""
         for model in list(self._awake):
             is_done = model.next_slot is not None or not (len(model.queue) or model.num_recording)
-            if is_done and not model.is_busy and not model.is_loaded:
+            if is_done and not model.is_busy and not model.is_held:
                 del self._awake[model]
                 self._let_go(model)
 

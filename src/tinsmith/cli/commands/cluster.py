@@ -1,0 +1,83 @@
+"""`tinsmith cluster`: the slots of a server, and taking one out of use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from tinsmith.cli.output import Output, Table, size_text, with_output
+from tinsmith.cli.server.local_server import config_of, which_server
+
+
+@click.group("cluster")
+def command() -> None:
+    """Show the engines of a server, and take one out of use."""
+
+
+@command.command("status")
+@with_output
+def status(output: Output) -> None:
+    """Show each slot: its role and device, how it is, what it holds and has to do.
+
+    A slot is the place of one engine process; `tinsmith serve --engines` says how many there are.
+    """
+    from tinsmith.client.rest import RestClient
+    from tinsmith.wire import endpoints
+
+    holder = RestClient().holder
+    slots = holder.submit(lambda: holder.api.call(endpoints.GET_CLUSTER, None)).result().slots
+    output.show(
+        {"slots": [slot.model_dump() for slot in slots]},
+        Table(
+            ["Slot", "Role", "Device", "State", "Models", "Yours", "Samples", "Memory", "Restarts"],
+            [
+                [
+                    str(slot.slot),
+                    slot.role,
+                    slot.device,
+                    slot.state,
+                    str(slot.models),
+                    str(len(slot.own_runs)),
+                    str(slot.running_samples),
+                    size_text(slot.memory_bytes),
+                    str(slot.restarts),
+                ]
+                for slot in slots
+            ],
+        ),
+    )
+
+
+@command.command("drain")
+@click.argument("slot", type=click.IntRange(min=0))
+@which_server
+@with_output
+def drain(output: Output, /, slot: int, **where: Any) -> None:
+    """Have everything leave SLOT, and nothing come, until `tinsmith cluster resume`.
+
+    Works on the data folder of a server on this machine. Models move to other slots between two of
+    their operations; samples that run there end there. The state is in `tinsmith cluster status`.
+    """
+    _change(output, slot, is_draining=True, **where)
+
+
+@command.command("resume")
+@click.argument("slot", type=click.IntRange(min=0))
+@which_server
+@with_output
+def resume(output: Output, /, slot: int, **where: Any) -> None:
+    """Take SLOT into use again."""
+    _change(output, slot, is_draining=False, **where)
+
+
+def _change(output: Output, slot: int, *, is_draining: bool, **where: Any) -> None:
+    from tinsmith.server.engines.draining import Draining
+
+    Draining(config_of(**where).data_dir).change(slot, is_draining=is_draining)
+    if output.is_json:
+        output.show_json({"slot": slot, "is_draining": is_draining})
+    elif is_draining:
+        click.echo(f"Slot {slot} is being emptied; see tinsmith cluster status.")
+    else:
+        click.echo(f"Slot {slot} is in use.")

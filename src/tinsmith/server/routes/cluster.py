@@ -1,0 +1,52 @@
+"""The slots of the server, for whoever has a key; and moving models of one's own."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from tinsmith.server.edge.auth import Caller
+from tinsmith.server.edge.routing import bare_route, route
+from tinsmith.server.engines.slot import Slot
+from tinsmith.server.operations.intake import owned_model
+from tinsmith.server.service import Service
+from tinsmith.types.observing import (
+    ClusterResponse,
+    ClusterSlot,
+    MoveModelRequest,
+    MoveModelResponse,
+)
+from tinsmith.wire import endpoints
+
+
+async def get_cluster(service: Service, caller: Caller, request: Request) -> ClusterResponse:
+    return ClusterResponse(slots=[_described(slot, caller) for slot in service.engines.slots])
+
+
+async def move_model(
+    service: Service, caller: Caller, request: Request, message: MoveModelRequest
+) -> MoveModelResponse:
+    model = await owned_model(service, caller, request.path_params["run_id"])
+    before = None if model.slot is None else model.slot.number
+    service.scheduler.move(model, message.slot)
+    return MoveModelResponse(run=model.model_id, before=before, slot=message.slot)
+
+
+def _described(slot: Slot, caller: Caller) -> ClusterSlot:
+    return ClusterSlot(
+        slot=slot.number,
+        role=slot.plan.role,
+        device=slot.capabilities.device if slot.capabilities else slot.plan.device,
+        state=slot.state,
+        detail="" if slot.is_up else slot.trouble,
+        models=len(slot.models),
+        own_runs=[model.model_id for model in slot.models if model.owner == caller.owner],
+        running_samples=slot.num_jobs,
+        memory_bytes=slot.health.memory_bytes if slot.is_up else 0,
+        restarts=slot.num_restarts,
+    )
+
+
+ROUTES = [
+    bare_route(endpoints.GET_CLUSTER, get_cluster),
+    route(endpoints.MOVE_MODEL, move_model),
+]
