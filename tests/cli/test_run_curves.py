@@ -6,9 +6,11 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +165,49 @@ def test_top_shows_runs_with_their_curves(
     alone = run("top", "--interval", "0.1", "--runs", "0").stdout
     assert "Trained tokens per second" in alone
     assert NAME not in alone
+
+
+def test_in_top_keys_choose_a_run_draw_its_curve_and_quit(
+    training: TrainingClient, server: ServerProcess
+) -> None:
+    learn(training)  # the last request of all: its run comes first
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tinsmith.cli", "top", "--interval", "0.5"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=server.environment | {"TERM": "xterm"},
+    )
+    shown = ""
+
+    def until(sign: str) -> None:
+        """Read on to the end of a view that shows the sign."""
+        nonlocal shown
+        while not re.search(rf"{sign}(?:(?!q quits).)*q quits", shown, re.DOTALL):
+            assert process.poll() is None, shown
+            shown += os.read(ours, 4096).decode(errors="replace")
+        shown = ""
+
+    try:
+        until(f"▸ {NAME}")
+        os.write(ours, b"\r")
+        until(rf"{training.model_id}.*Loss per token: .*Operations \d+ to \d+")
+        os.write(ours, b"\x1b")
+        until(f"▸ {NAME}")
+        os.write(ours, b"q")
+        while process.poll() is None:
+            # What it shows meanwhile has to go somewhere.
+            if select.select([ours], [], [], 0.1)[0]:
+                os.read(ours, 4096)
+        assert process.returncode == 0
+        assert termios.tcgetattr(theirs) == before, "the terminal is as it was"
+    finally:
+        process.kill()
+        process.wait()
+        os.close(theirs)
+        os.close(ours)
 
 
 def test_top_without_a_good_key_shows_the_server_and_says_why_no_runs(

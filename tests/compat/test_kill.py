@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 if TYPE_CHECKING:
@@ -32,6 +33,19 @@ def test_a_killed_server_loses_nothing_that_it_answered(
     rest, errors = child.finish(90)
     assert child.process.returncode == 0, errors + server.log()
     assert lines + rest.splitlines() == undisturbed
+    whole, killed = _loss_curves(server)
+    assert killed == whole, "no gap, and no point twice"
+    assert [float.fromhex(line.split()[1]) for line in undisturbed[: int(STEPS)]] == whole[1][:-1]
+
+
+def _loss_curves(server: ServerProcess) -> list[tuple[list[int], list[float]]]:
+    """Numbers and sums of the losses of each run, the first run first."""
+    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"x-api-key": server.key}) as api:
+        runs = api.get("/training_runs").raise_for_status().json()["training_runs"]
+        ids = [run["training_run_id"] for run in reversed(runs)]
+        found = [api.get(f"/training_runs/{i}/metrics").raise_for_status().json() for i in ids]
+    series = [each["series"]["loss:sum"] for each in found]
+    return [(each["x"], each["mean"]) for each in series]
 
 
 def test_a_client_that_waits_for_all_samples_with_one_question_outlives_a_restart(

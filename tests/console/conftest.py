@@ -212,13 +212,15 @@ def train(training: TrainingClient, num_steps: int) -> None:
         stepped.result()
 
 
-def trained_run(user: User, num_steps: int = 3, *checkpoints: str, name: str = "a run") -> str:
+def trained_run(
+    user: User, num_steps: int = 3, *checkpoints: str, name: str = "a run", seed: int = 1
+) -> str:
     """The id of a run that was trained a little and saved under these names."""
 
     def work(user: User) -> str:
         with user.client() as service:
             training = service.create_lora_training_client(
-                MODEL, rank=4, user_metadata={"name": name}
+                MODEL, rank=4, seed=seed, user_metadata={"name": name}
             )
             train(training, num_steps)
             for checkpoint in checkpoints:

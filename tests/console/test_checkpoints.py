@@ -20,7 +20,7 @@ def test_many_checkpoints_are_deleted_at_once(user: User) -> None:
     expect(page.locator("tbody tr")).to_have_count(8)
     page.get_by_role("button", name="Delete 8").click()
     dialog.get_by_role("button", name="Delete 8").click()
-    expect(page.get_by_text("8 checkpoints are deleted")).to_be_visible()
+    expect(page.get_by_text("No checkpoint fits")).to_be_visible()
     page.get_by_label("Search checkpoints").fill("")
     expect(page.locator("tbody tr")).to_have_count(1)
     left = user.console.call(user.console.service.store.checkpoints.of_model(run))

@@ -10,11 +10,20 @@ from urllib.parse import quote
 from tests.console.conftest import User, expect, trained_run
 from tests.support.in_process_server import MODEL
 
+SEED = "1"
+"""What the fake model answers with it is long enough for these tests."""
+
+
+def ask_for(page: Any, most_tokens: int) -> None:
+    """Set the options for an answer that is always the same."""
+    page.get_by_text("Options").click()
+    page.get_by_label("Most tokens").fill(str(most_tokens))
+    page.get_by_label("Seed").fill(SEED)
+
 
 def test_an_answer_streams_and_can_be_stopped(user: User) -> None:
     page = user.open("/playground")
-    page.get_by_text("Options").click()
-    page.get_by_label("Most tokens").fill("2000")
+    ask_for(page, 2000)
     page.get_by_label("Message").fill("hello")
     page.keyboard.press("Enter")
     tokens = page.locator(".reply .token")
@@ -32,8 +41,7 @@ def test_checkpoints_side_by_side_answer_with_the_same_seed(user: User) -> None:
     query = f"checkpoint={quote(path, safe='')}"
     page = user.open(f"/playground?mode=checkpoint&{query}&{query}&model={quote(MODEL, safe='')}")
     expect(page.locator(".lane")).to_have_count(3)
-    page.get_by_text("Options").click()
-    page.get_by_label("Most tokens").fill("12")
+    ask_for(page, 12)
     page.get_by_label("Message").fill("the")
     page.keyboard.press("Enter")
     expect(page.get_by_text("Regenerate")).to_have_count(3)
@@ -44,8 +52,7 @@ def test_checkpoints_side_by_side_answer_with_the_same_seed(user: User) -> None:
 
 def test_a_token_shows_its_probability_and_alternatives(user: User) -> None:
     page = user.open("/playground")
-    page.get_by_text("Options").click()
-    page.get_by_label("Most tokens").fill("6")
+    ask_for(page, 6)
     page.get_by_label("Message").fill("ab")
     page.keyboard.press("Enter")
     expect(page.get_by_text("Ended: most tokens reached")).to_be_visible()
@@ -60,8 +67,7 @@ def test_a_token_shows_its_probability_and_alternatives(user: User) -> None:
 
 def test_a_text_is_completed_where_it_ends(user: User) -> None:
     page = user.open("/playground?as=completion")
-    page.get_by_text("Options").click()
-    page.get_by_label("Most tokens").fill("6")
+    ask_for(page, 6)
     page.get_by_label("Text to complete").fill("once upon")
     page.keyboard.press("Control+Enter")
     expect(page.get_by_text("Ended: most tokens reached")).to_be_visible()
@@ -72,8 +78,7 @@ def test_a_text_is_completed_where_it_ends(user: User) -> None:
 
 def test_a_message_is_edited_and_answered_anew_and_copied_as_code(user: User) -> None:
     page = user.open("/playground")
-    page.get_by_text("Options").click()
-    page.get_by_label("Most tokens").fill("4")
+    ask_for(page, 4)
     page.get_by_label("System prompt").fill("be brief")
     for text in ("first", "second"):
         page.get_by_label("Message").fill(text)

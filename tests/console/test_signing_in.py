@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.console.conftest import Console, User, expect, trained_run
-from tinsmith.server.edge.auth import hash_key
-from tinsmith.server.edge.http import COOKIE
-from tinsmith.server.store.records import BrowserSessionRecord
+from tinsmith.server.console import browsers
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -51,24 +52,12 @@ def test_a_page_and_its_stream_end_when_the_key_is_revoked(user: User) -> None:
     assert "next=" in page.url
 
 
-def test_a_page_ends_when_its_session_expires(user: User) -> None:
-    key = next(
-        key
-        for key in user.console.call(user.console.service.store.keys.list())
-        if key.owner == user.owner
-    )
-    now = time.time()
-    session = BrowserSessionRecord(
-        cookie_hash=hash_key("soon over"),
-        key_id=key.key_id,
-        created_at=now,
-        expires_at=now + 2,
-    )
-    user.console.call(user.console.service.store.browsers.add(session))
-    user.page.context.clear_cookies()
-    user.page.context.add_cookies([{"name": COOKIE, "value": "soon over", "url": user.console.url}])
+def test_a_page_ends_when_its_session_expires(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     page = user.open("/")
     expect(page.get_by_text("No runs yet")).to_be_visible()
+    expect(page.locator("#live")).to_have_text("Live")
+    later = SimpleNamespace(time=lambda: time.time() + browsers.SESSION_SECONDS)
+    monkeypatch.setattr(browsers, "time", later)
     expect(page.get_by_text("Your session is over")).to_be_visible()
     user.open("/")
     expect(page.get_by_role("heading", name="Sign in")).to_be_visible()

@@ -9,6 +9,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+PATIENCE_SECONDS = 30.0
+"""For what takes a moment on an idle machine."""
+
 
 @dataclass(frozen=True)
 class Event:
@@ -25,7 +28,7 @@ class EventStream:
         self._text = ""
         self._events: list[Event] = []
 
-    async def next(self, *names: str, seconds: float = 5.0) -> Event:
+    async def next(self, *names: str, seconds: float = PATIENCE_SECONDS) -> Event:
         """The next event, of those names if any are given."""
         async with asyncio.timeout(seconds):
             while True:
@@ -37,7 +40,7 @@ class EventStream:
                 assert part is not None, "the stream has ended"
                 self._read(part)
 
-    async def ended(self, seconds: float = 5.0) -> list[Event]:
+    async def ended(self, seconds: float = PATIENCE_SECONDS) -> list[Event]:
         """What was still to come, when the stream is over."""
         async with asyncio.timeout(seconds):
             while (part := await self._arrived.get()) is not None:

@@ -146,9 +146,8 @@ class ConsoleUsageResponse(Response):
     usage: list[ConsoleUsageItem]
 
 
-class RunInQueue(Response):
+class RunInQueue(RunQueueResponse):
     run: str
-    waiting: int
     is_running: bool
 
 

@@ -102,6 +102,8 @@ async def test_operations_say_when_they_waited_ran_and_how_they_ended(
     queue = (await api.get(f"/training_runs/{run}/queue")).json()
     assert queue["waiting"] == 1 and queue["place"] is None
     assert "operation 3, which has not arrived" in queue["reason"]
+    server_now = (await api.get("/console/server")).json()
+    assert server_now["queues"] == [{"run": run, "is_running": False, **queue}]
     await api.send_pass(run, 3)
     await api.result(waiting)
 

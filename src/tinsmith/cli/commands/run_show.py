@@ -62,7 +62,7 @@ def command(output: Output, run_id: str, metric: str, follow: bool, interval: fl
 
 
 def _show(output: Output, client: RestClient, run_id: str, metric: str) -> None:
-    points = _MOST_POINTS if output.is_json else _columns()
+    points = _MOST_POINTS if output.is_json else columns_beside_scale()
     now = _read(client, run_id, metric, points)
     if output.is_json:
         output.show_json(_facts(now, metric))
@@ -73,9 +73,9 @@ def _show(output: Output, client: RestClient, run_id: str, metric: str) -> None:
 def _draw_again_and_again(client: RestClient, run_id: str, metric: str, interval: float) -> None:
     is_over = False
     while not is_over:
-        now = _read(client, run_id, metric, _columns())
+        now = _read(client, run_id, metric, columns_beside_scale())
         click.clear()
-        click.echo(drawing(now, metric, _columns()))
+        click.echo(drawing(now, metric, columns_beside_scale()))
         is_over = now.run.corrupted
         time.sleep(0 if is_over else interval)
 
@@ -154,5 +154,6 @@ def _read(client: RestClient, run_id: str, metric: str, points: int, after: int 
     return now
 
 
-def _columns() -> int:
+def columns_beside_scale() -> int:
+    """How many columns of the terminal a curve may have."""
     return min(max(shutil.get_terminal_size().columns - _MARGIN, 8), _MOST_COLUMNS)

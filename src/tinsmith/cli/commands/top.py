@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -37,35 +38,76 @@ def command(output: Output, interval: float, once: bool, num_runs: int) -> None:
     """Show what a server is doing: models, queues, tokens per second, engine, and your runs.
 
     A run has its loss per token as a curve, tokens for each second of computing, and how many of
-    its operations wait. On a terminal the view is renewed until Ctrl-C; elsewhere it is shown once.
+    its operations wait. On a terminal the view is renewed until you press q: the arrows (or j and
+    k) choose a run, Enter draws its curve, Escape closes it. Elsewhere it is shown once.
     """
     from tinsmith.cli.server.metrics import read
     from tinsmith.transport.config import ClientConfig
 
     url = ClientConfig.from_env().base_url
     before = read(url)
-    is_live = sys.stdout.isatty() and not once and not output.is_json
-    while True:
-        time.sleep(interval)
-        now = read(url)
-        runs, reason = _runs(num_runs)
-        if is_live:
+    if sys.stdout.isatty() and not once and not output.is_json:
+        _watch(output, url, before, interval, num_runs)
+        return
+    time.sleep(interval)
+    facts = describe(read(url), before)
+    runs, reason = _runs(num_runs)
+    if output.is_json:
+        data = {name.lower().replace(" ", "_"): value for name, (value, _) in facts.items()}
+        listed = None if runs is None else [_run_facts(run) for run in runs]
+        output.show_json({"url": url, **data, "runs": listed, "no_runs_because": reason})
+    else:
+        _show(output, url, facts, runs, reason)
+
+
+def _watch(output: Output, url: str, before: Reading, interval: float, num_runs: int) -> None:
+    """Show it again and again, and at once when a key is pressed; ends with q."""
+    from tinsmith.cli.keyboard import Keyboard
+    from tinsmith.cli.server.metrics import read
+
+    chosen, is_open, key = 0, False, None
+    with Keyboard() as keyboard, suppress(KeyboardInterrupt):
+        keyboard.wait(interval)
+        while key != "q":
+            if key is None:
+                now = read(url)
+                facts, (runs, reason) = describe(now, before), _runs(num_runs)
+                before, looked = now, time.monotonic()
+            last = max(0, len(runs or ()) - 1)
+            chosen = min(max(0, chosen + {"up": -1, "down": 1}.get(key or "", 0)), last)
+            is_open = {"enter": not is_open, "escape": False}.get(key or "", is_open)
             click.clear()
-        facts = describe(now, before)
-        if output.is_json:
-            data = {name.lower().replace(" ", "_"): value for name, (value, _) in facts.items()}
-            listed = None if runs is None else [_run_facts(run) for run in runs]
-            output.show_json({"url": url, **data, "runs": listed, "no_runs_because": reason})
-        else:
-            rows = [[name, text] for name, (_, text) in facts.items()]
-            output.show(None, Table(["What", "Now"], rows, url))
-            if reason is not None:
-                output.note(f"Your runs are not shown: {reason}")
-            elif runs:
-                output.show(None, _run_table(runs))
-        if not is_live:
-            return
-        before = now
+            _show(output, url, facts, runs, reason, chosen)
+            if runs and is_open:
+                click.echo("\n" + _curve(runs[chosen]))
+            click.echo("\n↑ ↓ choose a run · Enter draws its curve · Escape closes it · q quits")
+            key = keyboard.wait(max(0.0, looked + interval - time.monotonic()))
+
+
+def _show(
+    output: Output,
+    url: str,
+    facts: dict[str, tuple[Any, str]],
+    runs: list[RunNow] | None,
+    reason: str | None,
+    chosen: int | None = None,
+) -> None:
+    rows = [[name, text] for name, (_, text) in facts.items()]
+    output.show(None, Table(["What", "Now"], rows, url))
+    if reason is not None:
+        output.note(f"Your runs are not shown: {reason}")
+    elif runs:
+        output.show(None, _run_table(runs, chosen))
+
+
+def _curve(now: RunNow) -> str:
+    from tinsmith.cli.commands.run_show import columns_beside_scale, drawing
+    from tinsmith.cli.server import runs
+    from tinsmith.client.rest import RestClient
+
+    columns = columns_beside_scale()
+    again = runs.read(RestClient(), now.run.training_run_id, points=columns)
+    return drawing(again, runs.LOSS, columns)
 
 
 def _runs(limit: int) -> tuple[list[RunNow] | None, str | None]:
@@ -96,21 +138,21 @@ def _run_facts(now: RunNow) -> dict[str, Any]:
     }
 
 
-def _run_table(runs: Sequence[RunNow]) -> Table:
+def _run_table(runs: Sequence[RunNow], chosen: int | None) -> Table:
     from tinsmith.cli.training.plot import sparkline
 
     columns = ["Run", "Status", "Loss per token", "Now", "Tokens/s", "Waiting"]
     rows = [
         [
             # The beginning of an id is enough for every command.
-            run_name(now.run) or now.run.training_run_id[:8],
+            ("▸ " if number == chosen else "") + (run_name(now.run) or now.run.training_run_id[:8]),
             now.status,
             sparkline(now.values),
             f"{now.values[-1]:.4g}" if now.values else "–",
             "–" if now.tokens_per_second is None else f"{now.tokens_per_second:,.0f}",
             str(now.queue.waiting),
         ]
-        for now in runs
+        for number, now in enumerate(runs)
     ]
     return Table(columns, rows, "Runs with the last requests")
 

@@ -14,6 +14,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from tinsmith.errors import ValidationError
 from tinsmith.server.console.browsers import SESSION_SECONDS
+from tinsmith.server.console.queue import standing
 from tinsmith.server.edge.auth import TOKEN_PREFIX, Caller, credential_in
 from tinsmith.server.edge.http import (
     COOKIE,
@@ -152,7 +153,7 @@ async def server(service: Service, caller: Caller, request: Request) -> ConsoleS
         models=[model.name for model in capabilities.models] if capabilities else [],
         refused_models=[{"name": m.name, "reason": m.reason} for m in service.refused_models],
         queues=[
-            RunInQueue(run=m.model_id, waiting=len(m.queue), is_running=m.is_busy)
+            RunInQueue(run=m.model_id, is_running=m.is_busy, **standing(service, m).model_dump())
             for m in own
             if len(m.queue) or m.is_busy
         ],

@@ -11,8 +11,10 @@ const HEIGHT = { wide: 320, plain: 190 };
  * against their own x. `marks` are [{x, t, label}] on the axis; `onpick(x)` hears clicks on a point.
  */
 export class Chart {
-  constructor(title, { sync = "console", onpick } = {}) {
+  constructor(title, { sync = "console", onpick, format = number, ticks = tick } = {}) {
     this.title = title;
+    this.format = format; // a value, as text
+    this.ticks = ticks; // the same beside the axis
     this.isWide = false;
     this.sync = sync;
     this.onpick = onpick;
@@ -26,11 +28,10 @@ export class Chart {
     this.legend = h("div", { class: "legend" });
     this.plot = h("div", { class: "plot", role: "img" });
     this.numbers = h("div", { hidden: true });
-    this.log = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.toggleLog() }, "Log");
-    this.tableButton = h("button", { type: "button", class: "small", "aria-expanded": "false", onclick: () => this.toggleTable() }, "Table");
+    this.log = h("button", { type: "button", class: "plain", "aria-pressed": "false", onclick: () => this.toggleLog() }, "Log");
+    this.tableButton = h("button", { type: "button", class: "plain", "aria-expanded": "false", onclick: () => this.toggleTable() }, "Table");
     this.element = h("figure", { class: "chart", data: { key: title } },
-      h("figcaption", {}, h("h3", {}, title), this.value), this.plot,
-      h("div", { class: "controls" }, this.legend, this.log, this.tableButton), this.numbers);
+      h("figcaption", {}, h("h3", {}, title), this.value, h("span", { class: "controls" }, this.log, this.tableButton)), this.plot, this.legend, this.numbers);
     this.resize = new ResizeObserver(() => this.fit());
     this.resize.observe(this.plot);
     addEventListener("themechange", () => this.draw());
@@ -101,7 +102,7 @@ export class Chart {
         bind: this.onpick ? { click: (u) => () => this.pick(u) } : {} },
       scales: { x: { time: this.axis === "t" && !this.isElapsed }, y: { distr: this.isLog ? 3 : 1 } },
       axes: [{ ...axis, size: 26, gap: 4, grid: { show: false }, ...(this.axis === "t" && this.isElapsed && { values: (u, splits) => splits.map(duration) }) },
-        { ...axis, size: 56, gap: 4, values: (u, splits) => splits.map((v) => (v === null ? "" : tick(v))) }],
+        { ...axis, size: 56, gap: 4, values: (u, splits) => splits.map((v) => (v === null ? "" : this.ticks(v))) }],
       series: [{}, ...this.series(series, ink)],
       bands: this.lines.length === 1 ? [{ series: [2, 1], fill: faded(series[0], 0.18) }] : [],
       hooks: { draw: [(u) => this.drawMarks(u)], setCursor: [(u) => this.show(u.cursor.idx)] },
@@ -162,7 +163,7 @@ export class Chart {
     const at = isAt ? index : line.x.length - 1;
     if (at < 0) return;
     const where = isAt ? (this.axis === "t" ? this.when(line.t[at]) : `at ${line.x[at]}`) : "";
-    this.value.replaceChildren(number(line.mean[at]), " ", h("small", {}, where));
+    this.value.replaceChildren(this.format(line.mean[at]), " ", h("small", {}, where));
   }
 
   when(t) {
@@ -173,13 +174,14 @@ export class Chart {
     const said = this.lines.filter((line) => line.x.length).map((line) => {
       const end = line.x.length - 1;
       const name = this.lines.length > 1 ? `${line.label}: ` : "";
-      return `${name}${number(line.mean[0])} at ${line.x[0]} to ${number(line.mean[end])} at ${line.x[end]}`;
+      return `${name}${this.format(line.mean[0])} at ${line.x[0]} to ${this.format(line.mean[end])} at ${line.x[end]}`;
     });
     this.plot.setAttribute("aria-label", `${this.title}: ${said.join("; ") || "no values yet"}`);
     this.plot.dataset.points = this.lines.reduce((sum, line) => sum + line.x.length, 0);
     if (!said.length && !this.u) this.plot.replaceChildren(h("p", { class: "muted small" }, "No values yet."));
     this.show(this.u?.cursor.idx);
-    if (this.lines.length > 1) this.legend.replaceChildren(...this.lines.map((line, index) => key(line.label, index)));
+    const isNamed = this.lines.length > 1 && this.isWide; // the narrow ones beside it have the same colours
+    this.legend.replaceChildren(...(isNamed ? this.lines.map((line, index) => h("span", {}, lineSample(index), line.label)) : []));
     if (!this.numbers.hidden) this.fillTable();
   }
 
@@ -225,16 +227,17 @@ export function sparkline(values, label) {
   return svg;
 }
 
-/** A sample of a line as the chart draws it. */
-function key(label, index) {
+/** A sample of a chart's line, as it is drawn. */
+export function lineSample(index) {
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   svg.setAttribute("viewBox", "0 0 22 8");
+  svg.setAttribute("class", "line-sample");
   svg.setAttribute("aria-hidden", "true");
   const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
   for (const [name, value] of Object.entries({ x1: 0, x2: 22, y1: 4, y2: 4, class: `stroke-${(index % 6) + 1}` })) line.setAttribute(name, value);
   if (DASHES[index % 6].length) line.setAttribute("stroke-dasharray", DASHES[index % 6].join(" "));
   svg.append(line);
-  return h("span", {}, svg, label);
+  return svg;
 }
 
 /** Exponential moving average that does not lean to zero at the beginning. */

@@ -45,6 +45,9 @@ export function duration(seconds) {
   return `${Math.floor(seconds / 86400)} d ${Math.round((seconds % 86400) / 3600)} h`;
 }
 
+/** A measured time: with digits where `duration` has none. */
+export const measured = (seconds) => (seconds > 0 && seconds < 1 ? `${Number((1000 * seconds).toPrecision(3))} ms` : seconds === 0 ? "0" : duration(seconds));
+
 /** Seconds since 1970 of what the API gives: a number, or an RFC 3339 text. */
 export const moment = (value) => (typeof value === "number" ? value : Date.parse(value) / 1000);
 

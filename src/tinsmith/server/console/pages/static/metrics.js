@@ -1,5 +1,7 @@
 // The metrics worth a look first, in order, and what to call them. Others have their own names.
 
+import { measured } from "./format.js";
+
 const CURATED = [
   ["loss", "Loss per token"],
   ["unclipped_grad_l2:mean", "Gradient norm"],
@@ -11,11 +13,14 @@ const CURATED = [
   ["advantage:std", "Spread of advantages"],
   ["length:mean", "Tokens per sequence"],
   ["time/tokens_per_second", "Tokens per second"],
-  ["time/wait", "Waiting, seconds"],
-  ["time/compute", "Computing, seconds"],
+  ["time/wait", "Waiting"],
+  ["time/compute", "Computing"],
 ];
 
 const TITLES = new Map(CURATED);
+
+/** How a chart shows a metric's values, where not as plain numbers. */
+export const formatsOf = (key) => (/^time\/(wait|compute)$/.test(key) ? { format: measured, ticks: measured } : {});
 
 export const titleOf = (key) => TITLES.get(key) ?? key;
 

@@ -8,6 +8,8 @@ const GO = { r: "/", s: "/sessions", c: "/checkpoints", o: "/compare", p: "/play
 
 /** Run a page: its errors are said where its content would be; all of it is gone if its subject is. */
 export async function page(main, where) {
+  const here = document.querySelector(".rail [aria-current]");
+  if (here) here.parentElement.scrollLeft = here.offsetLeft - here.parentElement.clientWidth / 2; // on a narrow screen
   theme();
   keyboard();
   who();

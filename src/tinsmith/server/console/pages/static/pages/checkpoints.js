@@ -3,12 +3,14 @@ import { chatWith, pageOf, remove, runOf } from "../checkpoint_actions.js";
 import { $, empty, fill, h, link, pill, table } from "../dom.js";
 import { ago, bytes, number, shortId, until } from "../format.js";
 import { listen } from "../live.js";
+import { runNames } from "../run_names.js";
 import { page } from "../shell.js";
 
 const PAGE = 500;
 const chosen = new Set(); // tinker paths
 let checkpoints = [];
 let total = 0;
+let nameOf = shortId;
 
 page(async () => {
   for (const id of ["search", "kind"]) $(id).addEventListener("input", show);
@@ -21,6 +23,8 @@ page(async () => {
   });
   $("more").addEventListener("click", () => load(checkpoints.length));
   await load();
+  nameOf = await runNames();
+  show();
   listen({ checkpoint: () => load() });
 }, "checkpoints");
 
@@ -33,16 +37,16 @@ async function load(offset = 0) {
 
 function shown() {
   const wanted = $("search").value.trim().toLowerCase();
-  return checkpoints.filter((c) => c.tinker_path.toLowerCase().includes(wanted) && (!$("kind").value || c.checkpoint_type === $("kind").value));
+  return checkpoints.filter((c) => `${c.tinker_path} ${nameOf(runOf(c))}`.toLowerCase().includes(wanted) && (!$("kind").value || c.checkpoint_type === $("kind").value));
 }
 
 function show() {
   const found = shown();
   $("more").hidden = checkpoints.length >= total;
-  $("count").textContent = total ? `${number(total)}, ${bytes(checkpoints.reduce((sum, c) => sum + c.size_bytes, 0))}` : "";
+  $("count").textContent = total ? `${number(total)} · ${bytes(checkpoints.reduce((sum, c) => sum + c.size_bytes, 0))}` : "";
   actions();
   if (!checkpoints.length) return fill($("checkpoints"), empty("No checkpoints", "save_state() makes one to train on from, save_weights_for_sampler() one to sample from."));
-  if (!found.length) return fill($("checkpoints"), empty("No checkpoint fits", "Checkpoints are searched by path."));
+  if (!found.length) return fill($("checkpoints"), empty("No checkpoint fits", "Checkpoints are searched by path and by the name of their run."));
   const all = h("input", { type: "checkbox", "aria-label": "Choose all shown", checked: found.every((c) => chosen.has(c.tinker_path)), onchange: (event) => {
     for (const c of found) if (event.target.checked) chosen.add(c.tinker_path); else chosen.delete(c.tinker_path);
     show();
@@ -50,11 +54,11 @@ function show() {
   fill($("checkpoints"), table("Checkpoints", [
     [all, pick, "pick"],
     ["Checkpoint", (c) => [link(pageOf(c), c.checkpoint_id), c.public ? [" ", pill("warn", "Public")] : null], "name"],
-    ["Run", (c) => link(`/training_runs/${encodeURIComponent(runOf(c))}`, shortId(runOf(c)))],
-    ["For", (c) => (c.checkpoint_type === "training" ? "training" : "sampling")],
+    ["Run", (c) => link(`/training_runs/${encodeURIComponent(runOf(c))}`, nameOf(runOf(c))), "run"],
+    ["For", (c) => (c.checkpoint_type === "training" ? "training" : "sampling"), "spare"],
     ["Size", (c) => bytes(c.size_bytes), "number"],
     ["Saved", (c) => ago(c.time), "nowrap"],
-    ["Expires", (c) => (c.expires_at ? until(c.expires_at) : "never"), "nowrap"],
+    ["Expires", (c) => (c.expires_at ? until(c.expires_at) : "never"), "nowrap spare"],
     [h("span", { class: "visually-hidden" }, "Actions"), (c) => (c.checkpoint_type === "sampler" ? h("a", { class: "button small", href: chatWith(c), "aria-label": `Chat with ${c.checkpoint_id}` }, "Chat") : null)],
   ], found));
 }

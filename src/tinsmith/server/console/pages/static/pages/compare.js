@@ -1,8 +1,8 @@
 import { get, path } from "../api.js";
-import { Chart } from "../chart.js";
+import { Chart, lineSample } from "../chart.js";
 import { $, empty, fill, h, link } from "../dom.js";
 import { runName } from "../format.js";
-import { emptySeries, overview, titleOf } from "../metrics.js";
+import { emptySeries, formatsOf, overview, titleOf } from "../metrics.js";
 import { page, trouble } from "../shell.js";
 
 const MOST = 6;
@@ -40,7 +40,7 @@ async function choose(next) {
 }
 
 function showChoice() {
-  fill($("chosen"), shown.map(({ run }) => h("li", { class: "tag" }, link(`/training_runs/${encodeURIComponent(run.training_run_id)}`, runName(run)), " ",
+  fill($("chosen"), shown.map(({ run }, index) => h("li", { class: "tag" }, lineSample(index), link(`/training_runs/${encodeURIComponent(run.training_run_id)}`, runName(run)), " ",
     h("button", { type: "button", class: "small", "aria-label": `Remove ${runName(run)}`, onclick: () => choose(ids.filter((id) => id !== run.training_run_id)) }, "×"))));
   const others = known.filter((run) => !ids.includes(run.training_run_id));
   fill($("add"), h("option", { value: "", selected: true, disabled: true }, "Add a run …"), others.map((run) => h("option", { value: run.training_run_id }, runName(run))));
@@ -71,7 +71,7 @@ function aligned(line) {
 
 function chartOf(key) {
   if (!charts.has(key)) {
-    const chart = new Chart(titleOf(key), { sync: "compare" });
+    const chart = new Chart(titleOf(key), { sync: "compare", ...formatsOf(key) });
     chart.smoothing = Number($("smoothing").value);
     charts.set(key, chart);
   }
@@ -89,6 +89,6 @@ function showDifferences() {
   if (!shown.length) return fill($("differences"));
   fill($("differences"), wanted.length ? h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Configuration of each run" }, h("table", {},
     h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Setting"), shown.map(({ run }) => h("th", { scope: "col" }, runName(run))))),
-    h("tbody", {}, wanted.map((name) => h("tr", { class: differ(name) ? "differs" : null }, h("th", { scope: "row" }, name), configs.map((config) => h("td", {}, config[name] ?? "–")))))))
+    h("tbody", {}, wanted.map((name) => h("tr", { class: differ(name) ? `differs${$("only").checked ? "" : " marked"}` : null }, h("th", { scope: "row" }, name), configs.map((config) => h("td", {}, config[name] ?? "–")))))))
     : h("p", { class: "muted" }, "These runs have the same configuration."));
 }

@@ -1,7 +1,8 @@
 import { get, path } from "../api.js";
-import { $, code, empty, fill, h, link, pill, table } from "../dom.js";
+import { $, code, empty, fill, h, link, table } from "../dom.js";
 import { clock, count, duration, number, runName } from "../format.js";
 import { listen } from "../live.js";
+import { statusPill } from "../operation_status.js";
 import { page } from "../shell.js";
 
 const id = decodeURIComponent(location.pathname.split("/")[2]);
@@ -49,11 +50,7 @@ function show() {
   ], operations));
 }
 
-function statusOf(operation) {
-  if (operation.status === "failed") return [pill("bad", "Failed"), h("span", { class: "second error" }, operation.error)];
-  if (operation.status === "pending") return operation.started ? pill("good", "Running") : pill("warn", "Waiting");
-  return pill("", "Done");
-}
+const statusOf = (operation) => [statusPill(operation), operation.error ? h("span", { class: "second error" }, operation.error) : null];
 
 /** Waiting and computing on the common axis of time. */
 function bar(operation, first, last, now) {

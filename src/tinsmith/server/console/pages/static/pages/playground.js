@@ -1,5 +1,6 @@
 import { get } from "../api.js";
 import { $, code, copyButton, empty, fill, h, notify } from "../dom.js";
+import { runNames } from "../run_names.js";
 import { page } from "../shell.js";
 import { curl, python } from "../snippets.js";
 import { stream } from "../stream.js";
@@ -13,7 +14,9 @@ let running = new Set(); // the AbortController of each answer under way
 
 page(async () => {
   const query = new URLSearchParams(location.search);
-  state.models = (await get("/oai/api/v1/models")).data.map((model) => model.id);
+  const [served, nameOf] = await Promise.all([get("/oai/api/v1/models"), runNames()]);
+  state.models = served.data.map((model) => model.id);
+  state.nameOf = nameOf;
   const wanted = [...query.getAll("checkpoint"), ...query.getAll("model")].slice(0, MOST_LANES);
   state.lanes = wanted.length ? wanted : state.models.slice(-1);
   if (query.get("as") === "completion") setMode(false);
@@ -194,7 +197,7 @@ function laneHead(model, lane) {
   const select = h("select", { "aria-label": `Model ${lane + 1}`, onchange: (event) => {
     state.lanes[lane] = event.target.value;
     keep();
-  } }, known.map((name) => h("option", { value: name, selected: name === model }, name.replace("tinker://", ""))));
+  } }, known.map((name) => h("option", { value: name, selected: name === model }, labelOf(name))));
   const remove = h("button", { type: "button", class: "small", "aria-label": `Remove model ${lane + 1}`, onclick: () => {
     stopAll();
     state.lanes.splice(lane, 1);
@@ -202,6 +205,12 @@ function laneHead(model, lane) {
     keep();
   } }, "Remove");
   return h("div", { class: "lane-head" }, select, state.lanes.length > 1 ? remove : null);
+}
+
+/** A checkpoint by its run's name and its own. */
+function labelOf(model) {
+  const [, run, name] = /^tinker:\/\/([^/]+)\/(?:sampler_)?weights\/(.+)$/.exec(model) ?? [];
+  return run ? `${state.nameOf(run)} · ${name}` : model;
 }
 
 function turnOf(turn, index, lane) {

@@ -3,11 +3,12 @@ import { Chart } from "../chart.js";
 import { $, code, copyButton, empty, fill, h, link, pill, table } from "../dom.js";
 import { ago, bytes, clock, count, duration, moment, number, runName, until } from "../format.js";
 import { listen } from "../live.js";
-import { emptySeries, overview, put, timesOf, titleOf } from "../metrics.js";
+import { emptySeries, formatsOf, overview, put, timesOf, titleOf } from "../metrics.js";
 import { statusOf } from "../run_status.js";
 import { page } from "../shell.js";
 
 const POINTS = 500;
+const MOST_FAILURES = 20;
 const id = decodeURIComponent(location.pathname.split("/")[2]);
 const here = (...parts) => path("training_runs", id, ...parts);
 const charts = new Map();
@@ -126,7 +127,7 @@ const lineOf = (key) => ({ label: key, ...(state.series[key] ?? emptySeries()) }
 function chartOf(key) {
   if (!charts.has(key)) {
     const onpick = isPosted(key) ? null : (step) => location.assign(`/training_runs/${encodeURIComponent(id)}/steps/${step}`);
-    const chart = new Chart(titleOf(key), { onpick });
+    const chart = new Chart(titleOf(key), { onpick, ...formatsOf(key) });
     chart.set({ smoothing: Number($("smoothing").value), axis: $("axis").value });
     charts.set(key, chart);
   }
@@ -201,6 +202,7 @@ async function loadCheckpoints() {
     ["Saved", (c) => ago(c.time), "nowrap"],
     ["Expires", (c) => (c.expires_at ? until(c.expires_at) : "never"), "nowrap"],
   ], newest) : empty("No checkpoints", "save_weights_and_get_sampling_client() or save_state() makes one."));
+  $("marks").hidden = !newest.length;
   if (state.keys.length) showCurves();
 }
 
@@ -208,7 +210,7 @@ async function loadSamplers() {
   const { samplers } = await get(here("samplers"));
   $("samplers-section").hidden = !samplers.length;
   fill($("samplers"), table("Samplers of this run's weights", [
-    ["Weights after", (s) => (s.seq === undefined || s.seq === null ? "a checkpoint" : `operation ${s.seq}`), "name"],
+    ["Weights after", (s) => (s.seq === undefined || s.seq === null ? "a checkpoint" : link(`/training_runs/${encodeURIComponent(id)}/steps/${s.seq}`, `operation ${s.seq}`)), "name"],
     ["Sequences", (s) => number(s.sequences), "number"], ["Tokens", (s) => count(s.sampled_tokens), "number"],
     ["Mean length", (s) => number(s.mean_length, 3), "number"], ["Longest", (s) => number(s.longest), "number"],
     ["Ended by themselves", (s) => `${Math.round(100 * s.stopped_fraction)} %`, "number"],
@@ -217,7 +219,10 @@ async function loadSamplers() {
 }
 
 async function loadFailures() {
-  const { operations } = await get(here("operations"), { status: "failed", limit: 20 });
+  const { operations } = await get(here("operations"), { status: "failed", limit: MOST_FAILURES });
+  $("failed").hidden = !operations.length;
+  const many = operations.length === MOST_FAILURES ? `${MOST_FAILURES} operations or more have` : operations.length === 1 ? "An operation has" : `${operations.length} operations have`;
+  fill($("failed"), `${many} failed. `, link("#failures-title", "See why"));
   fill($("failures"), operations.length ? table("Failed operations", [
     ["Operation", (o) => link(`/training_runs/${encodeURIComponent(id)}/steps/${o.seq}`, number(o.seq)), "number"], ["Kind", (o) => code(o.kind)],
     ["When", (o) => clock(o.ended), "nowrap"], ["After", (o) => duration(o.ended - (o.started ?? o.submitted)), "number"],

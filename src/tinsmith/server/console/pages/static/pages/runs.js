@@ -1,7 +1,7 @@
 import { get, path } from "../api.js";
 import { sparkline } from "../chart.js";
 import { $, code, empty, fill, h, link, table } from "../dom.js";
-import { ago, number, runName } from "../format.js";
+import { ago, number, runName, shortId } from "../format.js";
 import { listen } from "../live.js";
 import { statusPill } from "../run_status.js";
 import { page } from "../shell.js";
@@ -62,12 +62,12 @@ function show() {
   if (!found.length) return fill($("runs"), empty("No run fits", "Runs are searched by id, base model and metadata", runs.size < total ? "; older ones are not shown yet." : "."));
   fill($("runs"), table("Runs", [
     [h("span", { class: "visually-hidden" }, "Choose"), pick, "pick"],
-    ["Run", (run) => [link(`/training_runs/${run.training_run_id}`, runName(run)), h("code", { class: "second", title: run.training_run_id }, run.training_run_id)], "name"],
+    ["Run", (run) => [link(`/training_runs/${run.training_run_id}`, runName(run)), h("code", { class: "second", title: run.training_run_id }, shortId(run.training_run_id))], "name"],
     ["Status", (run) => h("span", { data: { status: run.training_run_id } }, statusPill(run))],
     ["Loss per token", (run) => h("span", { data: { loss: run.training_run_id } }, lossOf(run.training_run_id))],
     ["Now", (run) => h("span", { data: { now: run.training_run_id } }, newest(run.training_run_id)), "number"],
-    ["Base model", (run) => [run.base_model, h("span", { class: "second" }, `LoRA rank ${run.lora_rank}`)]],
-    ["Metadata", (run) => tags(run)],
+    ["Base model", (run) => [run.base_model, h("span", { class: "second" }, `LoRA rank ${run.lora_rank}`)], "spare"],
+    ["Metadata", (run) => tags(run), "spare"],
     ["Last request", (run) => ago(run.last_request_time), "nowrap"],
   ], found));
 }
@@ -103,6 +103,7 @@ function pick(run) {
   } });
 }
 
-const noRuns = () => empty("No runs yet", "A run appears here as soon as a client creates a model.", h("pre", {},
-  `export TINKER_BASE_URL=${location.origin}\n\nimport tinsmith\nservice = tinsmith.ServiceClient()\ntraining = service.create_lora_training_client("…")`),
-  h("br"), "Or run ", code("tinsmith demo"), " beside this server.");
+const noRuns = () => h("div", { class: "empty" }, h("p", { class: "title" }, "No runs yet"),
+  h("p", {}, "A run appears here as soon as a client creates a model:"),
+  h("pre", {}, `import tinsmith\n\nservice = tinsmith.ServiceClient(base_url="${location.origin}")\nbase_model = service.get_server_capabilities().supported_models[0].model_name\ntraining = service.create_lora_training_client(base_model, rank=8)`),
+  h("p", {}, "The key is read from ", code("TINKER_API_KEY"), ". To see one learn without writing a line, run ", code("tinsmith demo --keep"), "."));

@@ -1,7 +1,8 @@
 import { get } from "../api.js";
 import { $, empty, fill, h, link, pill, table } from "../dom.js";
-import { bytes, duration, number, shortId } from "../format.js";
+import { bytes, duration, number } from "../format.js";
 import { listen } from "../live.js";
+import { runNames } from "../run_names.js";
 import { page } from "../shell.js";
 
 const EVERY_MS = 5000;
@@ -17,7 +18,7 @@ page(async () => {
 }, "numbers");
 
 async function load() {
-  const server = await get("/api/v1/console/server");
+  const [server, nameOf] = await Promise.all([get("/api/v1/console/server"), runNames()]);
   const isReady = server.status === "ready";
   fill($("status"), pill(isReady ? "good" : "bad", isReady ? "Ready" : "Not ready"));
   $("trouble").hidden = isReady;
@@ -34,8 +35,9 @@ async function load() {
     ["Status", ({ reason }) => (reason ? [pill("bad", "Refused"), h("span", { class: "second" }, reason)] : pill("good", "Served"))],
   ], [...server.models.map((name) => ({ name })), ...server.refused_models]));
   fill($("queues"), server.queues.length ? table("Queue per run", [
-    ["Run", (q) => link(`/training_runs/${encodeURIComponent(q.run)}`, shortId(q.run)), "name"],
+    ["Run", (q) => link(`/training_runs/${encodeURIComponent(q.run)}`, nameOf(q.run)), "name"],
     ["Now", (q) => (q.is_running ? pill("good", "Running") : pill("warn", "Waiting"))],
-    ["Operations waiting", (q) => number(q.waiting), "number"],
+    ["Waiting", (q) => number(q.waiting), "number"], ["Place", (q) => number(q.place), "number"],
+    ["Why", (q) => q.reason, "reason"],
   ], server.queues) : empty("Nothing is waiting", "Runs with operations under way are listed here, each with what it waits for."));
 }

@@ -1,6 +1,6 @@
 import { get, path } from "../api.js";
 import { $, code, empty, fill, h, link, table } from "../dom.js";
-import { ago, runName } from "../format.js";
+import { ago, runName, shortId } from "../format.js";
 import { statusPill } from "../run_status.js";
 import { page } from "../shell.js";
 
@@ -18,7 +18,7 @@ page(async () => {
     Promise.all(session.training_run_ids.map((run) => get(path("training_runs", run)))),
     Promise.all(session.sampler_ids.slice(0, 100).map((sampler) => get(path("samplers", sampler)).catch(() => ({ sampler_id: sampler }))))]);
   fill($("runs"), runs.length ? table("Runs of this session", [
-    ["Run", (run) => [link(`/training_runs/${encodeURIComponent(run.training_run_id)}`, runName(run)), h("code", { class: "second" }, run.training_run_id)], "name"],
+    ["Run", (run) => [link(`/training_runs/${encodeURIComponent(run.training_run_id)}`, runName(run)), h("code", { class: "second", title: run.training_run_id }, shortId(run.training_run_id))], "name"],
     ["Status", (run) => statusPill(run)],
     ["Base model", (run) => run.base_model],
     ["Last request", (run) => ago(run.last_request_time), "nowrap"],

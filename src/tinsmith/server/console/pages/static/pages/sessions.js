@@ -28,7 +28,7 @@ function show() {
   fill($("sessions"), table("Sessions", [
     ["Session", (s) => [link(`/sessions/${encodeURIComponent(s.session_id)}`, s.display_name || s.session_id), s.display_name ? h("code", { class: "second" }, s.session_id) : null], "name"],
     ["Status", statusOf],
-    ["Metadata", (s) => h("div", { class: "tags" }, Object.entries(s.user_metadata ?? {}).map(([k, v]) => h("span", { class: "tag" }, `${k}: ${v.slice(0, 80)}`)))],
+    ["Metadata", (s) => h("div", { class: "tags" }, Object.entries(s.user_metadata ?? {}).map(([k, v]) => h("span", { class: "tag" }, `${k}: ${v.slice(0, 80)}`))), "spare"],
     ["Checkpoints", (s) => number(s.checkpoints_count), "number"],
     ["Stored", (s) => bytes(s.checkpoint_storage_bytes), "number"],
     ["Begun", (s) => ago(s.created_at), "nowrap"],

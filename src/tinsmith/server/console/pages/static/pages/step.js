@@ -3,6 +3,7 @@ import { $, code, empty, fill, h, link } from "../dom.js";
 import { clock, duration, number, runName } from "../format.js";
 import { titleOf } from "../metrics.js";
 import { page } from "../shell.js";
+import { statusPill } from "../operation_status.js";
 import { classOf, percent, token, tokenBlock, toldOf } from "../tokens.js";
 
 const [, , id, , step] = location.pathname.split("/").map(decodeURIComponent);
@@ -25,7 +26,7 @@ page(async () => {
 
 function showFacts(operation, series) {
   const isHere = operation?.seq === at_step;
-  const facts = isHere ? [["Kind", code(operation.kind)], ["Status", operation.error ?? operation.status], ["Ended", operation.ended ? clock(operation.ended) : "not yet"],
+  const facts = isHere ? [["Kind", code(operation.kind)], ["Status", statusPill(operation)], ...(operation.error ? [["Error", h("span", { class: "error" }, operation.error)]] : []), ["Ended", operation.ended ? clock(operation.ended) : "not yet"],
     ["Computed", operation.started && operation.ended ? duration(operation.ended - operation.started) : "–"], ["Tokens", number(operation.tokens)]] : [["Operation", "is no longer in the log"]];
   for (const [key, values] of Object.entries(series)) {
     const place = values.axis === "seq" ? values.x.indexOf(at_step) : -1;

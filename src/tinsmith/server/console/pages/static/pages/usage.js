@@ -1,6 +1,7 @@
 import { get } from "../api.js";
 import { $, empty, fill, h, link, table } from "../dom.js";
-import { bytes, count, shortId } from "../format.js";
+import { bytes, count } from "../format.js";
+import { runNames } from "../run_names.js";
 import { page } from "../shell.js";
 
 const NAMES = { run: "Run", model: "Base model", day: "Day" };
@@ -15,7 +16,8 @@ page(async () => {
 async function load() {
   const by = $("by").value;
   history.replaceState(null, "", `/usage?by=${by}`);
-  const [{ usage }, storage] = await Promise.all([get("/api/v1/console/usage", { by }), get("/api/v1/billing/usage/checkpoints/current")]);
+  const [{ usage }, storage, nameOf] = await Promise.all([get("/api/v1/console/usage", { by }), get("/api/v1/billing/usage/checkpoints/current"), runNames()]);
+  if (by !== "day") usage.sort((a, b) => totalOf(b) - totalOf(a));
   const sum = (name) => usage.reduce((total, item) => total + item[name], 0);
   const stored = storage.data[0];
   const cells = [
@@ -27,7 +29,7 @@ async function load() {
   if (!usage.length) return fill($("usage"), empty("Nothing used yet", "Tokens are counted as they are trained, read and sampled."));
   const most = Math.max(...usage.map(totalOf), 1);
   fill($("usage"), table(`Usage by ${NAMES[by].toLowerCase()}`, [
-    [NAMES[by], (item) => (by === "run" && item.by ? link(`/training_runs/${encodeURIComponent(item.by)}`, shortId(item.by)) : item.by || "other"), "name"],
+    [NAMES[by], (item) => (by === "run" && item.by ? link(`/training_runs/${encodeURIComponent(item.by)}`, nameOf(item.by)) : item.by || "base models, without a run"), "name"],
     ["Trained", (item) => count(item.training_tokens), "number"], ["Prompts", (item) => count(item.prefill_tokens), "number"],
     ["From the cache", (item) => count(item.cached_prefill_tokens), "number"], ["Sampled", (item) => count(item.sampled_tokens), "number"],
     ...(by === "run" ? [["Stored", (item) => bytes(item.stored_bytes), "number"]] : []),

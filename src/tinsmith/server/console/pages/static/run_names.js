@@ -1,0 +1,13 @@
+// What runs are called, for pages that know them by their ids.
+
+import { get } from "./api.js";
+import { runName, shortId } from "./format.js";
+
+const MOST = 200;
+
+/** A function from the id of a run to its name; older runs than the last few hundred keep their ids. */
+export async function runNames() {
+  const { training_runs } = await get("/api/v1/training_runs", { limit: MOST });
+  const names = new Map(training_runs.map((run) => [run.training_run_id, runName(run)]));
+  return (id) => names.get(id) ?? shortId(id);
+}
