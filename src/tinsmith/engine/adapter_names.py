@@ -17,6 +17,16 @@ PREFIX = "base_model.model."
 UNEMBEDDING = "model.unembed_tokens"
 TEXT_PART = ".language_model."
 
+FUSED = {
+    "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
+    "in_proj": ("gate_proj", "x_proj"),
+}
+"""By a module that the model has: those that an adapter has of it, in the order of their rows."""
+
+GATED_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+PLAIN_EXPERTS = {"w1": "up_proj", "w2": "down_proj"}
+"""What the model calls the matrices of an expert, with a gate and without."""
+
 
 def hosted_module(module: str, *, is_unembedding: bool) -> str:
     """What the hosted service calls one of a model's modules."""
@@ -25,3 +35,9 @@ def hosted_module(module: str, *, is_unembedding: bool) -> str:
 
 def without_text_part(name: str) -> str:
     return name.replace(TEXT_PART, ".")
+
+
+def fused_parts(name: str) -> list[str]:
+    """Of the name of an A or B of a fused module: those of the modules that an adapter has."""
+    *layer, module, letter, weight = name.split(".")
+    return [".".join([*layer, part, letter, weight]) for part in FUSED.get(module, ())]

@@ -188,6 +188,15 @@ class Shaping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedAdapter:
+    """What an adapter that was trained elsewhere has become."""
+
+    lora: LoraConfig
+    """What an adapter must be created with to load it."""
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleJob:
     """One sampling request: `num_samples` continuations of one prompt."""
 
@@ -288,6 +297,15 @@ class Engine:
 
         With kind "sampler" only the weights are taken, and optimizer state and pending gradients
         start afresh; "training" also restores the optimizer; "exact" the pending gradients too.
+        """
+        raise NotImplementedError
+
+    async def import_adapter(
+        self, base_model: str, source: Path, folder: Path, kind: SnapshotKind
+    ) -> ImportedAdapter | Failure:
+        """Write the adapter that PEFT or the hosted service left in `source` as a snapshot.
+
+        `folder` must not exist, and appears whole or not at all. The optimizer starts afresh.
         """
         raise NotImplementedError
 

@@ -57,18 +57,31 @@ class Stored:
 
     def read(self) -> Array:
         """As float32."""
-        data = self.read_bytes()
-        if self.dtype == "F32":
-            flat = np.frombuffer(data, "<f4")
-        elif self.dtype == "F16":
-            flat = np.frombuffer(data, "<f2").astype(np.float32)
-        elif self.dtype == "BF16":
-            flat = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
-        else:
-            raise ValidationError(
-                f"cannot read a matrix of type {self.dtype}; known: F32, F16, BF16"
-            )
-        return flat.reshape(self.shape)
+        return decode(self.read_bytes(), self.dtype).reshape(self.shape)
+
+
+def decode(data: bytes, dtype: str) -> Array:
+    """Numbers of a type as float32."""
+    if dtype == "F32":
+        return np.frombuffer(data, "<f4")
+    if dtype == "F16":
+        return np.frombuffer(data, "<f2").astype(np.float32)
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    raise ValidationError(f"cannot read a matrix of type {dtype}; known: F32, F16, BF16")
+
+
+def encode(values: Array, dtype: str) -> bytes:
+    """Numbers as those of a type, each the nearest."""
+    if dtype == "F32":
+        return values.astype("<f4").tobytes()
+    if dtype == "F16":
+        return values.astype("<f2").tobytes()
+    bits = values.astype("<f4").view("<u4")
+    # To the nearest, halves to even, as bfloat16 conversions do everywhere.
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    encoded: bytes = rounded.astype("<u2").tobytes()
+    return encoded
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -80,22 +93,28 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def stored_tensors(paths: Iterable[Path]) -> dict[str, Stored]:
+def stored_tensors(
+    paths: Iterable[Path], *, max_header_bytes: int = MAX_HEADER_BYTES
+) -> dict[str, Stored]:
     """What the headers of some files say is in them."""
     tensors: dict[str, Stored] = {}
     for path in paths:
         size = path.stat().st_size
         try:
-            start, header = _read_header(path)
+            start, header = _read_header(path, max_header_bytes)
             for name, entry in header.items():
                 if name != "__metadata__":
                     first, last = entry["data_offsets"]
                     if not 0 <= first <= last <= size - start:
                         raise ValueError(f"{name!r} lies outside the file")
+                    if not all(type(each) is int and each >= 0 for each in entry["shape"]):
+                        raise ValueError(f"{name!r} has the shape {entry['shape']!r}")
+                    if not isinstance(entry["dtype"], str):
+                        raise ValueError(f"{name!r} has the type {entry['dtype']!r}")
                     tensors[name] = Stored(
                         entry["dtype"], entry["shape"], path, start + first, last - first
                     )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValidationError(f"is not a safetensors file: {error}", path.name) from error
     if not tensors:
         raise ValidationError("there are no safetensors files")
@@ -122,10 +141,10 @@ def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> 
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
+def _read_header(path: Path, max_bytes: int) -> tuple[int, dict[str, Any]]:
     """Where the tensors begin, and the header."""
     with path.open("rb") as file:
         num_bytes = int.from_bytes(file.read(8), "little")
-        if num_bytes > MAX_HEADER_BYTES:
-            raise ValueError(f"its header would have {num_bytes} bytes")
+        if num_bytes > max_bytes:
+            raise ValueError(f"its header would have {num_bytes} bytes; at most {max_bytes}")
         return 8 + num_bytes, json.loads(file.read(num_bytes))

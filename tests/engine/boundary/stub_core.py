@@ -22,6 +22,7 @@ from tinsmith.engine.base import (
     Failure,
     FinishedPass,
     Health,
+    ImportedAdapter,
     Pass,
     SampleEvent,
     SampleJob,
@@ -111,6 +112,11 @@ class StubCore:
 
     def restore(self, adapter_id: str, folder: Path, kind: SnapshotKind) -> SnapshotInfo | Failure:
         return SnapshotInfo(size_bytes=0, step=0)
+
+    def import_adapter(
+        self, base_model: str, source: Path, folder: Path, kind: SnapshotKind
+    ) -> ImportedAdapter | Failure:
+        return Failure("not here", "user")
 
     def freeze(self, adapter_id: str, sampler_id: str) -> Failure | None:
         self.log.append(f"freeze {sampler_id}")

@@ -200,7 +200,7 @@ def test_an_adapter_that_the_hosted_service_wrote_is_loaded(
     tensors = {k.replace("self_attn", shorten): v for k, v in load_file(path).items()}
     assert "base_model.model.model.unembed_tokens.lora_A.weight" in tensors
     save_file(tensors, path)
-    assert checkpoints.read_lora(tmp_path / "one").rank == adapter.rank
+    assert checkpoints.read_lora(tmp_path / "one", decoder.config).rank == adapter.rank
     checkpoints.load(loaded, tmp_path / "one", "sampler")
     assert torch.equal(adapter.flat, loaded.flat)
 

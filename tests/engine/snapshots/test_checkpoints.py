@@ -324,7 +324,7 @@ def test_the_shape_of_a_checkpoint_can_be_read(
 ) -> None:
     adapter = new_adapter(tiny_decoder, **lora)
     checkpoints.save(adapter, tmp_path / "c", "sampler")
-    assert checkpoints.read_lora(tmp_path / "c") == adapter.lora
+    assert checkpoints.read_lora(tmp_path / "c", tiny_decoder.config) == adapter.lora
 
 
 # PEFT
@@ -386,7 +386,7 @@ def peft_adapter(model: Any, folder: Path, **settings: Any) -> Tensor:
 
 def load_foreign(decoder: Decoder, folder: Path) -> Adapter:
     pool = AdapterPool(decoder.config, decoder.device, decoder.dtype)
-    adapter = pool.create_empty("tiny", checkpoints.read_lora(folder))
+    adapter = pool.create_empty("tiny", checkpoints.read_lora(folder, decoder.config))
     adapter.flat.fill_(torch.nan)  # memory as it may be found
     checkpoints.load(adapter, folder, "sampler")
     return adapter
@@ -405,6 +405,15 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
         {"target_modules": ALL, "r": 7, "lora_alpha": 13},
         {"target_modules": ALL, "layers_to_transform": [1]},
         {"target_modules": ALL, "init_lora_weights": "gaussian"},
+        {"target_modules": ALL, "use_rslora": True},
+        {"target_modules": ALL, "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 3}},
+        {"target_modules": ALL, "alpha_pattern": {"1.self_attn.q_proj": 5, "self_attn.q_proj": 9}},
+        {
+            "target_modules": [*ALL, "lm_head"],
+            "use_rslora": True,
+            "rank_pattern": {"model.layers.0.self_attn.v_proj": 1, "lm_head": 2},
+            "alpha_pattern": {"v_proj": 0.5, "lm_head": 64},
+        },
     ],
     ids=str,
 )
@@ -435,11 +444,13 @@ def test_modules_that_a_foreign_adapter_leaves_alone_can_still_learn(
 @pytest.mark.parametrize(
     ("settings", "path"),
     [
-        ({"use_rslora": True}, "use_rslora"),
         ({"use_dora": True}, "use_dora"),
         ({"bias": "lora_only"}, "bias"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
+        ({"rank_pattern": {"(a+)+b": 2}}, "rank_pattern"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": "2"}}, "alpha_pattern.q_proj"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"peft_type": "IA3"}, "peft_type"),
@@ -447,6 +458,7 @@ def test_modules_that_a_foreign_adapter_leaves_alone_can_still_learn(
         ({"r": 0}, "r"),
         ({"r": "4"}, "r"),
         ({"lora_alpha": None}, "lora_alpha"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused_by_name(
@@ -468,7 +480,7 @@ def changed_weights(folder: Path, change: Callable[[dict[str, Tensor]], None]) -
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
     change(tensors)
-    save_file(tensors, path)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
 
 
 A_NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -488,8 +500,22 @@ A_NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
             lambda t: t.update({A_NAME.replace("layers.0", "layers.9"): torch.zeros(4, 32)}),
             "no place",
         ),
+        (lambda t: t.update({A_NAME: torch.zeros(5, 32)}), r"rank 4\) want \[4, 32\]"),
+        (lambda t: t.update({A_NAME: t[A_NAME].double()}), "is F64; known: F32, F16, BF16"),
+        (lambda t: t.update({A_NAME: t[A_NAME].to(torch.int8)}), "is I8; known"),
+        (
+            lambda t: t.update({A_NAME.replace(".layers", ".language_model.layers"): t[A_NAME]}),
+            "is one too many",
+        ),
+        (
+            lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": t[A_NAME]}),
+            "adapters of the embedding are not supported",
+        ),
     ],
-    ids=["missing", "shape", "nan", "embedding", "layer"],
+    ids=[
+        *("missing", "shape", "nan", "embedding", "layer", "rank", "float64", "int8", "twice"),
+        "embedding adapter",
+    ],
 )
 def test_a_foreign_adapter_that_does_not_fit_is_refused(
     tiny_decoder: Decoder,

@@ -15,14 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tinsmith.engine.adapter_names import FUSED
 from tinsmith.engine.stored_tensors import Entry, Stored, stored_tensors, weight_files
 from tinsmith.errors import ValidationError
-
-FUSED = {
-    "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
-    "in_proj": ("gate_proj", "x_proj"),
-}
-"""By the module that the model has: those that an adapter has, in the order of their rows."""
 
 _WITH_OTHER_ROWS = ("in_proj",)
 

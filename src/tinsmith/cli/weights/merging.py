@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tinsmith.cli.progress import Tell
 from tinsmith.engine.stored_tensors import (
-    Array,
     Stored,
+    encode,
     encode_header,
     stored_tensors,
     weight_files,
@@ -65,7 +65,7 @@ def merge(base: Path, adapter: Path, target: Path, tell: Tell) -> int:
         for number, (name, stored) in enumerate(weights.items(), 1):
             if name in pairs:
                 a, b = (changes[each].read() for each in pairs[name])
-                file.write(_encoded(stored.read() + scale * (b @ a), stored.dtype))
+                file.write(encode(stored.read() + scale * (b @ a), stored.dtype))
             else:
                 file.write(stored.read_bytes())
             tell(number, len(weights), name)
@@ -126,15 +126,3 @@ def _pairs(changes: dict[str, Stored]) -> dict[str, tuple[str, str]]:
         other = next(name for name in changes if ".lora_" not in name)
         raise ValidationError(f"only plain LoRA adapters can be merged; this one has {other!r}")
     return pairs
-
-
-def _encoded(values: Array, dtype: str) -> bytes:
-    if dtype == "F32":
-        return values.astype("<f4").tobytes()
-    if dtype == "F16":
-        return values.astype("<f2").tobytes()
-    bits = values.astype("<f4").view("<u4")
-    # To the nearest, halves to even, as bfloat16 conversions do everywhere.
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    encoded: bytes = rounded.astype("<u2").tobytes()
-    return encoded

@@ -16,7 +16,9 @@ from pathlib import Path
 from tinsmith.cli.weights.fused_modules import JoinedFactor, join_modules, joined_ranks
 from tinsmith.engine.adapter_names import (
     CONFIG,
+    GATED_EXPERTS,
     MANIFEST,
+    PLAIN_EXPERTS,
     PREFIX,
     TEXT_PART,
     UNEMBEDDING,
@@ -26,8 +28,6 @@ from tinsmith.engine.adapter_names import (
 from tinsmith.engine.stored_tensors import Stored, encode_header, stored_tensors
 
 _HEADS = ("lm_head", "embed_out")
-_GATED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_PLAIN = {"w1": "up_proj", "w2": "down_proj"}
 
 
 def to_peft(folder: Path, base: Path | None = None) -> None:
@@ -98,7 +98,7 @@ class _Names:
             return
         layer, _, which = module.rpartition(".")
         gate = f"{PREFIX}{layer}.w3.{letter}.weight"
-        projection = (_GATED if gate in self._stored else _PLAIN)[which]
+        projection = (GATED_EXPERTS if gate in self._stored else PLAIN_EXPERTS)[which]
         for expert in range(self._num_experts(name)):
             yield f"{PREFIX}{layer}.{expert}.{projection}.{letter}.weight", expert
 

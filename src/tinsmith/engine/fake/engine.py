@@ -26,6 +26,7 @@ from tinsmith.engine.base import (
     Failure,
     FinishedPass,
     Health,
+    ImportedAdapter,
     Pass,
     SampleEvent,
     SampleJob,
@@ -240,6 +241,12 @@ class FakeEngine(Engine):
             return _refusal(error)
         await self._work()
         return info
+
+    async def import_adapter(
+        self, base_model: str, source: Path, folder: Path, kind: SnapshotKind
+    ) -> ImportedAdapter | Failure:
+        self._check_alive()
+        return Failure("the fake engine has no low-rank matrices to import an adapter to", "user")
 
     async def freeze(self, adapter_id: str, sampler_id: str) -> Failure | None:
         self._check_alive()

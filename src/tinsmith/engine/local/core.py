@@ -25,6 +25,7 @@ from tinsmith.engine.base import (
     Failure,
     FinishedPass,
     Health,
+    ImportedAdapter,
     Pass,
     RefusedModel,
     SampleEvent,
@@ -207,23 +208,42 @@ class EngineCore:
         self._samplers[sampler_id] = _Sampler(copy)
         return None
 
-    def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> Failure | None:
+    def import_adapter(
+        self, base_model: str, source: Path, folder: Path, kind: SnapshotKind
+    ) -> ImportedAdapter | Failure:
         try:
-            self._check_base_model(base_model)
-            self._check_sampler_is_new(sampler_id)
-            lora = checkpoints.read_lora(folder)
-            checks.check_lora(lora, self._config.max_lora_rank)
-            pool = self._pool(base_model)
-            adapter = pool.create_empty(base_model, lora)
+            adapter = self._load(base_model, source)
             try:
-                checkpoints.load(adapter, folder, "sampler")
-            except BaseException:
-                pool.release(adapter)
-                raise
+                info = checkpoints.save(adapter, folder, kind)
+            finally:
+                self._pool(base_model).release(adapter)
         except (ValidationError, EngineError) as error:
             return _failure(error)
-        self._samplers[sampler_id] = _Sampler(adapter)
+        except OSError as error:
+            return Failure(f"the adapter could not be written to {folder}: {error}", "server")
+        return ImportedAdapter(lora=adapter.lora, size_bytes=info.size_bytes)
+
+    def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> Failure | None:
+        try:
+            self._check_sampler_is_new(sampler_id)
+            self._samplers[sampler_id] = _Sampler(self._load(base_model, folder))
+        except (ValidationError, EngineError) as error:
+            return _failure(error)
         return None
+
+    def _load(self, base_model: str, folder: Path) -> Adapter:
+        """A new adapter with the weights of a checkpoint, whoever wrote it."""
+        self._check_base_model(base_model)
+        lora = checkpoints.read_lora(folder, self._models.config(base_model))
+        checks.check_lora(lora, self._config.max_lora_rank)
+        pool = self._pool(base_model)
+        adapter = pool.create_empty(base_model, lora)
+        try:
+            checkpoints.load(adapter, folder, "sampler")
+        except BaseException:
+            pool.release(adapter)
+            raise
+        return adapter
 
     def unload_sampler(self, sampler_id: str) -> None:
         sampler = self._samplers.pop(sampler_id, None)

@@ -8,7 +8,8 @@
 
 Loading checks everything before it touches the adapter, so a damaged or foreign folder
 changes nothing. The names of release 0.1 were PEFT's; both are read. A folder without
-`tinsmith.json` is taken for an adapter that PEFT or the hosted service wrote; it has weights only.
+`tinsmith.json` is taken for an adapter that PEFT or the hosted service wrote (`foreign`); it has
+weights only.
 `cli.weights.peft_layout` makes PEFT's files of it. Where folders are kept, and what they are
 called, is the caller's affair.
 """
@@ -17,30 +18,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from torch import Tensor
 
 from tinsmith.disk import FileRecord, describe_file, new_folder, write_file
-from tinsmith.engine.adapter_names import (
-    CONFIG,
-    MANIFEST,
-    PREFIX,
-    UNEMBEDDING,
-    WEIGHTS,
-    hosted_module,
-    without_text_part,
-)
+from tinsmith.engine.adapter_names import CONFIG, MANIFEST, WEIGHTS
 from tinsmith.engine.base import SnapshotInfo, SnapshotKind
+from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.lora import Adapter
-from tinsmith.engine.local.snapshots.peft_config import peft_config, read_json, read_peft_config
+from tinsmith.engine.local.snapshots import foreign
+from tinsmith.engine.local.snapshots.named_tensors import joined, places_of, split
+from tinsmith.engine.local.snapshots.peft_config import peft_config, read_json
 from tinsmith.engine.local.snapshots.tensor_files import encode_tensors, read_tensors
-from tinsmith.engine.stored_tensors import stored_tensors
 from tinsmith.errors import EngineError, ValidationError
 from tinsmith.types import LoraConfig
 
@@ -54,8 +47,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def save(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
     """Write the adapter to `folder`, which must not exist; it appears whole or not at all."""
-    places = _places(adapter)
-    weights = _split(adapter.flat, places)
+    places = places_of(adapter)
+    weights = split(adapter.flat, places)
     config = peft_config(adapter.base_model, adapter.rank, adapter.modules)
     with new_folder(folder) as draft:
         files = {
@@ -67,12 +60,12 @@ def save(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
                 f"{which}.{name}": tensor
                 for which in _MOMENTS
                 if (vector := getattr(adapter, which)) is not None
-                for name, tensor in _split(vector, places).items()
+                for name, tensor in split(vector, places).items()
             }
             parts = encode_tensors(moments, {"step": str(adapter.step)})
             files[OPTIMIZER] = write_file(draft / OPTIMIZER, parts)
         if kind == "exact" and adapter.grad is not None:
-            gradients = _split(adapter.grad, places)
+            gradients = split(adapter.grad, places)
             files[GRADIENTS] = write_file(draft / GRADIENTS, encode_tensors(gradients, {}))
         manifest = Manifest(
             kind=kind,
@@ -95,25 +88,23 @@ def load(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        flat, size = _read_foreign(adapter, folder, kind)
-        _replace(adapter, flat)
-        return SnapshotInfo(size_bytes=size, step=0)
+        return _load_foreign(adapter, folder, kind)
 
     _check_fits(adapter, manifest, kind)
     wanted = _files_of(manifest, kind)
     for name in wanted:
         _verify(folder / name, manifest.files[name])
-    flat = _joined(read_tensors(folder / WEIGHTS), adapter, WEIGHTS)
+    flat = joined(read_tensors(folder / WEIGHTS), adapter, WEIGHTS)
     moments: dict[str, Tensor] = {}
     if kind != "sampler" and manifest.has_optimizer:
         stored = read_tensors(folder / OPTIMIZER)
         for which in _MOMENTS:
             prefix = which + "."
             named = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
-            moments[which] = _joined(named, adapter, OPTIMIZER)
+            moments[which] = joined(named, adapter, OPTIMIZER)
     gradient = None
     if GRADIENTS in wanted:
-        gradient = _joined(read_tensors(folder / GRADIENTS), adapter, GRADIENTS)
+        gradient = joined(read_tensors(folder / GRADIENTS), adapter, GRADIENTS)
     step = 0 if kind == "sampler" else manifest.step
     _replace(adapter, flat, step=step, gradient=gradient, **moments)
     return SnapshotInfo(
@@ -121,19 +112,10 @@ def load(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
     )
 
 
-def read_lora(folder: Path) -> LoraConfig:
+def read_lora(folder: Path, config: DecoderConfig) -> LoraConfig:
     """The shape of the adapter in a checkpoint: what one must be created with to load it."""
     manifest = read_manifest(folder)
-    if manifest is not None:
-        return manifest.lora
-    rank = read_peft_config(folder / CONFIG).rank
-    parts = {_part(_module(name)) for name in stored_tensors([_foreign_weights(folder)])}
-    return LoraConfig(
-        rank=rank,
-        train_attn="attn" in parts,
-        train_mlp="mlp" in parts,
-        train_unembed="unembed" in parts,
-    )
+    return foreign.read_lora(folder, config) if manifest is None else manifest.lora
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +180,16 @@ def read_manifest(folder: Path) -> Manifest | None:
     return Manifest.from_json(read_json(path)) if path.exists() else None
 
 
+def _load_foreign(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
+    if kind != "sampler":
+        raise ValidationError(
+            f"the checkpoint has no {MANIFEST}, so it holds weights only: no optimizer state"
+        )
+    tensors, size = foreign.read_weights(folder, adapter)
+    _replace(adapter, joined(tensors, adapter, WEIGHTS))
+    return SnapshotInfo(size_bytes=size, step=0)
+
+
 def _files_of(manifest: Manifest, kind: SnapshotKind) -> list[str]:
     names = [WEIGHTS, CONFIG]
     if kind != "sampler":
@@ -258,139 +250,6 @@ def _replace(
     adapter.flat.copy_(flat)
     adapter.grad, adapter.exp_avg, adapter.exp_avg_sq = state
     adapter.step = step
-
-
-# Flat vectors and named tensors
-
-_Place = tuple[int, torch.Size]
-
-
-def _places(adapter: Adapter) -> dict[str, _Place]:
-    """Where each named tensor lies in the adapter's vectors: its offset and shape."""
-    start, names = adapter.flat.storage_offset(), _hosted_names(adapter)
-    return {
-        names[name]: (view.storage_offset() - start, view.shape)
-        for name, view in adapter.named_tensors()
-    }
-
-
-def _hosted_names(adapter: Adapter) -> dict[str, str]:
-    """From PEFT's names of the adapter's tensors to the hosted service's."""
-    heads = adapter.unembedding_modules
-    names = {}
-    for name, _ in adapter.named_tensors():
-        module, ending = _module(name), name.rsplit(".", 2)[1:]
-        hosted = hosted_module(module, is_unembedding=module in heads)
-        names[name] = ".".join([PREFIX + hosted, *ending])
-    return names
-
-
-def _split(vector: Tensor, places: Mapping[str, _Place]) -> dict[str, Tensor]:
-    """Views of a vector's named parts, on the CPU."""
-    vector = vector.detach().cpu()
-    return {
-        name: vector[offset : offset + math.prod(shape)].view(shape)
-        for name, (offset, shape) in places.items()
-    }
-
-
-def _joined(tensors: Mapping[str, Tensor], adapter: Adapter, file: str) -> Tensor:
-    """The vector whose named parts are `tensors`; they must be exactly those of the adapter."""
-    places = _places(adapter)
-    tensors = _renamed(tensors, adapter)
-    for name in tensors.keys() ^ places.keys():
-        problem = "is missing" if name in places else "has no place in this model"
-        raise ValidationError(f"tensor {name!r} {problem}", file)
-    vector = torch.empty(sum(math.prod(shape) for _, shape in places.values()))
-    for name, part in _split(vector, places).items():
-        if tensors[name].shape != part.shape:
-            raise ValidationError(
-                f"tensor {name!r} has shape {list(tensors[name].shape)} where the model has "
-                f"{list(part.shape)}",
-                file,
-            )
-        part.copy_(tensors[name])
-    return vector
-
-
-def _renamed(tensors: Mapping[str, Tensor], adapter: Adapter) -> dict[str, Tensor]:
-    """The tensors under the hosted service's names, where they have PEFT's."""
-    known = {without_text_part(old): new for old, new in _hosted_names(adapter).items()}
-    # The hosted service leaves out the `self` of gpt-oss's attention.
-    known |= {old.replace(".self_attn.", ".attn."): new for old, new in known.items()}
-    return {known.get(without_text_part(name), name): tensor for name, tensor in tensors.items()}
-
-
-# Adapters that PEFT wrote
-
-
-def _read_foreign(adapter: Adapter, folder: Path, kind: SnapshotKind) -> tuple[Tensor, int]:
-    """The weights as our adapter would hold them, and the size of the file."""
-    if kind != "sampler":
-        raise ValidationError(
-            f"the checkpoint has no {MANIFEST}, so it holds weights only: no optimizer state"
-        )
-    config = read_peft_config(folder / CONFIG)
-    if config.rank != adapter.rank:
-        raise ValidationError(f"the checkpoint has rank {config.rank}, the model {adapter.rank}")
-    path = _foreign_weights(folder)
-    places = _places(adapter)
-    stored = {n: t.float() for n, t in _renamed(read_tensors(path), adapter).items()}
-    names = frozenset(stored)
-    for name in names - places.keys():
-        hint = ""
-        if "lora_" not in name:
-            hint = "; if it is a copy of the embeddings, save with save_embedding_layers=False"
-        raise ValidationError(f"tensor {name!r} has no place in this model{hint}", WEIGHTS)
-    for name, (_, shape) in places.items():
-        if name in stored and _is_b(name):
-            stored[name] = stored[name] * config.b_factor
-        elif name not in stored:
-            if _partner(name) in names:
-                raise ValidationError(f"tensor {name!r} is missing", WEIGHTS)
-            stored[name] = _untrained(name, shape)
-    flat = _joined(stored, adapter, WEIGHTS)
-    if not flat.isfinite().all():
-        raise ValidationError("holds numbers that are not finite", WEIGHTS)
-    return flat, path.stat().st_size
-
-
-def _foreign_weights(folder: Path) -> Path:
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise ValidationError(
-            f"there is no {WEIGHTS}; other formats, which can run code when read, are not taken"
-        )
-    return path
-
-
-def _untrained(name: str, shape: torch.Size) -> Tensor:
-    """A module that the adapter leaves alone: B zero, and an A from which it can still learn."""
-    if _is_b(name):
-        return torch.zeros(shape)
-    bound = 1 / math.sqrt(shape[-1])
-    return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(0))
-
-
-def _is_b(name: str) -> bool:
-    return name.endswith(".lora_B.weight")
-
-
-def _partner(name: str) -> str:
-    """The B of an A, the A of a B."""
-    a, b = ".lora_A.weight", ".lora_B.weight"
-    return name.removesuffix(b) + a if _is_b(name) else name.removesuffix(a) + b
-
-
-def _module(name: str) -> str:
-    """`model.layers.0.mlp.up_proj`, of the name of its A or B."""
-    return name.removeprefix(PREFIX).rsplit(".", 2)[0]
-
-
-def _part(module: str) -> str:
-    if module == UNEMBEDDING or module.rsplit(".", 1)[-1] == "lm_head":
-        return "unembed"
-    return "attn" if "att" in module.rpartition(".")[0].lower() else "mlp"
 
 
 def _json(content: Mapping[str, Any]) -> bytes:
