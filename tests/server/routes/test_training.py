@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tests.support.in_process_server import MODEL
+
 if TYPE_CHECKING:
     from tests.support.in_process_server import Api, StartServer
 
@@ -32,6 +34,16 @@ async def test_old_clients_send_passes_as_json_and_forward_by_its_own_path(api: 
     body = {"forward_input": inputs, "model_id": model, "seq_id": 4}
     after = await api.output((await api.ok("/forward", body))["request_id"])
     assert after.metrics["loss:sum"] < before.metrics["loss:sum"]
+
+
+async def test_training_all_parameters_is_refused_in_plain_words(api: Api) -> None:
+    body = {"session_id": await api.session(), "model_seq_id": 0, "base_model": MODEL}
+    response = await api.post("/create_model", body)
+    assert response.status_code == 400
+    assert response.json()["detail"] == (
+        "lora_config: without it all parameters would be trained, and this server trains LoRA "
+        'adapters only; give it a rank, as in {"rank": 32}'
+    )
 
 
 async def test_a_custom_loss_is_uploaded_once_and_kept(start_server: StartServer) -> None:

@@ -50,7 +50,11 @@ async def create_model(service: Service, caller: Caller, request: Request) -> Un
     session = await active_session(service, caller, message.session_id)
     await check_base_model(service, message.base_model)
     if message.lora_config is None:
-        raise ValidationError("only LoRA training is served; give this field", "lora_config")
+        raise ValidationError(
+            "without it all parameters would be trained, and this server trains LoRA adapters "
+            'only; give it a rank, as in {"rank": 32}',
+            "lora_config",
+        )
     check_optimizer(message.optimizer_config)
     max_rank = (await service.capabilities()).max_lora_rank
     if not 1 <= message.lora_config.rank <= max_rank:
