@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from tinsmith.errors import ValidationError
 
@@ -75,19 +75,43 @@ def is_draft(path: Path) -> bool:
     return path.name.startswith(".") and path.name.endswith(_DRAFT_SUFFIX)
 
 
+class Sink:
+    """A file that is being written, with its size and checksum so far."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._size = 0
+
+    def write(self, part: bytes | memoryview) -> int:
+        self._digest.update(part)
+        self._size += len(part)
+        return self._file.write(part)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def record(self) -> FileRecord:
+        return FileRecord(self._size, self._digest.hexdigest())
+
+
 @writes
-def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file and sync it; returns its size and checksum, taken on the way."""
-    digest = hashlib.sha256()
-    size = 0
+def write_file(
+    path: Path, parts: Iterable[bytes | memoryview] | Callable[[Sink], object]
+) -> FileRecord:
+    """Write a new file, from parts or by a function that fills it, and sync it; returns its size
+    and checksum, taken on the way."""
     with path.open("xb") as file:
-        for part in parts:
-            file.write(part)
-            digest.update(part)
-            size += len(part)
+        sink = Sink(file)
+        if callable(parts):
+            parts(sink)
+        else:
+            for part in parts:
+                sink.write(part)
         file.flush()
         os.fsync(file.fileno())
-    return FileRecord(size, digest.hexdigest())
+    return sink.record
 
 
 def copy_file(source: Path, target: Path) -> FileRecord:

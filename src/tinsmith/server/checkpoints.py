@@ -13,6 +13,7 @@ import uuid
 from typing import Any
 
 from tinsmith.errors import ValidationError
+from tinsmith.server.encryption import ENCRYPTED
 from tinsmith.server.store.records import AuditRecord, CheckpointRecord, ModelRecord, WeightsRecord
 from tinsmith.server.store.store import Store
 from tinsmith.server.weights import WeightsFolders
@@ -74,16 +75,25 @@ class Checkpoints:
             raise ValidationError(f"the weights of {checkpoint.tinker_path} are gone")
         return weights
 
+    async def loadable(self, checkpoint: CheckpointRecord) -> WeightsRecord:
+        """The weights of a checkpoint that is to be loaded, or sampled from."""
+        weights = await self.weights_of(checkpoint)
+        if weights.kind == ENCRYPTED:
+            raise ValidationError(
+                f"{checkpoint.tinker_path} is encrypted: its files can be fetched and not loaded"
+            )
+        return weights
+
     async def publish(self, checkpoint: CheckpointRecord, is_public: bool) -> None:
         event = "checkpoint_published" if is_public else "checkpoint_unpublished"
-        await self._update(checkpoint, {"is_public": is_public}, _audit(checkpoint, event))
+        await self._update(checkpoint, {"is_public": is_public}, audit_of(checkpoint, event))
 
     async def set_ttl(self, checkpoint: CheckpointRecord, ttl_seconds: int | None) -> None:
         check_ttl(ttl_seconds)
         await self._update(
             checkpoint,
             {"expires_at": expiry(ttl_seconds, time.time())},
-            _audit(checkpoint, "checkpoint_ttl_set", {"ttl_seconds": ttl_seconds}),
+            audit_of(checkpoint, "checkpoint_ttl_set", {"ttl_seconds": ttl_seconds}),
         )
 
     async def _update(
@@ -96,7 +106,7 @@ class Checkpoints:
 
     async def delete(self, checkpoint: CheckpointRecord, event: str = "checkpoint_deleted") -> None:
         """Delete this checkpoint; one that was saved under its name since it was read stays."""
-        await self._store.checkpoints.delete(checkpoint, _audit(checkpoint, event))
+        await self._store.checkpoints.delete(checkpoint, audit_of(checkpoint, event))
         await self._weights.sweep()
 
     async def delete_expired(self) -> None:
@@ -146,7 +156,7 @@ class Checkpoints:
             expires_at=expiry(ttl_seconds, at),
         )
         details = {"source": source.tinker_path}
-        audit = _audit(copied, "checkpoint_copied", details)
+        audit = audit_of(copied, "checkpoint_copied", details)
         if not await self._store.checkpoints.add(copied, model, audit):
             raise ValidationError(f"{source.tinker_path} was deleted meanwhile; nothing was copied")
         return copied
@@ -156,7 +166,7 @@ def _is_expired(checkpoint: CheckpointRecord) -> bool:
     return checkpoint.expires_at is not None and checkpoint.expires_at <= time.time()
 
 
-def _audit(
+def audit_of(
     checkpoint: CheckpointRecord, event: str, details: dict[str, Any] | None = None
 ) -> AuditRecord:
     return AuditRecord(

@@ -153,7 +153,7 @@ async def _sampler(service: Service, caller: Caller, model: str) -> SamplerRecor
     if model.startswith("tinker://"):
         try:
             checkpoint = await service.checkpoints.readable(model, caller.owner)
-            weights = await service.checkpoints.weights_of(checkpoint)
+            weights = await service.checkpoints.loadable(checkpoint)
         except ValidationError:
             raise Refusal(404, f"there is no checkpoint {model[:200]!r}") from None
         base_model, weights_id = weights.base_model, weights.weights_id

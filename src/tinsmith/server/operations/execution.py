@@ -8,6 +8,7 @@ the engine, the store or the disk is in trouble and the operation must be taken 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TypeVar
 from tinsmith.engine.base import CustomLoss, Engine, Failure, Pass, SnapshotKind, Step
 from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.server.checkpoints import Checkpoints, checkpoint_name, expiry
+from tinsmith.server.encryption import ENCRYPTED, encrypt_folder
 from tinsmith.server.operations.codecs import LoadRequest, PassRequest, pass_data
 from tinsmith.server.operations.finishes import done, failed
 from tinsmith.server.operations.live_model import LiveModel
@@ -143,7 +145,7 @@ class Executor:
             return operation.record.weights_id
         load = await self.request_of(operation, LoadRequest)
         path = load.request.path
-        weights = await self.checkpoints.weights_of(
+        weights = await self.checkpoints.loadable(
             await self.checkpoints.readable(path, load.reader)
         )
         if load.request.optimizer and weights.kind == "sampler":
@@ -210,6 +212,8 @@ class Executor:
         weights = await self._snapshot(engine, model, "sampler")
         if isinstance(weights, Failure):
             return failed(operation, weights)
+        if request.age_encryption_recipients:
+            weights = await self._encrypted(weights, request.age_encryption_recipients)
         checkpoint = _checkpoint(model, checkpoint_id, "external", weights, request.ttl_seconds)
         response = SaveWeightsExternalResponseInternal(
             path=checkpoint.tinker_path,
@@ -217,6 +221,18 @@ class Executor:
             type="save_weights_external",
         )
         return _saved(operation, response, weights, checkpoint)
+
+    async def _encrypted(self, plain: WeightsRecord, recipients: list[str]) -> WeightsRecord:
+        """Encrypted weights in the place of plain ones."""
+        source = self.weights.folder(plain.weights_id)
+        try:
+            with self.weights.new() as (weights_id, folder):
+                size = await asyncio.to_thread(encrypt_folder, source, folder, recipients)
+        except OSError as error:
+            raise DiskTroubleError(f"the export could not be encrypted: {error}") from error
+        finally:
+            await self.weights.discard(plain.weights_id)
+        return dataclasses.replace(plain, weights_id=weights_id, kind=ENCRYPTED, size_bytes=size)
 
     async def _save_ephemeral(
         self, engine: Engine, model: LiveModel, operation: Operation, sampling_seq_id: int

@@ -160,7 +160,7 @@ async def _source(
         checkpoint = await service.checkpoints.readable(message.model_path, caller.owner)
     except ValidationError:
         raise not_found("checkpoint", message.model_path) from None
-    weights = await service.checkpoints.weights_of(checkpoint)
+    weights = await service.checkpoints.loadable(checkpoint)
     if message.base_model not in (None, weights.base_model):
         raise ValidationError(
             f"{message.model_path} belongs to {weights.base_model!r}", "base_model"

@@ -10,6 +10,7 @@ from tinsmith.server.checkpoints import check_ttl, checkpoint_name
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, answer, not_found, read_body
 from tinsmith.server.edge.routing import bare_route, route
+from tinsmith.server.encryption import read_recipients
 from tinsmith.server.operations.codecs import LoadCodec, LoadRequest
 from tinsmith.server.operations.intake import submit
 from tinsmith.server.routes.sessions import active_session
@@ -64,10 +65,7 @@ async def _save(
         checkpoint_name(wanted.path, seq_id)
         check_ttl(wanted.ttl_seconds)
         if isinstance(wanted, SaveWeightsExternalRequest) and wanted.age_encryption_recipients:
-            raise ValidationError(
-                "this server does not encrypt exports; omit this field",
-                "age_encryption_recipients",
-            )
+            read_recipients(wanted.age_encryption_recipients)
         try:
             await service.store.weights.check_quota(caller.owner)
         except OverQuotaError as error:
@@ -115,7 +113,7 @@ async def _create_from_weights(service: Service, caller: Caller, body: bytes) ->
         raise ValidationError("give model_id and seq_id, or session_id and model_seq_id")
     session = await active_session(service, caller, message.session_id)
     reader = await _reader(service, caller, message.weights_access_token)
-    weights = await service.checkpoints.weights_of(await _readable(service, message.path, reader))
+    weights = await service.checkpoints.loadable(await _readable(service, message.path, reader))
     if message.base_model not in (None, weights.base_model):
         raise ValidationError(
             f"{message.path} belongs to {weights.base_model!r}, not {message.base_model!r}",
