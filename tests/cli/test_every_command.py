@@ -180,6 +180,7 @@ CASES: dict[str, Callable[[World], Call]] = {
 
 ELSEWHERE = {
     "auth whoami": "test_every_command.py::test_whoami_in_both_forms",
+    "checkpoint import": "test_checkpoint_import.py::test_the_command_in_both_forms",
     "checkpoint push-hf": "test_hub.py::test_a_checkpoint_is_pushed_with_a_card",
     "demo": "test_demo.py::test_the_demo_tells_people_what_it_did_and_what_to_do_next",
     "serve": "test_every_command.py::test_serve_in_both_forms",

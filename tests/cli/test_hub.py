@@ -1,7 +1,8 @@
-"""`tinsmith checkpoint push-hf` with the real client library, against a hub on this machine."""
+"""`push-hf`, and `import` from a hub, with the real client library, against a hub on loopback."""
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from safetensors.numpy import load
 
 from tests.support import local_hub
 from tests.support.local_hub import Hub
+from tinsmith.client.service import ServiceClient
+from tinsmith.types import ModelInput
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Run, Trained
@@ -28,12 +31,12 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def push(hub: Hub, trained: Trained, tmp_path: Path) -> Push:
+def command(hub: Hub, trained: Trained, tmp_path: Path) -> Push:
     """In a process of its own: the library reads its endpoint when it is imported."""
 
-    def push(*arguments: str, token: str = local_hub.TOKEN) -> subprocess.CompletedProcess[str]:
+    def command(*arguments: str, token: str = local_hub.TOKEN) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "tinsmith.cli", "checkpoint", "push-hf", *arguments],
+            [sys.executable, "-m", "tinsmith.cli", "checkpoint", *arguments],
             capture_output=True,
             text=True,
             env=trained.server.environment
@@ -47,7 +50,17 @@ def push(hub: Hub, trained: Trained, tmp_path: Path) -> Push:
             check=False,
         )
 
-    return push
+    return command
+
+
+@pytest.fixture
+def push(command: Push) -> Push:
+    return functools.partial(command, "push-hf")
+
+
+@pytest.fixture
+def pull(command: Push) -> Push:
+    return functools.partial(command, "import")
 
 
 @pytest.mark.parametrize("form", ["table", "json"])
@@ -153,3 +166,20 @@ def test_what_the_hub_refuses_is_one_error(
     assert done.returncode == 1
     assert done.stderr.startswith(complaint)
     assert "Traceback" not in done.stderr
+
+
+def test_what_was_pushed_is_imported_again(
+    push: Push, pull: Push, hub: Hub, trained: Trained
+) -> None:
+    """By its name on the hub, without a base model: the adapter names the one it was trained on."""
+    assert push(trained.external, "--repo", "anna/pirate").returncode == 0
+    done = pull("hf:anna/pirate@main", "--as", "sampler", "--json")
+    assert done.returncode == 0, done.stderr
+    path = json.loads(done.stdout)["checkpoint_path"]
+    with ServiceClient(base_url=trained.server.url, api_key=trained.server.key) as service:
+        sampler = service.create_sampling_client(model_path=path)
+        scores = sampler.compute_logprobs(ModelInput.from_ints(trained.tokens)).result()[1:]
+    assert scores == pytest.approx(trained.scores, abs=1e-6)
+    missing = pull("hf:anna/nothing")
+    assert missing.returncode == 1
+    assert missing.stderr.startswith("Error: hf:anna/nothing could not be fetched: ")

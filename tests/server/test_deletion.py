@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tinsmith import disk
+from tests.support.death import Death, KilledError
 from tinsmith.cli.server import storage
 from tinsmith.server.checkpoints import Checkpoints
 from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.serving import claim_store
-from tinsmith.server.store.database import Database
 from tinsmith.server.trash import Trash
 from tinsmith.server.weights import WeightsFolders
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tests.support.in_process_server import Api, StartServer
     from tinsmith.server.config import ServerConfig
     from tinsmith.server.store.records import WeightsRecord
@@ -27,40 +24,7 @@ NUM_MOMENTS = 12
 """More than a deletion has: a commit or a function that writes, before and after."""
 
 
-class KilledError(BaseException):
-    """Ends everything, as the death of a process does."""
-
-
-class Death:
-    """Kills the process before or after its nth write; a dead process writes nothing."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, moment: int) -> None:
-        self._left = moment
-        for name in ("create_folder", "publish_file", "move", "discard_folder"):
-            patch.setattr(disk, name, self._deadly(getattr(disk, name)))
-        write = Database.write
-
-        async def deadly_write(database: Database, change: Callable[..., Any]) -> Any:
-            self._pass()
-            result = await write(database, change)
-            self._pass()
-            return result
-
-        patch.setattr(Database, "write", deadly_write)
-
-    def _deadly(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def deadly(*args: Any) -> Any:
-            self._pass()
-            result = function(*args)
-            self._pass()
-            return result
-
-        return deadly
-
-    def _pass(self) -> None:
-        if self._left == 0:
-            raise KilledError
-        self._left -= 1
+WRITES = ("create_folder", "publish_file", "move", "discard_folder")
 
 
 async def _saved(api: Api) -> list[str]:
@@ -80,7 +44,7 @@ async def _delete(config: ServerConfig, path: str) -> None:
         weights = WeightsFolders(folder.weights, store, Trash(folder.trash))
         checkpoints = Checkpoints(store, weights)
         with pytest.MonkeyPatch.context() as patch:
-            Death(patch, NUM_MOMENTS - int(path.rpartition("n")[2]))
+            Death(patch, NUM_MOMENTS - int(path.rpartition("n")[2]), WRITES)
             await checkpoints.delete(await checkpoints.readable(path, "owner"))
     finally:
         await store.close()

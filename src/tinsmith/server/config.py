@@ -239,6 +239,9 @@ class ServerConfig:
     key_max_stored_bytes: int | None = None
     """Most bytes of one owner's checkpoints and unnamed samplers."""
 
+    key_max_upload_bytes: int = 16 * 1024**3
+    """Most bytes of adapters that one owner is uploading to be imported."""
+
     key_max_example_bytes: int = 64 * 1024 * 1024
     """Most bytes of one owner's examples; the oldest go first."""
 

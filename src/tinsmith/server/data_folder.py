@@ -44,6 +44,7 @@ class DataFolder:
         self.weights = root / "weights"
         self.blobs = root / "blobs"
         self.trash = root / "trash"
+        self.uploads = root / "uploads"
         self._identity = root / "identity.json"
         self._position = root / "position"
         self._is_position_noted = True

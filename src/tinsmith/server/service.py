@@ -36,6 +36,7 @@ from tinsmith.server.engines.plan import slot_plans
 from tinsmith.server.engines.pool import EnginePool
 from tinsmith.server.engines.slot import EngineFactory, Slot
 from tinsmith.server.futures import Promises
+from tinsmith.server.imports import Imports
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.operations.dispatcher import Dispatcher
 from tinsmith.server.operations.endings import Endings
@@ -55,6 +56,7 @@ from tinsmith.server.store.records import ModelRecord, StepRecord, StepSource
 from tinsmith.server.store.store import Store
 from tinsmith.server.tracing import Spans
 from tinsmith.server.trash import Trash
+from tinsmith.server.uploads import Uploads
 from tinsmith.server.usage import Usage
 from tinsmith.server.weights import WeightsFolders
 from tinsmith.wire.limits import Limits
@@ -117,6 +119,8 @@ class Service:
         self.models = LiveModels(store, self.promises)
         self.sessions = Sessions(store, self.models, config)
         self.checkpoints = Checkpoints(store, self.weights)
+        self.uploads = Uploads(self.folder.uploads, config.key_max_upload_bytes)
+        self.imports = Imports(store, self.uploads, self.weights, self.checkpoints, self.engines)
         self.samplers = Samplers(store)
         self.usage = Usage(store)
         self.sampler_stats = SamplerStats(store)
@@ -194,6 +198,7 @@ class Service:
     async def start(self) -> None:
         await self.weights.sweep_unknown(min_age_seconds=0.0)
         await self._sweep_unknown_blobs()
+        await asyncio.to_thread(self.uploads.clear)
         await asyncio.to_thread(self.trash.sweep)
         await self.engines.start()
         await self.sessions.welcome_back()
@@ -219,6 +224,7 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.sampling.close()
+        await self.imports.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_SECONDS):
                 await self.scheduler.drain()
@@ -286,6 +292,7 @@ class Service:
         for session_id in await self.sessions.without_samplers():
             await self.samplers.forget(session_id)
         await self.checkpoints.delete_expired()
+        await self.uploads.sweep()
         await self.weights.sweep()
         await self.sampling.give_up_abandoned(self.sessions.silence)
         self.sampling.expire()

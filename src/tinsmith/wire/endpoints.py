@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from tinsmith import types as t
+from tinsmith.types import imports as i
 from tinsmith.types import observing as o
 from tinsmith.types.protocol import EVENT_STREAM, JSON, PROTOBUF
 from tinsmith.types.runs import TrainingRunDetails
@@ -124,6 +125,7 @@ _PAGE = ("limit", "offset")
 _RUN = "/training_runs/{run_id}"
 _CHECKPOINT = _RUN + "/checkpoints/{kind}/{name}"
 _EITHER = (PROTOBUF, JSON)
+BYTES = "application/octet-stream"
 
 # fmt: off
 # Method, path, request, response; a sentence for the reference; what is out of the ordinary.
@@ -143,7 +145,7 @@ GET_SERVER_CAPABILITIES = Endpoint("GET", "/get_server_capabilities",
 LIST_TOKENIZER_FILES = Endpoint("GET", "/tokenizers", NOTHING, TokenizerFilesResponse,
     "The files of a base model's tokenizer.", query=("base_model",))
 GET_TOKENIZER_FILE = Endpoint("GET", "/tokenizers/{sha256}", NOTHING, object,
-    "One file of a tokenizer, by its hash.", gives=("application/octet-stream",))
+    "One file of a tokenizer, by its hash.", gives=(BYTES,))
 TELEMETRY = Endpoint("POST", "/telemetry", t.TelemetrySendRequest, t.TelemetryResponse,
     "Events that clients report; they are counted and dropped.", C.TELEMETRY, Repeat.ANEW,
     has_data=True)
@@ -211,6 +213,12 @@ WEIGHTS_INFO = Endpoint("POST", "/weights_info", t.WeightsInfoRequest, t.Weights
     "Base model and rank of a checkpoint.")
 COPY_WEIGHTS = Endpoint("POST", "/copy_weights", t.CopyWeightsRequest, t.CopyWeightsResponse,
     "Copy a checkpoint to the caller's project.", repeat=Repeat.KEYED)
+UPLOAD_PIECE = Endpoint("PUT", "/uploads/{upload_id}/{name}/{number}", object, NOTHING,
+    "A piece of an adapter's file; the client chooses the upload's id.", takes=(BYTES,),
+    has_data=True)
+IMPORT_WEIGHTS = Endpoint("POST", "/import_weights",
+    i.ImportWeightsRequest, i.ImportWeightsResponse,
+    "Make a checkpoint of an uploaded PEFT adapter.")
 
 # --- runs and checkpoints -------------------------------------------------------------------------
 
@@ -241,7 +249,7 @@ ARCHIVE = Endpoint("GET", _CHECKPOINT + "/archive", NOTHING, t.CheckpointArchive
 DELETE_CHECKPOINT = Endpoint("DELETE", _CHECKPOINT, NOTHING, NOTHING,
     "Delete a checkpoint.", is_for_browsers=True)
 GET_FILE = Endpoint("GET", "/files/{weights_id}/{name:path}", NOTHING, object,
-    "One file of some weights.", C.REDIRECT, gives=("application/octet-stream",), access="signed")
+    "One file of some weights.", C.REDIRECT, gives=(BYTES,), access="signed")
 GET_ARCHIVE = Endpoint("GET", "/archives/{weights_id}.tar", NOTHING, object,
     "All files of some weights as a tar.", C.REDIRECT, gives=("application/x-tar",),
     access="signed")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinsmith.cli import naming
+from tinsmith.cli.commands import checkpoint_import
 from tinsmith.cli.failures import CommandError
 from tinsmith.cli.fetching import all_pages, more_title
 from tinsmith.cli.output import Output, Table, size_text, time_text, with_output, yes_or_no
@@ -28,6 +29,9 @@ _DELETE_AT_ONCE = 32
 @click.group("checkpoint")
 def command() -> None:
     """Manage checkpoints."""
+
+
+command.add_command(checkpoint_import.command)
 
 
 @command.command("list")

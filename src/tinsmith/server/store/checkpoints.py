@@ -25,17 +25,23 @@ class Checkpoints:
         self._weights = weights
 
     async def add(
-        self, checkpoint: CheckpointRecord, model: ModelRecord | None, audit: AuditRecord
+        self,
+        checkpoint: CheckpointRecord,
+        model: ModelRecord | None,
+        audit: AuditRecord,
+        weights: WeightsRecord | None = None,
     ) -> bool:
-        """Enter a checkpoint, with the run it is of where that is new; False when its weights are
-        gone."""
+        """Enter a checkpoint, with its run and its weights where these are new; False when weights
+        that were there are gone."""
 
         def write(connection: sa.Connection) -> bool:
-            if not are_there(connection, checkpoint.weights_id):
+            if weights is None and not are_there(connection, checkpoint.weights_id):
                 return False
             self._weights.check_room(connection, checkpoint.owner, checkpoint.size_bytes)
             if model is not None:
                 connection.execute(sa.insert(schema.models).values(row_of(model)))
+            if weights is not None:
+                connection.execute(sa.insert(schema.weights).values(row_of(weights)))
             put_checkpoint(connection, checkpoint)
             connection.execute(sa.insert(schema.audit).values(row_of(audit)))
             return True

@@ -1,0 +1,130 @@
+"""Files that clients bring, piece by piece, until something is made of them.
+
+A piece that comes again replaces itself. Uploads live in memory and in a folder that is emptied
+when the server starts, so one that a crash has interrupted has to be sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tinsmith import disk
+from tinsmith.errors import TooLargeError, ValidationError
+from tinsmith.types.imports import ADAPTER_FILES, MAX_PIECES, UploadedFile
+
+_ID = re.compile(r"[0-9a-f]{32}")
+_MAX_UPLOADS = 8
+_IDLE_SECONDS = 3600.0
+
+
+@dataclass(slots=True)
+class _Upload:
+    folder: Path
+    sizes: dict[tuple[str, int], int] = field(default_factory=dict)
+    """The bytes of each piece, by file and number."""
+    used_at: float = field(default_factory=time.monotonic)
+
+
+class Uploads:
+    def __init__(self, root: Path, max_owner_bytes: int) -> None:
+        """`max_owner_bytes` bounds what one owner has in uploads at a time."""
+        self._root = root
+        self._max_owner_bytes = max_owner_bytes
+        self._uploads: dict[tuple[str, str], _Upload] = {}
+
+    def clear(self) -> None:
+        """Remove what an earlier server left. Only before anything is uploaded."""
+        disk.discard_folder(self._root)
+
+    async def put(self, owner: str, upload_id: str, name: str, number: int, data: bytes) -> None:
+        if name not in ADAPTER_FILES:
+            raise ValidationError(f"{name[:80]!r} is not one of {', '.join(ADAPTER_FILES)}", "name")
+        if not 0 <= number < MAX_PIECES:
+            raise ValidationError(f"must be between 0 and {MAX_PIECES - 1}, got {number}", "number")
+        upload = self._open(owner, upload_id)
+        before = upload.sizes.get((name, number), 0)
+        total = self._num_bytes(owner) + len(data) - before
+        if total > self._max_owner_bytes:
+            raise TooLargeError(
+                f"your uploads would have {total} bytes; at most {self._max_owner_bytes} may be "
+                "under way"
+            )
+        upload.sizes[name, number] = max(len(data), before)
+        upload.used_at = time.monotonic()
+        await asyncio.to_thread(_write_piece, upload.folder, name, number, data)
+
+    def _open(self, owner: str, upload_id: str) -> _Upload:
+        if not _ID.fullmatch(upload_id):
+            raise ValidationError("must be 32 hexadecimal digits", "upload_id")
+        if (owner, upload_id) not in self._uploads:
+            if sum(each == owner for each, _ in self._uploads) >= _MAX_UPLOADS:
+                raise ValidationError(
+                    f"{_MAX_UPLOADS} of your uploads are under way; finish one, or wait an hour",
+                    "upload_id",
+                )
+            digest = hashlib.sha256(f"{owner}/{upload_id}".encode()).hexdigest()
+            self._uploads[owner, upload_id] = _Upload(self._root / digest[:32])
+        return self._uploads[owner, upload_id]
+
+    def _num_bytes(self, owner: str) -> int:
+        uploads = (each for (of, _), each in self._uploads.items() if of == owner)
+        return sum(size for each in uploads for size in each.sizes.values())
+
+    async def join(self, owner: str, upload_id: str, files: Sequence[UploadedFile]) -> Path:
+        """A folder with the files, put together of their pieces and checked."""
+        upload = self._uploads.get((owner, upload_id))
+        if upload is None:
+            raise ValidationError(
+                "there is no such upload; one that a server's end interrupted is to be sent again",
+                "upload_id",
+            )
+        names = [file.name for file in files]
+        if sorted(names) != sorted(ADAPTER_FILES):
+            raise ValidationError(f"must be {' and '.join(ADAPTER_FILES)}", "files")
+        for file in files:
+            missing = {(file.name, n) for n in range(min(file.num_pieces, MAX_PIECES))}
+            if missing := missing - upload.sizes.keys():
+                raise ValidationError(f"piece {min(missing)[1]} of {file.name} is missing", "files")
+        upload.used_at = time.monotonic()
+        return await asyncio.to_thread(_join, upload.folder, files)
+
+    async def discard(self, owner: str, upload_id: str) -> None:
+        upload = self._uploads.pop((owner, upload_id), None)
+        if upload is not None:
+            await asyncio.to_thread(disk.discard_folder, upload.folder)
+
+    async def sweep(self) -> None:
+        """Remove uploads that nobody goes on with."""
+        since = time.monotonic() - _IDLE_SECONDS
+        for key, upload in list(self._uploads.items()):
+            if upload.used_at < since:
+                await self.discard(*key)
+
+
+def _write_piece(folder: Path, name: str, number: int, data: bytes) -> None:
+    disk.create_folder(folder)
+    disk.publish_file(folder / f"{name}.{number}", data)
+
+
+def _join(folder: Path, files: Sequence[UploadedFile]) -> Path:
+    whole = folder / "whole"
+    disk.discard_folder(whole)
+    disk.create_folder(whole)
+    for file in files:
+        record = disk.write_file(whole / file.name, _pieces(folder, file))
+        if record.sha256 != file.sha256:
+            raise ValidationError(
+                f"{file.name} has another checksum than announced; send it again", "files"
+            )
+    return whole
+
+
+def _pieces(folder: Path, file: UploadedFile) -> Iterator[bytes]:
+    for number in range(file.num_pieces):
+        yield (folder / f"{file.name}.{number}").read_bytes()

@@ -1,0 +1,304 @@
+"""Uploads in pieces, and the checkpoints that become of them: whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.death import Death, KilledError
+from tests.support.in_process_server import MODEL
+from tinsmith import disk
+from tinsmith.engine.base import Failure, ImportedAdapter, SnapshotKind
+from tinsmith.engine.fake import FakeEngine
+from tinsmith.server.checkpoints import Checkpoints
+from tinsmith.server.data_folder import DataFolder
+from tinsmith.server.imports import Imports
+from tinsmith.server.serving import claim_store
+from tinsmith.server.trash import Trash
+from tinsmith.server.uploads import Uploads
+from tinsmith.server.weights import WeightsFolders
+from tinsmith.types import LoraConfig
+from tinsmith.types.imports import ADAPTER_FILES, ImportWeightsRequest, UploadedFile
+
+if TYPE_CHECKING:
+    import httpx
+
+    from tests.support.in_process_server import Api, StartServer, TestServer
+    from tinsmith.server.config import ServerConfig
+
+CONFIG, WEIGHTS = ADAPTER_FILES
+WRITES = [name for name in disk.WRITES if name != "mark"]
+"""All but the note of a commit, which the store's own thread makes: a commit is one moment."""
+
+FILES = {CONFIG: [b'{"r": 4}'], WEIGHTS: [b"first", b"second", b"third"]}
+
+
+class Importing(FakeEngine):
+    """Takes any two files for an adapter of rank 4, unless the description says "bad"."""
+
+    num_imports = 0
+
+    async def import_adapter(
+        self, base_model: str, source: Path, folder: Path, kind: SnapshotKind
+    ) -> ImportedAdapter | Failure:
+        type(self).num_imports += 1
+        if b"bad" in (source / CONFIG).read_bytes():
+            return Failure("adapter_config.json.r: is bad", "user")
+        assert (source / WEIGHTS).read_bytes() == b"firstsecondthird"
+        lora = LoraConfig(rank=4, seed=0)
+        name = uuid.uuid4().hex
+        assert await self.create_adapter(name, base_model, lora) is None
+        info = await self.snapshot(name, folder, kind)
+        assert not isinstance(info, Failure)
+        await self.unload_adapter(name)
+        return ImportedAdapter(lora=lora, size_bytes=info.size_bytes)
+
+
+@pytest.fixture
+async def server(start_server: StartServer) -> TestServer:
+    return await start_server(engine=Importing)
+
+
+async def put(api: Api, upload_id: str, name: str, number: object, data: bytes) -> httpx.Response:
+    return await api.http.put(
+        f"/api/v1/uploads/{upload_id}/{name}/{number}", content=data, headers=api.headers
+    )
+
+
+async def upload(api: Api, files: dict[str, list[bytes]] = FILES) -> str:
+    upload_id = uuid.uuid4().hex
+    for name, pieces in files.items():
+        for number, piece in enumerate(pieces):
+            response = await put(api, upload_id, name, number, piece)
+            assert response.status_code == 204, response.text
+    return upload_id
+
+
+def request(
+    upload_id: str, sent: dict[str, list[bytes]] = FILES, /, **fields: Any
+) -> dict[str, Any]:
+    described = [
+        UploadedFile(
+            name=name, num_pieces=len(pieces), sha256=hashlib.sha256(b"".join(pieces)).hexdigest()
+        )
+        for name, pieces in sent.items()
+    ]
+    message = ImportWeightsRequest(
+        upload_id=upload_id, files=described, base_model=MODEL, name="start"
+    )
+    return message.to_wire() | fields
+
+
+def left_over(server: TestServer) -> list[Path]:
+    return [path for path in server.service.folder.uploads.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("kind", ["training", "sampler"])
+async def test_an_upload_becomes_a_checkpoint_to_load_and_to_sample_from(
+    server: TestServer, kind: str
+) -> None:
+    api = server.api
+    imported = await api.ok("/import_weights", request(await upload(api), kind=kind))
+    path = imported["tinker_path"]
+    segment = "weights" if kind == "training" else "sampler_weights"
+    assert path.startswith("tinker://import-") and path.endswith(f"/{segment}/start")
+    assert imported["lora_rank"] == 4
+    assert left_over(server) == []
+    session = await api.session()
+    body = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "path": path,
+        "optimizer": kind == "training",
+    }
+    promise = await api.ok("/load_weights", body)
+    loaded = await api.result(promise["request_id"])
+    await api.loss(loaded["model_id"], 1)
+    sampler = await api.ok(
+        "/create_sampling_session",
+        {"session_id": session, "sampling_session_seq_id": 0, "model_path": path},
+    )
+    await api.sample(sampler["sampling_session_id"])
+
+
+async def test_the_same_request_finds_the_same_checkpoint(server: TestServer) -> None:
+    """At the same time, as after a lost answer, and later."""
+    api, before = server.api, Importing.num_imports
+    body = request(await upload(api))
+    first, second = await asyncio.gather(
+        api.ok("/import_weights", body), api.ok("/import_weights", body)
+    )
+    assert first == second == await api.ok("/import_weights", body)
+    assert Importing.num_imports == before + 1
+    assert len((await api.get("/checkpoints")).json()["checkpoints"]) == 1
+
+
+async def test_a_piece_that_comes_again_replaces_itself(server: TestServer) -> None:
+    api = server.api
+    upload_id = await upload(api, {CONFIG: FILES[CONFIG], WEIGHTS: [b"first", b"SECOND", b"third"]})
+    assert (await put(api, upload_id, WEIGHTS, 1, b"second")).status_code == 204
+    await api.ok("/import_weights", request(upload_id))
+
+
+async def test_an_adapter_that_the_engine_refuses_leaves_nothing(server: TestServer) -> None:
+    api = server.api
+    files = {**FILES, CONFIG: [b"bad"]}
+    response = await api.post("/import_weights", request(await upload(api, files), files))
+    assert response.status_code == 400
+    assert response.json()["detail"] == "adapter_config.json.r: is bad"
+    assert left_over(server) == []
+    assert (await api.get("/checkpoints")).json()["checkpoints"] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "detail"),
+    [
+        ({"name": "a/b"}, "cannot be a checkpoint's name"),
+        ({"base_model": "gpt-17"}, "no base model called 'gpt-17'"),
+        ({"ttl_seconds": 1}, "must be between"),
+        ({"upload_id": "0" * 32}, "there is no such upload"),
+        ({"files": []}, "files: must be adapter_config.json and adapter_model.safetensors"),
+    ],
+    ids=["name", "base", "ttl", "upload", "files"],
+)
+async def test_what_does_not_fit_is_refused_by_name(
+    server: TestServer, change: dict[str, Any], detail: str
+) -> None:
+    response = await server.api.post("/import_weights", request(await upload(server.api), **change))
+    assert response.status_code == 400
+    assert detail in response.json()["detail"]
+
+
+async def test_files_that_did_not_arrive_whole_are_refused(server: TestServer) -> None:
+    api = server.api
+    more = {**FILES, WEIGHTS: [*FILES[WEIGHTS], b"fourth"]}
+    response = await api.post("/import_weights", request(await upload(api), more))
+    assert response.status_code == 400
+    assert "piece 3 of adapter_model.safetensors is missing" in response.json()["detail"]
+    other = {**FILES, WEIGHTS: [b"first", b"secret", b"third"]}
+    response = await api.post("/import_weights", request(await upload(api), other))
+    assert response.status_code == 400
+    assert "adapter_model.safetensors has another checksum" in response.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("upload_id", "name", "number", "detail"),
+    [
+        ("x" * 32, WEIGHTS, 0, "upload_id: must be 32 hexadecimal digits"),
+        ("0" * 32, "model.bin", 0, "name: 'model.bin' is not one of"),
+        ("0" * 32, WEIGHTS, 16_384, "number: must be between 0 and 16383"),
+        ("0" * 32, WEIGHTS, "-1", "number: must be a number"),
+    ],
+)
+async def test_pieces_have_names_of_ours_only(
+    server: TestServer, upload_id: str, name: str, number: object, detail: str
+) -> None:
+    response = await put(server.api, upload_id, name, number, b"data")
+    assert response.status_code == 400
+    assert detail in response.json()["detail"]
+
+
+async def test_uploads_are_their_owners(server: TestServer) -> None:
+    upload_id = await upload(server.api)
+    other = await server.other_user()
+    response = await other.post("/import_weights", request(upload_id))
+    assert response.status_code == 400
+    assert "there is no such upload" in response.json()["detail"]
+
+
+async def test_an_owners_uploads_have_bounds(start_server: StartServer) -> None:
+    server = await start_server(engine=Importing, key_max_upload_bytes=10)
+    first, second = "0" * 32, "1" * 32
+    assert (await put(server.api, first, WEIGHTS, 0, b"12345678")).status_code == 204
+    refused = await put(server.api, second, WEIGHTS, 0, b"123")
+    assert refused.status_code == 413
+    assert "would have 11 bytes; at most 10" in refused.json()["detail"]
+    other = await server.other_user()
+    for number in range(8):
+        assert (await put(other, f"{number:032x}", WEIGHTS, 0, b"1")).status_code == 204
+    refused = await put(other, "f" * 32, WEIGHTS, 0, b"1")
+    assert "8 of your uploads are under way" in refused.json()["detail"]
+
+
+async def test_an_import_beyond_the_quota_is_refused_and_leaves_nothing(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(engine=Importing, key_max_stored_bytes=100)
+    response = await server.api.post("/import_weights", request(await upload(server.api)))
+    assert response.status_code == 403
+    assert "at most 100 may be" in response.json()["detail"]
+    assert [*server.service.folder.weights.iterdir()] == []
+
+
+async def test_uploads_of_an_earlier_server_are_gone(start_server: StartServer) -> None:
+    server = await start_server(engine=Importing)
+    upload_id = await upload(server.api)
+    assert left_over(server)
+    await server.stop()
+    server = await start_server(engine=Importing)
+    assert left_over(server) == []
+    response = await server.api.post("/import_weights", request(upload_id))
+    assert "is to be sent again" in response.json()["detail"]
+
+
+class _Engines:
+    """One engine that lives as long as the process."""
+
+    async def first(self) -> FakeEngine:
+        from tinsmith.engine.fake import FakeEngineConfig, FakeModel
+
+        return Importing(FakeEngineConfig(models=(FakeModel(name=MODEL),)))
+
+
+async def _import_and_die(config: ServerConfig, moment: int) -> None:
+    folder = DataFolder(config.data_dir)
+    store = await claim_store(config)
+    try:
+        weights = WeightsFolders(folder.weights, store, Trash(folder.trash))
+        uploads = Uploads(folder.uploads, 1000)
+        engines: Any = _Engines()
+        imports = Imports(store, uploads, weights, Checkpoints(store, weights), engines)
+        upload_id = f"{moment:032x}"
+        with pytest.MonkeyPatch.context() as patch:
+            Death(patch, moment, WRITES)
+            for name, pieces in FILES.items():
+                for number, piece in enumerate(pieces):
+                    await uploads.put("owner", upload_id, name, number, piece)
+            message = ImportWeightsRequest.model_validate(request(upload_id, name=f"n{moment}"))
+            await imports.run("owner", message)
+    finally:
+        await store.close()
+
+
+async def test_an_import_that_was_cut_is_there_whole_or_not_at_all(
+    start_server: StartServer,
+) -> None:
+    """The process dies before and after every write of an upload and its import."""
+    server = await start_server(engine=Importing)
+    await server.stop()
+    config, num_cut = server.service.config, 0
+    for moment in range(100):
+        try:
+            await _import_and_die(config, moment)
+        except KilledError:
+            num_cut += 1
+        else:
+            break
+    assert num_cut > 20, "every moment of an import was tried"
+    server = await start_server(engine=Importing)
+    api = server.api
+    page = (await api.get("/checkpoints")).json()["checkpoints"]
+    paths = {each["tinker_path"] for each in page}
+    assert 2 <= len(paths) < num_cut, "some came after the commit, most before"
+    folders = [path for path in server.service.folder.weights.iterdir() if path.is_dir()]
+    assert len(folders) == len(paths), "what has no record is not among the weights"
+    assert left_over(server) == []
+    session = await api.session()
+    for number, path in enumerate(sorted(paths)):
+        body = {"session_id": session, "model_seq_id": number, "path": path, "optimizer": True}
+        await api.result((await api.ok("/load_weights", body))["request_id"])
