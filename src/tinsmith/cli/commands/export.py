@@ -89,6 +89,7 @@ def command(
         made = {each: Path(name) / each for each in _FORMATS}
         made["peft"].mkdir()
         checkpoint_files.fetch(client, checkpoint_path, made["peft"], output)
+        checkpoint_files.check_is_readable(made["peft"], checkpoint_path)
         to_peft(made["peft"], base)
         if base is not None and form != "peft":
             _merge(base, made["peft"], made["merged"], output)

@@ -67,6 +67,15 @@ def fetch(client: RestClient, path: str, folder: Path, output: Output) -> int:
         service.close(status).result()
 
 
+def check_is_readable(folder: Path, path: str) -> None:
+    """Refuse files that were fetched for use and are encrypted."""
+    if any(folder.glob("*.age")):
+        raise CommandError(
+            f"The files of {path} are encrypted",
+            "Fetch them with: tinsmith checkpoint download, and decrypt them with: age -d",
+        )
+
+
 def _fetch_external(
     client: RestClient, path: str, folder: Path, output: Output, *, is_temporary: bool = False
 ) -> int:
