@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
+from tests.support import server_process
 from tests.support.server_process import ServerProcess
 from tinsmith.client.service import ServiceClient
 from tinsmith.types import Datum, ModelInput
@@ -137,19 +139,14 @@ def test_mistakes_are_found_before_anything_is_sent(
     assert "is not a JSON object" in result.stderr
 
 
-def test_a_server_that_is_killed_in_an_upload_takes_it_again(
-    adapter: tuple[Path, list[float]], run: Run, trained: Trained
-) -> None:
-    """Of what had arrived nothing is left; the command, run again, works."""
-    import httpx
-
-    server = trained.server
-    piece = f"{server.url}/api/v1/uploads/{'0' * 32}/adapter_model.safetensors/0"
-    sent = httpx.put(piece, content=b"half", headers={"x-api-key": server.key}, timeout=60)
-    assert sent.status_code == 204
-    uploads = server.data_dir / "uploads"
-    assert [path for path in uploads.rglob("*") if path.is_file()]
-    server.kill()
-    server.start()
-    assert [path for path in uploads.rglob("*") if path.is_file()] == []
-    imported(run, server, str(adapter[0]), "--base", "test/tiny", "--name", "again")
+def test_of_an_upload_to_a_server_that_was_killed_nothing_is_left(tmp_path: Path) -> None:
+    with server_process.serving(tmp_path) as server:
+        piece = f"{server.url}/api/v1/uploads/{'0' * 32}/adapter_model.safetensors/0"
+        sent = httpx.put(piece, content=b"half", headers={"x-api-key": server.key}, timeout=60)
+        assert sent.status_code == 204
+        uploads = server.data_dir / "uploads"
+        assert [path for path in uploads.rglob("*") if path.is_file()]
+        server.kill()
+        server.port = 0
+        server.start()
+        assert [path for path in uploads.rglob("*") if path.is_file()] == []
