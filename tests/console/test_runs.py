@@ -55,6 +55,49 @@ def test_a_live_curve_grows_within_a_second_while_a_model_trains(user: User) -> 
         done.result(PATIENCE_SECONDS)
 
 
+def test_pages_beside_a_run_s_own_are_live_too(user: User) -> None:
+    """What is compared grows, an operation appears when it ends, a session's runs when they begin."""
+    wanted: queue.SimpleQueue[str] = queue.SimpleQueue()
+    created: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def work() -> None:
+        with user.client() as service:
+            training = service.create_lora_training_client(MODEL, rank=4, seed=1)
+            train(training, 2)
+            created.put(training.model_id)
+            while (what := wanted.get()) != "end":
+                if what == "train":
+                    train(training, 1)
+                else:
+                    service.create_lora_training_client(MODEL, rank=4, seed=2)
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(work)
+        try:
+            run = created.get(timeout=PATIENCE_SECONDS)
+            page = user.open(f"/compare?runs={run}")
+            plot = page.locator('[data-key="Loss per token"] .plot')
+            expect(plot).to_have_attribute("data-points", "2")
+            expect(page.locator("#live")).to_have_text("Live")
+            wanted.put("train")
+            expect(plot).to_have_attribute("data-points", "3")
+
+            page = user.open(f"/training_runs/{run}/steps/7")
+            expect(page.locator("#facts")).to_contain_text("not in the log")
+            expect(page.locator("#live")).to_have_text("Live")
+            wanted.put("train")
+            expect(page.locator("#facts")).to_contain_text("forward_backward")
+
+            page = user.open(f"/sessions/{run.partition(':')[0]}")
+            expect(page.locator("#runs tbody tr")).to_have_count(1)
+            expect(page.locator("#live")).to_have_text("Live")
+            wanted.put("another run")
+            expect(page.locator("#runs tbody tr")).to_have_count(2)
+        finally:
+            wanted.put("end")
+        done.result(PATIENCE_SECONDS)
+
+
 def test_metrics_posted_for_an_earlier_step_are_shown_in_their_place(user: User) -> None:
     posted: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
     created: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -38,3 +38,12 @@ export function listen(handlers, run) {
   open();
   addEventListener("pagehide", () => source.close());
 }
+
+/** The function, at most once in so many milliseconds, and always once after the last call. */
+export function soon(work, ms) {
+  let timer = null;
+  return () => (timer ??= setTimeout(() => {
+    timer = null;
+    work();
+  }, ms));
+}

@@ -2,6 +2,7 @@ import { get, path } from "../api.js";
 import { Chart, lineSample } from "../chart.js";
 import { $, empty, fill, h, link } from "../dom.js";
 import { runName } from "../format.js";
+import { listen, soon } from "../live.js";
 import { emptySeries, formatsOf, overview, titleOf } from "../metrics.js";
 import { page, trouble } from "../shell.js";
 
@@ -21,16 +22,32 @@ page(async () => {
   $("all").addEventListener("change", showCurves);
   $("add").addEventListener("change", () => choose([...ids, $("add").value]));
   await load();
+  listen({ step: heard, reset: soon(load, 300) });
 }, "charts");
+
+const metricsOf = (id) => get(path("training_runs", id, "metrics"), { points: POINTS });
 
 async function load() {
   shown = await Promise.all(ids.map(async (id) => {
-    const [run, metrics] = await Promise.all([get(path("training_runs", id)), get(path("training_runs", id, "metrics"), { points: POINTS })]);
+    const [run, metrics] = await Promise.all([get(path("training_runs", id)), metricsOf(id)]);
     return { run, metrics };
   }));
   showChoice();
   showCurves();
   showDifferences();
+}
+
+const stale = new Set();
+const refresh = soon(async () => {
+  const behind = shown.filter(({ run }) => stale.delete(run.training_run_id));
+  await Promise.all(behind.map(async (each) => (each.metrics = await metricsOf(each.run.training_run_id))));
+  showCurves();
+}, 300);
+
+function heard({ run }) {
+  if (!ids.includes(run)) return;
+  stale.add(run);
+  refresh();
 }
 
 async function choose(next) {

@@ -1,7 +1,7 @@
 import { get, path } from "../api.js";
 import { $, code, empty, fill, h, link, table } from "../dom.js";
 import { clock, count, duration, number, runName } from "../format.js";
-import { listen } from "../live.js";
+import { listen, soon } from "../live.js";
 import { statusPill } from "../operation_status.js";
 import { page } from "../shell.js";
 
@@ -18,11 +18,7 @@ page(async () => {
   $("status").addEventListener("change", () => load());
   $("more").addEventListener("click", () => load(operations.at(-1)?.seq));
   await load();
-  let timer = null;
-  listen({ operation: () => (timer ??= setTimeout(() => {
-    timer = null;
-    load();
-  }, 300)) }, id);
+  listen({ operation: soon(() => load(), 300) }, id);
 }, "operations");
 
 async function load(before) {

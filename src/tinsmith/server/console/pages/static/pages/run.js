@@ -2,7 +2,7 @@ import { get, path } from "../api.js";
 import { Chart } from "../chart.js";
 import { $, code, copyButton, empty, fill, h, link, pill, table } from "../dom.js";
 import { ago, bytes, clock, count, duration, moment, number, runName, until } from "../format.js";
-import { listen } from "../live.js";
+import { listen, soon } from "../live.js";
 import { emptySeries, formatsOf, overview, put, timesOf, titleOf } from "../metrics.js";
 import { statusOf } from "../run_status.js";
 import { page } from "../shell.js";
@@ -181,15 +181,6 @@ const redraw = soon(() => {
 const thinOut = soon(loadCurves, 1000);
 const failed = soon(loadFailures, 300);
 const seeQueue = soon(loadQueue, 1000);
-
-/** The function, at most once in so many milliseconds, and always once after the last call. */
-function soon(work, ms) {
-  let timer = null;
-  return () => (timer ??= setTimeout(() => {
-    timer = null;
-    work();
-  }, ms));
-}
 
 // --- checkpoints and failures -------------------------------------------------------------------
 

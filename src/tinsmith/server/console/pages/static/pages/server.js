@@ -1,7 +1,7 @@
 import { get } from "../api.js";
 import { $, empty, fill, h, link, pill, table } from "../dom.js";
 import { bytes, duration, number } from "../format.js";
-import { listen } from "../live.js";
+import { listen, soon } from "../live.js";
 import { runNames } from "../run_names.js";
 import { page } from "../shell.js";
 
@@ -10,11 +10,7 @@ const EVERY_MS = 5000;
 page(async () => {
   await load();
   setInterval(() => load().catch(() => {}), EVERY_MS);
-  let timer = null;
-  listen({ operation: () => (timer ??= setTimeout(() => {
-    timer = null;
-    load();
-  }, 500)) });
+  listen({ operation: soon(load, 500) });
 }, "numbers");
 
 async function load() {

@@ -1,12 +1,19 @@
 import { get, path } from "../api.js";
 import { $, code, empty, fill, h, link, table } from "../dom.js";
 import { ago, runName, shortId } from "../format.js";
+import { listen, soon } from "../live.js";
 import { statusPill } from "../run_status.js";
 import { page } from "../shell.js";
 
 const id = decodeURIComponent(location.pathname.split("/")[2]);
 
 page(async () => {
+  await load();
+  const again = soon(load, 300);
+  listen({ run: again, checkpoint: again, operation: ({ run }) => run.startsWith(`${id}:`) && again(), reset: again });
+}, "runs");
+
+async function load() {
   const session = await get(path("sessions", id));
   document.title = `${session.display_name || "Session"} · Tinsmith`;
   $("title").textContent = session.display_name || "Session";
@@ -27,4 +34,4 @@ page(async () => {
     ["Sampler", (s) => code(s.sampler_id), "name"], ["Base model", (s) => s.base_model ?? "no longer there"],
     ["Checkpoint", (s) => (s.model_path ? code(s.model_path) : "none: the base model")],
   ], samplers) : empty("No samplers", "create_sampling_client() makes one."));
-}, "runs");
+}

@@ -1,6 +1,7 @@
 import { get, path } from "../api.js";
 import { $, code, empty, fill, h, link } from "../dom.js";
 import { clock, duration, number, runName } from "../format.js";
+import { listen, soon } from "../live.js";
 import { titleOf } from "../metrics.js";
 import { page } from "../shell.js";
 import { statusPill } from "../operation_status.js";
@@ -12,6 +13,12 @@ const here = (...parts) => path("training_runs", id, ...parts);
 const MOST_POINTS = 5000;
 
 page(async () => {
+  await load();
+  const again = soon(load, 200);
+  listen({ operation: ({ seq }) => seq === at_step && again(), reset: again }, id);
+}, "examples");
+
+async function load() {
   const [run, found, { operations }, metrics] = await Promise.all([
     get(here()), get(here("examples"), { step }), get(here("operations"), { before: at_step + 1, limit: 1 }),
     get(here("metrics"), { after: at_step - 1, points: MOST_POINTS })]);
@@ -22,12 +29,12 @@ page(async () => {
   fill($("actions"), at_step > 0 ? h("a", { class: "button", href: place(at_step - 1), rel: "prev" }, "Previous") : null, h("a", { class: "button", href: place(at_step + 1), rel: "next" }, "Next"));
   showFacts(operations[0], metrics.series);
   showExamples(found);
-}, "examples");
+}
 
 function showFacts(operation, series) {
   const isHere = operation?.seq === at_step;
   const facts = isHere ? [["Kind", code(operation.kind)], ["Status", statusPill(operation)], ...(operation.error ? [["Error", h("span", { class: "error" }, operation.error)]] : []), ["Ended", operation.ended ? clock(operation.ended) : "not yet"],
-    ["Computed", operation.started && operation.ended ? duration(operation.ended - operation.started) : "–"], ["Tokens", number(operation.tokens)]] : [["Operation", "is no longer in the log"]];
+    ["Computed", operation.started && operation.ended ? duration(operation.ended - operation.started) : "–"], ["Tokens", number(operation.tokens)]] : [["Operation", "not in the log: still to come, or long ago"]];
   for (const [key, values] of Object.entries(series)) {
     const place = values.axis === "seq" ? values.x.indexOf(at_step) : -1;
     if (place >= 0) facts.push([titleOf(key), number(values.mean[place], 6)]);
