@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -75,18 +76,27 @@ def _tokens(text: str) -> list[int]:
     return [3 + ord(character) - 32 for character in text]
 
 
-def test_the_openai_client_gets_tool_calls_whole_and_streamed(
-    server: ServerProcess, path: str
-) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/oai/api/v1", api_key=server.key)
+@pytest.fixture
+def gpt(server: ServerProcess) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/oai/api/v1", api_key=server.key) as client:
+        yield client
+
+
+@pytest.fixture
+def claude(server: ServerProcess) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=f"{server.url}/anthropic", api_key=server.key) as client:
+        yield client
+
+
+def test_the_openai_client_gets_tool_calls_whole_and_streamed(gpt: Any, path: str) -> None:
     ask = {"model": path, "messages": MESSAGES, "tools": [OPENAI_TOOL], "max_tokens": 80}
     ask["temperature"] = 0
-    whole = client.chat.completions.create(**ask).choices[0]
+    whole = gpt.chat.completions.create(**ask).choices[0]
     assert whole.finish_reason == "tool_calls"
     assert whole.message.content is None
     (call,) = whole.message.tool_calls
     assert (call.function.name, call.function.arguments) == ("add", '{"a":"<1>"}')
-    chunks = [c.choices[0] for c in client.chat.completions.create(**ask, stream=True)]
+    chunks = [c.choices[0] for c in gpt.chat.completions.create(**ask, stream=True)]
     (streamed,) = [c.delta.tool_calls[0] for c in chunks if c.delta.tool_calls]
     assert (streamed.index, streamed.function.name) == (0, "add")
     assert streamed.function.arguments == '{"a":"<1>"}'
@@ -98,27 +108,24 @@ def test_the_openai_client_gets_tool_calls_whole_and_streamed(
         {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
         {"role": "tool", "tool_call_id": call.id, "content": "3"},
     ]
-    plain = client.chat.completions.create(**{**ask, "messages": told, "tools": []})
+    plain = gpt.chat.completions.create(**{**ask, "messages": told, "tools": []})
     assert plain.usage.prompt_tokens == len('u:hi a:{"a": "<1>"} t:3 a:')
     named = {"type": "function", "function": {"name": "add"}}
-    forced = client.chat.completions.create(**ask, tool_choice=named)
+    forced = gpt.chat.completions.create(**ask, tool_choice=named)
     begin = '<tool_call>{"name": "add", "arguments": '
     assert forced.usage.prompt_tokens == len("add<tool_call>u:hi a:" + begin)
 
 
-def test_the_anthropic_client_gets_tool_uses_whole_and_streamed(
-    server: ServerProcess, path: str
-) -> None:
-    client = anthropic.Anthropic(base_url=f"{server.url}/anthropic", api_key=server.key)
+def test_the_anthropic_client_gets_tool_uses_whole_and_streamed(claude: Any, path: str) -> None:
     ask = {"model": path, "messages": MESSAGES, "tools": [ANTHROPIC_TOOL], "max_tokens": 80}
     ask["extra_body"] = GREEDY
-    whole = client.messages.create(**ask)
+    whole = claude.messages.create(**ask)
     assert whole.stop_reason == "tool_use"
     (use,) = whole.content
     assert (use.type, use.name, use.input) == ("tool_use", "add", {"a": "<1>"})
     assert whole.usage.input_tokens == len("add<tool_call>u:hi a:")
     assert whole.usage.output_tokens == len(ANSWER) + 1
-    with client.messages.stream(**ask) as stream:
+    with claude.messages.stream(**ask) as stream:
         streamed = stream.get_final_message()
     assert streamed.stop_reason == "tool_use"
     assert [(b.type, b.input) for b in streamed.content] == [("tool_use", {"a": "<1>"})]
@@ -131,31 +138,29 @@ def test_the_anthropic_client_gets_tool_uses_whole_and_streamed(
         },
     ]
     hints = {"cache_control": {"type": "ephemeral"}, "output_config": {"effort": "low"}}
-    assert client.messages.create(**ask, **hints).content[0].input == use.input
-    counted = client.messages.count_tokens(model=path, messages=told, system="be")
+    assert claude.messages.create(**ask, **hints).content[0].input == use.input
+    counted = claude.messages.count_tokens(model=path, messages=told, system="be")
     assert counted.input_tokens == len('s:be u:hi a:{"a": "<1>"} t:3 a:')
 
 
-def test_the_anthropic_client_gets_text_whole_and_streamed(
-    server: ServerProcess, path: str
-) -> None:
-    client = anthropic.Anthropic(base_url=f"{server.url}/anthropic", api_key=server.key)
+def test_the_anthropic_client_gets_text_whole_and_streamed(claude: Any, path: str) -> None:
     ask = {"model": path, "messages": MESSAGES, "max_tokens": 12, "extra_body": GREEDY}
-    whole = client.messages.create(**ask)
-    with client.messages.stream(**ask) as stream:
+    whole = claude.messages.create(**ask)
+    with claude.messages.stream(**ask) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text == whole.content[0].text == final.content[0].text
     assert final.stop_reason == whole.stop_reason in ("max_tokens", "end_turn")
     assert final.usage.output_tokens == whole.usage.output_tokens
     stop = text[2:4]
-    stopped = client.messages.create(**ask, stop_sequences=[stop])
+    stopped = claude.messages.create(**ask, stop_sequences=[stop])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
     assert stopped.content[0].text == text[: text.index(stop)]
 
 
-def test_what_cannot_be_done_is_refused_by_name(server: ServerProcess, path: str) -> None:
-    client = anthropic.Anthropic(base_url=f"{server.url}/anthropic", api_key=server.key)
+def test_what_cannot_be_done_is_refused_by_name(
+    server: ServerProcess, path: str, claude: Any, gpt: Any
+) -> None:
     ask = {"model": path, "messages": MESSAGES, "max_tokens": 4}
     web = {"type": "web_search_20250305", "name": "web_search"}
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
@@ -171,11 +176,11 @@ def test_what_cannot_be_done_is_refused_by_name(server: ServerProcess, path: str
         ({"container": "x"}, "container"),
     ]:
         with pytest.raises(anthropic.BadRequestError, match=field):
-            client.messages.create(**{**ask, **change}, timeout=20)
+            claude.messages.create(**{**ask, **change}, timeout=20)
     with pytest.raises(anthropic.NotFoundError, match="no/such"):
-        client.messages.create(**{**ask, "model": "no/such"})
+        claude.messages.create(**{**ask, "model": "no/such"})
     with pytest.raises(anthropic.AuthenticationError):
-        client.with_options(api_key="tml-wrong").messages.create(**ask)
+        claude.with_options(api_key="tml-wrong").messages.create(**ask)
     missing = httpx.post(
         f"{server.url}/anthropic/v1/messages",
         json={"model": path, "messages": MESSAGES},
@@ -183,9 +188,8 @@ def test_what_cannot_be_done_is_refused_by_name(server: ServerProcess, path: str
     )
     assert missing.status_code == 400
     assert missing.json()["error"]["message"].startswith("max_tokens")
-    chat = openai.OpenAI(base_url=f"{server.url}/oai/api/v1", api_key=server.key)
     with pytest.raises(openai.BadRequestError, match="enable_thinking"):
-        chat.chat.completions.create(
+        gpt.chat.completions.create(
             model=path,
             messages=MESSAGES,
             extra_body={"chat_template_kwargs": {"enable_thinking": True}},

@@ -56,7 +56,7 @@ def test_a_live_curve_grows_within_a_second_while_a_model_trains(user: User) -> 
 
 
 def test_pages_beside_a_run_s_own_are_live_too(user: User) -> None:
-    """What is compared grows, an operation appears when it ends, a session's runs when they begin."""
+    """What is compared grows, operations appear when they end, a session's runs as they begin."""
     wanted: queue.SimpleQueue[str] = queue.SimpleQueue()
     created: queue.SimpleQueue[str] = queue.SimpleQueue()
 

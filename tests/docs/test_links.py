@@ -19,7 +19,7 @@ PAGES = sorted(
         check=True,
     ).stdout.split()
 )
-HOSTS = {"pytorch.org", "github.com", "modal.com", "modelscope.github.io"}
+HOSTS = {"pytorch.org", "github.com", "modal.com", "modelscope.github.io", "age-encryption.org"}
 """Hosts that pages may link to; nothing is fetched to check them."""
 
 _CODE = re.compile(r"^[ ]*```.*?^[ ]*```$", re.MULTILINE | re.DOTALL)

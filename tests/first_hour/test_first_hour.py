@@ -45,6 +45,8 @@ class Newcomer:
             self._stop_server()
         elif part.mark.startswith(("no-run:", "check:")):
             return
+        elif part.mark.startswith("needs:"):
+            self._need(part.mark.removeprefix("needs:").strip())
         elif part.mark == "serve":
             self._stop_server()
             self._server = Served(part.code.strip(), self._environment, self._folder)
@@ -56,6 +58,14 @@ class Newcomer:
             self._execute(part.code)
         elif part.language == "bash":
             self.type(part.code)
+
+    def _need(self, module: str) -> None:
+        """The rest of a page is for those who have a module."""
+        looked = subprocess.run(
+            ["python", "-c", f"import {module}"], env=self._environment, capture_output=True
+        )
+        if looked.returncode != 0:
+            pytest.skip(f"the rest of the page needs {module}")
 
     def type(self, commands: str) -> str:
         after = self._folder / ".environment"

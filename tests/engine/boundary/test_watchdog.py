@@ -74,7 +74,10 @@ async def test_time_in_which_the_owner_was_stopped_does_not_count_as_silence() -
 def test_the_time_for_a_turn_grows_with_its_tokens() -> None:
     core = StubCore()
     inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
-    datum = Datum(model_input=ModelInput.from_ints(range(1000)))
+    tokens = range(1000)
+    datum = Datum(
+        model_input=ModelInput.from_ints(tokens), loss_fn_inputs={"target_tokens": [*tokens]}
+    )
     item = Pass(adapter_id="parts:2", data=[datum] * 3, loss_fn="cross_entropy")
     beats = []
     spend = core._spend

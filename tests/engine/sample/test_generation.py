@@ -634,7 +634,7 @@ def test_a_turn_that_breaks_fails_its_requests_and_leaves_the_sampler_usable(
     assert len(answer(generator, job_of("b", tokens_of(9))).sequences[0].tokens) == 8
 
 
-def _run_out_of_memory(*_: Any) -> Tensor:
+def _run_out_of_memory(*_: Any, **__: Any) -> Tensor:
     raise torch.OutOfMemoryError("out of memory")
 
 
