@@ -21,7 +21,10 @@ SLICE_BYTES = 64 * 1024
 MAX_LARGE_DEPTH = 64
 """How deep objects and lists larger than a slice may lie in each other."""
 
-_WINDOW_BYTES = 1024 * 1024
+_MAX_DEPTH = 1024
+"""What the parser itself takes."""
+
+_WINDOW_BYTES = 256 * 1024
 _QUOTE, _BACKSLASH, _COMMA = b'"\\,'
 _OPENING = {ord("["): ord("]"), ord("{"): ord("}")}
 _IS_MARK = np.zeros(256, np.bool_)
@@ -145,10 +148,10 @@ class _Text:
                 return start + int(closed.argmax())
         return None
 
-    def _find_quotes(self) -> npt.NDArray[np.int64]:
+    def _find_quotes(self) -> npt.NDArray[np.int32]:
         """Where texts begin and end, in turns."""
         found = np.concatenate(
-            [np.flatnonzero(window == _QUOTE) + start for start, window in self._windows()]
+            [_places(window == _QUOTE, start) for start, window in self._windows()]
         )
         if b"\\" not in self._body:
             return found
@@ -159,12 +162,12 @@ class _Text:
             is_end[index] = (len(before) - len(before.rstrip(b"\\"))) % 2 == 0
         return found[is_end]
 
-    def _find_marks(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    def _find_marks(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Where brackets and commas outside texts are, and how many brackets are open after
         each."""
         marks, depths, depth = [], [], 0
         for start, window in self._windows():
-            places = np.flatnonzero(_IS_MARK[window]) + start
+            places = _places(_IS_MARK[window], start)
             places = places[np.searchsorted(self._quotes, places) % 2 == 0]
             marks.append(places)
             depths.append(depth + np.cumsum(_DEPTH_CHANGE[self._bytes[places]], dtype=np.int32))
@@ -172,9 +175,16 @@ class _Text:
                 depth = int(depths[-1][-1])
                 if depths[-1].min() < 0:
                     raise ValueError("more brackets are closed than were opened")
+                if depths[-1].max() > _MAX_DEPTH:
+                    raise ValueError(f"it is more than {_MAX_DEPTH} levels deep")
         return np.concatenate(marks), np.concatenate(depths)
 
     def _windows(self) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
         """Each part of the text with its place: numpy's steps, too, are to be short."""
         for start in range(0, len(self._bytes), _WINDOW_BYTES):
             yield start, self._bytes[start : start + _WINDOW_BYTES]
+
+
+def _places(is_one: npt.NDArray[np.bool_], start: int) -> npt.NDArray[np.int32]:
+    """Where something is. In 32 bits: there may be as many as there are bytes."""
+    return (np.flatnonzero(is_one) + start).astype(np.int32)
