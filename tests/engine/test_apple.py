@@ -19,7 +19,7 @@ from tests.support.tiny_families import TINY_FAMILIES, save_tiny
 from tinsmith.engine.base import Pass, SampleJob, Shaping, Step
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
-from tinsmith.engine.local.model.recurrence import decays
+from tinsmith.engine.local.model.recurrent.recurrence import decays
 from tinsmith.engine.local.sample import choosing
 from tinsmith.errors import EngineError
 from tinsmith.types import (

@@ -14,7 +14,7 @@ from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model import families
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.checking import check_model
-from tinsmith.engine.local.model.image_settings import SEEING_TYPES
+from tinsmith.engine.local.model.images.settings import SEEING_TYPES
 from tinsmith.engine.local.model.model_types import MODEL_TYPES, nearest_type
 from tinsmith.engine.local.sample.kvcache import CacheShape, Span
 from tinsmith.errors import EngineError

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinsmith.engine.local.model import delta_rule, mamba
-from tinsmith.engine.local.model.recurrence import StateShape, Walk, convolve, recur
+from tinsmith.engine.local.model.recurrent import delta_rule, mamba
+from tinsmith.engine.local.model.recurrent.recurrence import StateShape, Walk, convolve, recur
 
 HEADS, KEYS, VALUES = 3, 8, 5
 RELATIVE = 1e-5

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tinsmith.engine.local.model.lora import Adapter
-from tinsmith.engine.local.model.recurrence import StateShape
+from tinsmith.engine.local.model.recurrent.recurrence import StateShape
 from tinsmith.engine.local.sample.kvcache import CacheShape, KVCache, Slot, Span
 from tinsmith.engine.local.sample.prefixes import Prefixes, Realm, shared_prefix
 

@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 
 from tests.support.tiny_vision import PROCESSOR, image_bytes
 from tinsmith.engine.images import ImageRules
-from tinsmith.engine.local.model.pixels import read_patches
+from tinsmith.engine.local.model.images.pixels import read_patches
 from tinsmith.errors import ValidationError
 from tinsmith.types import ImageChunk
 

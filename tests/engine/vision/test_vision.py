@@ -13,8 +13,8 @@ from tests.engine.vision.test_models import datum_of, job_of, load
 from tests.support.tiny_vision import image_chunk, save_tiny_vision, with_images
 from tinsmith.engine.base import Failure, Pass
 from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.lora import Adapter
-from tinsmith.engine.local.model.vision import Vision
 from tinsmith.engine.local.sample.generation import Generator
 from tinsmith.types import ForwardBackwardOutput, ImageChunk, SampleResponse
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
-from tinsmith.engine.local.model.recurrence import FreshStates
+from tinsmith.engine.local.model.recurrent.recurrence import FreshStates
 
 
 @dataclass(frozen=True, slots=True)

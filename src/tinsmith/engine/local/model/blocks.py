@@ -31,7 +31,7 @@ from tinsmith.engine.local.model.pointwise import (
     swiglu,
     swiglu_backward,
 )
-from tinsmith.engine.local.model.recurrence import SequenceStates
+from tinsmith.engine.local.model.recurrent.recurrence import SequenceStates
 
 
 class Attention(Protocol):

@@ -22,13 +22,13 @@ from tinsmith.engine.local.config import BaseWeights
 from tinsmith.engine.local.model.adapted_linear import lora_linear, lora_linear_backward
 from tinsmith.engine.local.model.blocks import Attention, Block, Layer
 from tinsmith.engine.local.model.families import DecoderConfig, read_config
+from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.inputs import Seen
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.pointwise import differentiable_rms_norm
 from tinsmith.engine.local.model.quantized import quantize
 from tinsmith.engine.local.model.rope import Rope
-from tinsmith.engine.local.model.vision import Vision
 from tinsmith.engine.stored_tensors import weight_files
 from tinsmith.errors import EngineError
 

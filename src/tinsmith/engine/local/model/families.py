@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from tinsmith.engine.images import ImageRules
 from tinsmith.engine.local.model.pointwise import Activation
-from tinsmith.engine.local.model.recurrence import StateShape
+from tinsmith.engine.local.model.recurrent.recurrence import StateShape
 from tinsmith.engine.local.model.rope import Rope, UnsupportedModelError, read_rope
 from tinsmith.errors import EngineError
 

@@ -3,7 +3,7 @@
 `transformers` lets a model's attention be a function of ours, and positions be given; that is
 all our packed batches need, so such a model trains and samples through the same interface as
 `decoder.Decoder`, only slower. Linear layers inside its blocks become `lora_linear`, layers of
-experts `experts.Experts`, and the recurrent layers we know (`recurrent_layers`) are computed by us.
+experts `experts.Experts`, and the recurrent layers we know (`recurrent.layers`) are computed by us.
 
 What the model asks of attention is found out by watching one forward pass without weights.
 Whatever does not fit (other recurrent layers, projections that are not linear layers, another way
@@ -41,17 +41,17 @@ from tinsmith.engine.local.model.families import (
     Projection,
     read_settings,
 )
-from tinsmith.engine.local.model.image_settings import model_class, read_image_rules
+from tinsmith.engine.local.model.images.settings import model_class, read_image_rules
+from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.inputs import Seen
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.model_types import nearest_type, needed_transformers
 from tinsmith.engine.local.model.quantized import quantize
-from tinsmith.engine.local.model.recurrence import StateShape
-from tinsmith.engine.local.model.recurrent_layers import RecurrentLayer, recurrent_layer
+from tinsmith.engine.local.model.recurrent.layers import RecurrentLayer, recurrent_layer
+from tinsmith.engine.local.model.recurrent.recurrence import StateShape
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.sources import quiet_transformers
-from tinsmith.engine.local.model.vision import Vision
 
 ATTENTION_NAME = "tinsmith"
 """What our attention is called among `transformers`' attention functions."""

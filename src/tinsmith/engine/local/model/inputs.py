@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tinsmith.engine.image_headers import image_size
 from tinsmith.engine.images import ImageRules, has_images
-from tinsmith.engine.local.model.vision import Picture, Vision
+from tinsmith.engine.local.model.images.vision import Picture, Vision
 from tinsmith.errors import ValidationError
 from tinsmith.types import EncodedTextChunk, ImageChunk, ModelInput
 

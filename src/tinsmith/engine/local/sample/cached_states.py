@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.engine.local.model.recurrence import Walk
+from tinsmith.engine.local.model.recurrent.recurrence import Walk
 
 if TYPE_CHECKING:
     from tinsmith.engine.local.sample.cached_attention import PromptChunk, SlabRows

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.local.model.families import DecoderConfig
-from tinsmith.engine.local.model.recurrence import StateShape
+from tinsmith.engine.local.model.recurrent.recurrence import StateShape
 
 _SMALLEST_SLOT = 64
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.inputs import Seen
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments
-from tinsmith.engine.local.model.vision import Vision
 from tinsmith.engine.local.sample.cached_attention import (
     CachedAttention,
     PromptChunk,

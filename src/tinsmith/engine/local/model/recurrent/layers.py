@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tinsmith.engine.local.model import delta_rule, mamba
 from tinsmith.engine.local.model.families import Projection
-from tinsmith.engine.local.model.recurrence import SequenceStates, StateShape
+from tinsmith.engine.local.model.recurrent import delta_rule, mamba
+from tinsmith.engine.local.model.recurrent.recurrence import SequenceStates, StateShape
 
 
 @dataclass(frozen=True, slots=True)

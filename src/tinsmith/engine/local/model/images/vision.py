@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.images import ImageRules
-from tinsmith.engine.local.model.pixels import read_patches
+from tinsmith.engine.local.model.images.pixels import read_patches
 from tinsmith.types import ImageChunk
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.engine.local.model.families import Projection
-from tinsmith.engine.local.model.recurrence import (
+from tinsmith.engine.local.model.recurrent.recurrence import (
     SequenceStates,
     StateShape,
     Terms,
