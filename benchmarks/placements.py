@@ -36,7 +36,7 @@ def decision_seconds(num_slots: int, num_models: int, count: int) -> list[float]
     for number in range(count):
         prompt = ModelInput.from_ints([draw.randrange(1000) for _ in range(500)])
         job = SampleJob(
-            job_id="j", base_model="tiny", sampler_id=None, prompt=prompt, params=SamplingParams()
+            job_id="j", base_model="tiny", weights_id=None, prompt=prompt, params=SamplingParams()
         )
         model = new_model(number)
         started = time.perf_counter()

@@ -214,7 +214,7 @@ class Side:
             job = SampleJob(
                 job_id=str(self._num_jobs),
                 base_model="benchmark",
-                sampler_id=None,
+                weights_id=None,
                 prompt=ModelInput.from_ints(prompt.tolist()),
                 params=SamplingParams(max_tokens=new_tokens, stop=[], seed=number),
                 num_samples=samples,

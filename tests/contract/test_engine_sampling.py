@@ -131,7 +131,7 @@ async def test_the_end_of_sequence_token_stops_unless_nothing_may(
     await train(engine, adapter, datum(sentence), num_steps=30)
     sampler = new_name()
     await engine.freeze(adapter, sampler)
-    asked = {"sampler_id": sampler, "temperature": 0, "max_tokens": 4}
+    asked = {"weights_id": sampler, "temperature": 0, "max_tokens": 4}
     (stopped,) = (await sample(engine, job([10], **asked, stop=None))).sequences
     assert (stopped.tokens, stopped.stop_reason) == ([40, EOS_TOKEN], "stop")
     (unstopped,) = (await sample(engine, job([10], **asked, stop=[]))).sequences

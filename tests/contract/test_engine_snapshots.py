@@ -161,7 +161,7 @@ async def test_a_sampler_is_frozen(engine: Engine, adapter: str, tmp_path: Path,
     else:
         await engine.snapshot(adapter, tmp_path / "s", "sampler")
         assert await engine.load_sampler(sampler, BASE_MODEL, tmp_path / "s") is None
-    asked = {"sampler_id": sampler, "prompt_logprobs": True, "seed": 3, "num_samples": 2}
+    asked = {"weights_id": sampler, "prompt_logprobs": True, "seed": 3, "num_samples": 2}
     response = await sample(engine, job(SENTENCE, **asked))
     assert response.prompt_logprobs_np is not None
     np.testing.assert_allclose(
@@ -187,7 +187,7 @@ async def test_samplers_do_not_replace_each_other(engine: Engine, adapter: str) 
         expected.append((await logprobs(engine, adapter)).tolist())
     responses = await asyncio.gather(
         *(
-            sample(engine, job(SENTENCE, sampler_id=name, prompt_logprobs=True, max_tokens=1))
+            sample(engine, job(SENTENCE, weights_id=name, prompt_logprobs=True, max_tokens=1))
             for name in names
         )
     )
@@ -203,7 +203,7 @@ async def test_an_unloaded_sampler_is_gone(engine: Engine, adapter: str) -> None
     await engine.freeze(adapter, sampler)
     await engine.unload_sampler(sampler)
     await engine.unload_sampler(sampler)
-    failure = await failed_sample(engine, job(sampler_id=sampler))
+    failure = await failed_sample(engine, job(weights_id=sampler))
     assert failure.category == "user"
     assert sampler in failure.message
 

@@ -88,7 +88,7 @@ def sampled(core: EngineCore) -> list[np.ndarray]:
         job = SampleJob(
             job_id=name,
             base_model="m",
-            sampler_id="s",
+            weights_id="s",
             prompt=ModelInput.from_ints(TOKENS[:4]),
             params=params,
             num_samples=2,

@@ -54,8 +54,8 @@ def test_an_engine_has_every_call_with_the_declared_signature(
 
 def test_arguments_that_do_not_fit_a_call_are_a_type_error() -> None:
     call = CALLS["freeze"]
-    assert call.arguments("a", sampler_id="s") == ("a", "s")
-    assert call.argument("sampler_id", ("a", "s")) == "s"
+    assert call.arguments("a", weights_id="s") == ("a", "s")
+    assert call.argument("weights_id", ("a", "s")) == "s"
     assert call.argument("folder", ("a", "s")) is None
     with pytest.raises(TypeError):
         call.arguments("a")

@@ -364,7 +364,7 @@ def test_an_impossible_adapter_is_refused(lora: dict[str, Any], path: str) -> No
 
 def job(**changes: Any) -> SampleJob:
     fields: dict[str, Any] = {"prompt": ModelInput.from_ints([1, 2, 3]), "params": SamplingParams()}
-    return SampleJob(job_id="j", base_model="tiny", sampler_id=None, **{**fields, **changes})
+    return SampleJob(job_id="j", base_model="tiny", weights_id=None, **{**fields, **changes})
 
 
 def targets(*rows: list[int]) -> TensorData:

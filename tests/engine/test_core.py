@@ -99,7 +99,7 @@ def job(job_id: str = "j", base_model: str = "llama", **fields: Any) -> SampleJo
         **{
             "job_id": job_id,
             "base_model": base_model,
-            "sampler_id": None,
+            "weights_id": None,
             "prompt": ModelInput.from_ints(SENTENCE[:3]),
             "params": params,
             **fields,
@@ -159,10 +159,10 @@ def test_adapters_outlive_their_base_models_stay_in_memory(
             train(core, name)
         assert core.freeze("a", "s") is None
         for base_model, sampler in (("qwen3", None), ("llama", "s"), ("qwen3", None)):
-            sample(core, job("j", base_model, sampler_id=sampler))
+            sample(core, job("j", base_model, weights_id=sampler))
     for name in ("a", "b"):
         np.testing.assert_array_equal(logprobs(tight, name), logprobs(roomy, name))
-    asked = job("j", "llama", sampler_id="s")
+    asked = job("j", "llama", weights_id="s")
     assert tokens(sample(tight, asked)["j"]) == tokens(sample(roomy, asked)["j"])
 
 
@@ -193,9 +193,9 @@ def test_a_sampler_unloaded_during_a_job_lasts_until_its_end(new_core: Any) -> N
     train(core, "a")
     core.freeze("a", "s")
     core.freeze("a", "t")
-    expected = tokens(sample(core, job(sampler_id="t"))["j"])
-    assert core.submit_sample(job("j", sampler_id="s")) is None
-    assert core.submit_sample(job("k", sampler_id="t")) is None
+    expected = tokens(sample(core, job(weights_id="t"))["j"])
+    assert core.submit_sample(job("j", weights_id="s")) is None
+    assert core.submit_sample(job("k", weights_id="t")) is None
     core.sampling_turn()
     core.unload_sampler("s")
     # Its memory may be used again only now, and not by these.
@@ -210,14 +210,14 @@ def test_a_cancelled_job_leaves_nothing_behind(new_core: Any) -> None:
     core = new_core()
     core.create_adapter("a", "llama", LORA)
     core.freeze("a", "s")
-    core.submit_sample(job("j", sampler_id="s", num_samples=4, max_tokens=50))
+    core.submit_sample(job("j", weights_id="s", num_samples=4, max_tokens=50))
     core.sampling_turn()
     core.cancel("j")
     core.cancel("j")
     assert not core.is_sampling
     health = core.health()
     assert health.running_samples == health.waiting_samples == 0
-    assert core.submit_sample(job("j", sampler_id="s")) is None
+    assert core.submit_sample(job("j", weights_id="s")) is None
     assert "j" in finish(core)
 
 

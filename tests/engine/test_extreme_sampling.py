@@ -34,7 +34,7 @@ def job(**params: Any) -> SampleJob:
     return SampleJob(
         job_id="j",
         base_model="tiny",
-        sampler_id=None,
+        weights_id=None,
         prompt=ModelInput.from_ints([10, 40, 20]),
         params=SamplingParams(**{"max_tokens": 4, "seed": 1, "stop": [], **params}),
         topk_sample_logprobs=5,

@@ -42,7 +42,7 @@ def job(job_id: str = "j", **params: Any) -> SampleJob:
     return SampleJob(
         job_id=job_id,
         base_model=MODEL,
-        sampler_id=None,
+        weights_id=None,
         prompt=ModelInput.from_ints([1, 2]),
         params=SamplingParams(**{"max_tokens": 10, "stop": [], **params}),
     )
@@ -108,7 +108,7 @@ async def test_several_models_of_any_size_are_served() -> None:
         asked = SampleJob(
             job_id="j",
             base_model=model.name,
-            sampler_id=None,
+            weights_id=None,
             prompt=ModelInput.from_ints([1]),
             params=SamplingParams(max_tokens=200, stop=[]),
         )

@@ -94,7 +94,7 @@ def style_count(core: EngineCore, tokenizer, adapter: str, tag: str) -> int:  # 
         SampleJob(
             job_id=f"{adapter}-{tag}-{index}",
             base_model=EMBEDDED_MODEL,
-            sampler_id=f"{adapter}-{tag}",
+            weights_id=f"{adapter}-{tag}",
             prompt=ModelInput.from_ints(prompt_of(tokenizer, question)),
             params=SamplingParams(max_tokens=12, temperature=0.0),
         )
@@ -164,7 +164,7 @@ def test_the_model_learns_to_add_from_reward_alone(
                 SampleJob(
                     job_id=f"{adapter}-{step}-{index}",
                     base_model=EMBEDDED_MODEL,
-                    sampler_id=f"{adapter}-{step}",
+                    weights_id=f"{adapter}-{step}",
                     prompt=ModelInput.from_ints(prompt),
                     params=SamplingParams(max_tokens=12, seed=seed * 10_000 + step * 100 + index),
                     num_samples=group,

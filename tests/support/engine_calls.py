@@ -159,7 +159,7 @@ def job(prompt: Sequence[int] = SENTENCE[:3], **fields: Any) -> SampleJob:
         for name in ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
         if name in fields
     }
-    settings = {"job_id": new_name(), "base_model": BASE_MODEL, "sampler_id": None, **fields}
+    settings = {"job_id": new_name(), "base_model": BASE_MODEL, "weights_id": None, **fields}
     return SampleJob(
         prompt=ModelInput.from_ints(list(prompt)),
         params=SamplingParams(**{"max_tokens": 8, "stop": [], **params}),

@@ -202,7 +202,7 @@ class SampleJob:
 
     job_id: str
     base_model: str
-    sampler_id: str | None
+    weights_id: str | None
     """A frozen adapter made by `freeze` or `load_sampler`; None samples the bare base model."""
 
     prompt: ModelInput
@@ -309,15 +309,15 @@ class Engine:
         """
         raise NotImplementedError
 
-    async def freeze(self, adapter_id: str, sampler_id: str) -> Failure | None:
+    async def freeze(self, adapter_id: str, weights_id: str) -> Failure | None:
         """Copy the adapter's present weights, in memory, into a new sampler."""
         raise NotImplementedError
 
-    async def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> Failure | None:
+    async def load_sampler(self, weights_id: str, base_model: str, folder: Path) -> Failure | None:
         """Make a sampler from a snapshot's weights."""
         raise NotImplementedError
 
-    async def unload_sampler(self, sampler_id: str) -> None:
+    async def unload_sampler(self, weights_id: str) -> None:
         raise NotImplementedError
 
     def sample(self, job: SampleJob) -> AsyncIterator[SampleEvent]:

@@ -118,24 +118,24 @@ class StubCore:
     ) -> ImportedAdapter | Failure:
         return Failure("not here", "user")
 
-    def freeze(self, adapter_id: str, sampler_id: str) -> Failure | None:
-        self.log.append(f"freeze {sampler_id}")
-        self._samplers.add(sampler_id)
+    def freeze(self, adapter_id: str, weights_id: str) -> Failure | None:
+        self.log.append(f"freeze {weights_id}")
+        self._samplers.add(weights_id)
         return None
 
-    def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> Failure | None:
+    def load_sampler(self, weights_id: str, base_model: str, folder: Path) -> Failure | None:
         return None
 
-    def unload_sampler(self, sampler_id: str) -> None:
-        self._samplers.discard(sampler_id)
+    def unload_sampler(self, weights_id: str) -> None:
+        self._samplers.discard(weights_id)
 
     @property
     def is_sampling(self) -> bool:
         return bool(self._jobs)
 
     def submit_sample(self, job: SampleJob) -> Failure | None:
-        if job.sampler_id is not None and job.sampler_id not in self._samplers:
-            return Failure(f"no sampler called {job.sampler_id!r}", "user")
+        if job.weights_id is not None and job.weights_id not in self._samplers:
+            return Failure(f"no sampler called {job.weights_id!r}", "user")
         self._jobs[job.job_id] = list(range(job.params.max_tokens or 1))
         if job.stream:
             self._streams.add(job.job_id)

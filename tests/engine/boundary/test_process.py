@@ -50,11 +50,11 @@ LORA = LoraConfig(rank=4)
 STUB = "tests.engine.boundary.stub_core:StubCore"
 
 
-def job(job_id: str, max_tokens: int = 1, sampler_id: str | None = None, **more: Any) -> SampleJob:
+def job(job_id: str, max_tokens: int = 1, weights_id: str | None = None, **more: Any) -> SampleJob:
     return SampleJob(
         job_id=job_id,
         base_model="base",
-        sampler_id=sampler_id,
+        weights_id=weights_id,
         prompt=ModelInput.from_ints([1]),
         params=SamplingParams(max_tokens=max_tokens),
         **more,
@@ -219,7 +219,7 @@ def test_a_sample_waits_for_the_freeze_that_makes_its_sampler() -> None:
     replies = work(
         Request(1, "run_passes", (passes("parts:2"),)),
         Request(2, "freeze", ("a", "s")),
-        Request(3, "sample", (job("j", sampler_id="s"),)),
+        Request(3, "sample", (job("j", weights_id="s"),)),
     )
     (answer,) = [r.value for r in replies if isinstance(r, Item) and r.number == 3]
     assert isinstance(answer, SampleResponse)
@@ -260,7 +260,7 @@ def test_a_cancelled_job_ends_with_a_failure() -> None:
 def test_a_job_may_be_cancelled_while_it_waits_for_its_sampler() -> None:
     replies = work(
         Request(1, "freeze", ("a", "s")),
-        Request(2, "sample", (job("j", sampler_id="s"),)),
+        Request(2, "sample", (job("j", weights_id="s"),)),
         Request(3, "cancel", ("j",)),
     )
     assert Item(2, Failure("sampling job 'j' was cancelled", "user")) in replies

@@ -32,7 +32,7 @@ def job_of(number: int, **params: Any) -> SampleJob:
     return SampleJob(
         job_id=str(number),
         base_model="tiny",
-        sampler_id=None,
+        weights_id=None,
         prompt=ModelInput.from_ints(tokens),
         params=SamplingParams(**{"stop": [], "max_tokens": 30, "seed": number, **params}),
         num_samples=1 + number % 3,

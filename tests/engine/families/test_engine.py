@@ -45,7 +45,7 @@ def test_a_model_of_experts_learns_a_sentence_and_says_it(model_type: str, tmp_p
     job = SampleJob(
         job_id="j",
         base_model="tiny",
-        sampler_id="s",
+        weights_id="s",
         prompt=ModelInput.from_ints(SENTENCE[:2]),
         params=params,
     )

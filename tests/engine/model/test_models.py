@@ -217,7 +217,7 @@ def test_another_architecture_samples_what_transformers_generates(
             SampleJob(
                 job_id=str(index),
                 base_model="foreign",
-                sampler_id=None,
+                weights_id=None,
                 prompt=ModelInput.from_ints(prompt),
                 params=params,
             ),

@@ -33,7 +33,7 @@ def job_of(job_id: str, prompt: list[int], **fields: Any) -> SampleJob:
     return SampleJob(
         job_id=job_id,
         base_model="tiny",
-        sampler_id=None,
+        weights_id=None,
         prompt=ModelInput.from_ints(prompt),
         params=SamplingParams(**{"stop": [], "max_tokens": 8, **params}),
         **fields,

@@ -572,7 +572,7 @@ def test_every_chunk_of_a_prompt_counts(generator: Generator) -> None:
     job = SampleJob(
         job_id="b",
         base_model="tiny",
-        sampler_id=None,
+        weights_id=None,
         prompt=ModelInput(chunks=chunks),
         params=job.params,
     )

@@ -34,11 +34,11 @@ def core(model_folder: Callable[[str], Path]) -> EngineCore:
     return core
 
 
-def sample(core: EngineCore, sampler_id: str) -> None:
+def sample(core: EngineCore, weights_id: str) -> None:
     job = SampleJob(
-        job_id=f"job of {sampler_id}",
+        job_id=f"job of {weights_id}",
         base_model="tiny",
-        sampler_id=sampler_id,
+        weights_id=weights_id,
         prompt=ModelInput.from_ints([10, 40, 20]),
         params=SamplingParams(max_tokens=2, seed=1, stop=[]),
     )

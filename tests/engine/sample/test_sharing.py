@@ -27,7 +27,7 @@ def job(job_id: str, scope: str, prompt: list[int] = PROMPT, **fields: Any) -> S
     return SampleJob(
         job_id=job_id,
         base_model="tiny",
-        sampler_id=None,
+        weights_id=None,
         prompt=ModelInput.from_ints(prompt),
         params=SamplingParams(max_tokens=max_tokens, seed=5, stop=[]),
         scope=scope,

@@ -202,7 +202,7 @@ def test_tenants_of_one_batch_have_the_gradients_that_each_has_alone(
 def job_of(job_id: str, prompt: ModelInput, **fields: Any) -> SampleJob:
     params = SamplingParams(stop=[], max_tokens=9, seed=5)
     return SampleJob(
-        job_id=job_id, base_model="tiny", sampler_id=None, prompt=prompt, params=params, **fields
+        job_id=job_id, base_model="tiny", weights_id=None, prompt=prompt, params=params, **fields
     )
 
 

@@ -62,27 +62,27 @@ class StrictEngine:
     async def close(self) -> None:
         self.die()
 
-    async def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> Failure | None:
+    async def load_sampler(self, weights_id: str, base_model: str, folder: Path) -> Failure | None:
         await self._pause()
         if folder.name not in self._folders:
             return Failure("there are no such weights", "user")
-        await self._add(sampler_id)
+        await self._add(weights_id)
         return None
 
-    async def freeze(self, adapter_id: str, sampler_id: str) -> Failure | None:
+    async def freeze(self, adapter_id: str, weights_id: str) -> Failure | None:
         await self._pause()
-        await self._add(sampler_id)
+        await self._add(weights_id)
         return None
 
-    async def unload_sampler(self, sampler_id: str) -> None:
+    async def unload_sampler(self, weights_id: str) -> None:
         await self._pause()
-        self.samplers.discard(sampler_id)
+        self.samplers.discard(weights_id)
         await self._pause()
 
     async def sample(self, job: SampleJob) -> AsyncIterator[SampleEvent]:
         self._check_alive()
-        if job.sampler_id is not None and job.sampler_id not in self.samplers:
-            self._faults.append(f"a job needs {job.sampler_id}, which is not here")
+        if job.weights_id is not None and job.weights_id not in self.samplers:
+            self._faults.append(f"a job needs {job.weights_id}, which is not here")
         self.jobs.add(job.job_id)
         for _ in range(self._random.randrange(4)):
             await self._pause()
@@ -95,10 +95,10 @@ class StrictEngine:
         self._check_alive()
         self.jobs.discard(job_id)
 
-    async def _add(self, sampler_id: str) -> None:
-        if sampler_id in self.samplers:
-            self._faults.append(f"{sampler_id} is here already")
-        self.samplers.add(sampler_id)
+    async def _add(self, weights_id: str) -> None:
+        if weights_id in self.samplers:
+            self._faults.append(f"{weights_id} is here already")
+        self.samplers.add(weights_id)
         if len(self.samplers) > MAX_LOADED:
             self._faults.append(f"{len(self.samplers)} samplers in the engine")
         await self._pause()

@@ -60,9 +60,9 @@ async def test_more_samplers_in_use_than_the_limit_wait_for_each_other_and_all_s
 class Names:
     """An engine that holds names instead of weights."""
 
-    async def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> None: ...
+    async def load_sampler(self, weights_id: str, base_model: str, folder: Path) -> None: ...
 
-    async def unload_sampler(self, sampler_id: str) -> None: ...
+    async def unload_sampler(self, weights_id: str) -> None: ...
 
 
 class Jobs:
@@ -111,9 +111,9 @@ async def test_cancelling_a_sample_while_its_weights_load_harms_no_later_one(
     sampler = await sampler_of_checkpoint(api)
     load, may_load = engine.load_sampler, asyncio.Event()
 
-    async def load_slowly(sampler_id: str, base_model: str, folder: Path) -> Failure | None:
+    async def load_slowly(weights_id: str, base_model: str, folder: Path) -> Failure | None:
         await may_load.wait()
-        return await load(sampler_id, base_model, folder)
+        return await load(weights_id, base_model, folder)
 
     engine.load_sampler = load_slowly  # type: ignore[method-assign]  # a slow disk
     first = await api.ok("/asample", api.sample_body(sampler, 0))

@@ -248,30 +248,30 @@ class FakeEngine(Engine):
         self._check_alive()
         return Failure("the fake engine has no low-rank matrices to import an adapter to", "user")
 
-    async def freeze(self, adapter_id: str, sampler_id: str) -> Failure | None:
+    async def freeze(self, adapter_id: str, weights_id: str) -> Failure | None:
         self._check_alive()
         try:
             adapter = self._adapter(adapter_id)
-            self._check_sampler_is_new(sampler_id)
+            self._check_sampler_is_new(weights_id)
         except ValidationError as error:
             return _refusal(error)
-        self._samplers[sampler_id] = _Sampler(adapter.model.name, adapter.logprobs())
+        self._samplers[weights_id] = _Sampler(adapter.model.name, adapter.logprobs())
         return None
 
-    async def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> Failure | None:
+    async def load_sampler(self, weights_id: str, base_model: str, folder: Path) -> Failure | None:
         self._check_alive()
         try:
             model = self._model(base_model)
-            self._check_sampler_is_new(sampler_id)
+            self._check_sampler_is_new(weights_id)
             adapter = snapshots.load(self._tables[model.name], folder)
         except ValidationError as error:
             return _refusal(error)
-        self._samplers[sampler_id] = _Sampler(model.name, adapter.logprobs())
+        self._samplers[weights_id] = _Sampler(model.name, adapter.logprobs())
         return None
 
-    async def unload_sampler(self, sampler_id: str) -> None:
+    async def unload_sampler(self, weights_id: str) -> None:
         self._check_alive()
-        self._samplers.pop(sampler_id, None)
+        self._samplers.pop(weights_id, None)
 
     # Sampling
 
@@ -302,14 +302,14 @@ class FakeEngine(Engine):
         return Shaper(job.shaping, job.prompt.tokens_np(), matcher)
 
     def _sampler_table(self, job: SampleJob, model: FakeModel) -> Array:
-        if job.sampler_id is None:
+        if job.weights_id is None:
             return self._tables[model.name].logprobs()
-        sampler = self._samplers.get(job.sampler_id)
+        sampler = self._samplers.get(job.weights_id)
         if sampler is None:
-            raise ValidationError(f"no sampler called {job.sampler_id!r}")
+            raise ValidationError(f"no sampler called {job.weights_id!r}")
         if sampler.base_model != model.name:
             raise ValidationError(
-                f"sampler {job.sampler_id!r} belongs to {sampler.base_model!r}, not {model.name!r}"
+                f"sampler {job.weights_id!r} belongs to {sampler.base_model!r}, not {model.name!r}"
             )
         return sampler.logprobs
 
@@ -401,9 +401,9 @@ class FakeEngine(Engine):
             raise ValidationError(f"no adapter called {adapter_id!r}")
         return self._adapters[adapter_id]
 
-    def _check_sampler_is_new(self, sampler_id: str) -> None:
-        if sampler_id in self._samplers:
-            raise ValidationError(f"a sampler called {sampler_id!r} exists already")
+    def _check_sampler_is_new(self, weights_id: str) -> None:
+        if weights_id in self._samplers:
+            raise ValidationError(f"a sampler called {weights_id!r} exists already")
 
     async def _work(self) -> None:
         """Wait as long as the device would be busy: with what came before, then with this."""

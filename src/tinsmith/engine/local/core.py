@@ -198,14 +198,14 @@ class EngineCore:
         self._damaged.pop(adapter_id, None)
         return info
 
-    def freeze(self, adapter_id: str, sampler_id: str) -> Failure | None:
+    def freeze(self, adapter_id: str, weights_id: str) -> Failure | None:
         try:
             adapter = self._adapter(adapter_id)
-            self._check_sampler_is_new(sampler_id)
+            self._check_sampler_is_new(weights_id)
         except (ValidationError, EngineError) as error:
             return _failure(error)
         copy = self._pool(adapter.base_model).copy(adapter)
-        self._samplers[sampler_id] = _Sampler(copy)
+        self._samplers[weights_id] = _Sampler(copy)
         return None
 
     def import_adapter(
@@ -223,10 +223,10 @@ class EngineCore:
             return Failure(f"the adapter could not be written to {folder}: {error}", "server")
         return ImportedAdapter(lora=adapter.lora, size_bytes=info.size_bytes)
 
-    def load_sampler(self, sampler_id: str, base_model: str, folder: Path) -> Failure | None:
+    def load_sampler(self, weights_id: str, base_model: str, folder: Path) -> Failure | None:
         try:
-            self._check_sampler_is_new(sampler_id)
-            self._samplers[sampler_id] = _Sampler(self._load(base_model, folder))
+            self._check_sampler_is_new(weights_id)
+            self._samplers[weights_id] = _Sampler(self._load(base_model, folder))
         except (ValidationError, EngineError) as error:
             return _failure(error)
         return None
@@ -245,8 +245,8 @@ class EngineCore:
             raise
         return adapter
 
-    def unload_sampler(self, sampler_id: str) -> None:
-        sampler = self._samplers.pop(sampler_id, None)
+    def unload_sampler(self, weights_id: str) -> None:
+        sampler = self._samplers.pop(weights_id, None)
         if sampler is not None:
             sampler.is_loaded = False
             self._release_if_unused(sampler)
@@ -342,21 +342,21 @@ class EngineCore:
         return Failure(reason, "server")
 
     def _sampler(self, job: SampleJob) -> _Sampler | None:
-        if job.sampler_id is None:
+        if job.weights_id is None:
             return None
-        if job.sampler_id not in self._samplers:
-            raise ValidationError(f"no sampler called {job.sampler_id!r}")
-        sampler = self._samplers[job.sampler_id]
+        if job.weights_id not in self._samplers:
+            raise ValidationError(f"no sampler called {job.weights_id!r}")
+        sampler = self._samplers[job.weights_id]
         if sampler.adapter.base_model != job.base_model:
             raise ValidationError(
-                f"sampler {job.sampler_id!r} belongs to base model "
+                f"sampler {job.weights_id!r} belongs to base model "
                 f"{sampler.adapter.base_model!r}, not {job.base_model!r}"
             )
         return sampler
 
-    def _check_sampler_is_new(self, sampler_id: str) -> None:
-        if sampler_id in self._samplers:
-            raise ValidationError(f"a sampler called {sampler_id!r} exists already")
+    def _check_sampler_is_new(self, weights_id: str) -> None:
+        if weights_id in self._samplers:
+            raise ValidationError(f"a sampler called {weights_id!r} exists already")
 
     def _pool(self, base_model: str) -> AdapterPool:
         """Adapters outlive their base model's stay in memory, so their room is not the model's."""

@@ -234,7 +234,7 @@ def _job(ask: Ask, sampler: SamplerRecord, prompt: ModelInput) -> SampleJob:
     return SampleJob(
         job_id=f"oai-{uuid.uuid4().hex}",
         base_model=sampler.base_model,
-        sampler_id=sampler.weights_id,
+        weights_id=sampler.weights_id,
         prompt=prompt,
         params=ask.params,
         shaping=_shaping(ask),

@@ -154,14 +154,14 @@ def _is_active(model: LiveModel, since: float) -> bool:
 
 
 def _has_weights(slot: Slot, job: SampleJob) -> bool:
-    if job.sampler_id is None:
+    if job.weights_id is None:
         return job.base_model in slot.bases
-    return slot.samplers.has(job.sampler_id)
+    return slot.samplers.has(job.weights_id)
 
 
 def _prefix(job: SampleJob) -> bytes:
     """What jobs have in common that find each other's keys and values in a cache."""
-    names = f"{job.scope} {job.base_model} {job.sampler_id} ".encode()
+    names = f"{job.scope} {job.base_model} {job.weights_id} ".encode()
     return names + _first_tokens(job.prompt)
 
 

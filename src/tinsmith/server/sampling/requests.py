@@ -371,7 +371,7 @@ def sample_job(request_id: str, sampler: SamplerRecord, request: SampleRequest) 
     return SampleJob(
         job_id=request_id,
         base_model=sampler.base_model,
-        sampler_id=sampler.weights_id,
+        weights_id=sampler.weights_id,
         prompt=request.prompt,
         params=request.sampling_params,
         num_samples=request.num_samples,

@@ -199,8 +199,8 @@ class Worker:
     def _awaits_sampler(self, request: Request) -> bool:
         """Whether the job's sampler is yet to be made, or changed, by a request before it."""
         (job,) = request.arguments
-        return job.sampler_id is not None and any(
-            CALLS[earlier.method].argument("sampler_id", earlier.arguments) == job.sampler_id
+        return job.weights_id is not None and any(
+            CALLS[earlier.method].argument("weights_id", earlier.arguments) == job.weights_id
             for earlier in self._ordered
         )
 
