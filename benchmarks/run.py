@@ -25,6 +25,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tenants": ("tenants.py",),
     "neighbours": ("neighbours.py",),
     "sampling": ("sampling.py",),
+    "service": ("service.py",),
     "loop": ("whole_loop.py",),
     "growth": ("growth.py",),
     "recovery": ("recovery.py",),
@@ -32,7 +33,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 ON_CUDA: dict[str, tuple[str, ...]] = {
     f"{part}-cuda-{shape}": (f"{part}.py", "--device", "cuda", "--shape", shape)
-    for part in ("training", "tenants", "sampling")
+    for part in ("training", "tenants", "sampling", "service")
     for shape in ("qwen3-0.6b", "qwen3-4b")
 }
 

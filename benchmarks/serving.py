@@ -81,7 +81,7 @@ def serve(*options: str, data_dir: str | None = None) -> Iterator[Server]:
 
 
 def _wait_until_ready(url: str) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(f"{url}/readyz", timeout=5):

@@ -259,6 +259,16 @@ def load_transformers(device: torch.device, shape: str | None) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
+def write_random_model(folder: Path, shape: str, device: str) -> None:
+    """Files that a server can load: weights, settings, and a tokenizer with a token for a byte."""
+    from tokenizers import Tokenizer, models
+
+    load_transformers(torch.device(device), shape).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({**_COMMON, **SHAPES[shape]}), "utf-8")
+    letters = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    Tokenizer(models.BPE(letters, [], byte_fallback=True)).save(str(folder / "tokenizer.json"))
+
+
 def _embedded_folder() -> Path:
     return model_folder(EMBEDDED_SOURCE, LocalEngineConfig(device="cpu"))
 

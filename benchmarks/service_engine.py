@@ -1,0 +1,147 @@
+"""The engine's side of `service.py`: the same jobs, given to the engine in this process.
+
+    python benchmarks/service_engine.py JSON
+
+The argument is an `EngineErrand`, and what is printed last is what was measured. No server, no
+client and no other process: what is left is the engine's own time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import machine
+from tinsmith.engine.base import Pass, SampleJob, Step
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.core import EngineCore
+from tinsmith.types import (
+    AdamParams,
+    ForwardBackwardOutput,
+    LoraConfig,
+    ModelInput,
+    SampleResponse,
+    SamplingParams,
+)
+from trainers import RANK, make_data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineErrand:
+    device: str
+    model: str
+    source: str
+    cases: list[str]
+    samples: list[int]
+    """How many at once, case by case."""
+    prompt_tokens: int
+    new_tokens: int
+    tenants: int
+    tenant_batch: tuple[int, int]
+    """Sequences and tokens of each."""
+    train_batch: tuple[int, int]
+    rounds: int
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+def main() -> None:
+    errand = EngineErrand(**json.loads(sys.argv[1]))
+    side = EngineSide(errand)
+    result: dict[str, Any] = {}
+    if "sample" in errand.cases:
+        result["sample"] = {str(count): side.sample(count) for count in errand.samples}
+    if "tenants" in errand.cases:
+        result["tenants"] = side.train(errand.tenants, *errand.tenant_batch)
+    if "train" in errand.cases:
+        result["train"] = side.train(1, *errand.train_batch)
+    print(json.dumps({"machine": side.machine, "vocab_size": side.vocab_size, "found": result}))
+
+
+class EngineSide:
+    def __init__(self, errand: EngineErrand) -> None:
+        self._errand = errand
+        self._device = torch.device(errand.device)
+        config = LocalEngineConfig(
+            models={errand.model: errand.source},
+            device="cuda" if errand.device == "cuda" else "cpu",
+            verify_models=False,
+        )
+        self._core = EngineCore(config)
+        (info,) = self._core.capabilities().models
+        self.vocab_size = info.vocab_size
+        self.machine = f"{machine.describe(self._device)}, torch {torch.__version__}"
+        self._random = np.random.default_rng(0)
+        self._num_jobs = 0
+
+    def sample(self, count: int) -> dict[str, float]:
+        rates = [self._sample_once(count) for _ in range(self._errand.rounds + 1)]
+        return {"tokens_per_s": round(statistics.median(rates[1:]), 1)}
+
+    def _sample_once(self, count: int) -> float:
+        core, num_tokens = self._core, 0
+        prompts = self._random.integers(3, self.vocab_size, (count, self._errand.prompt_tokens))
+        started = time.perf_counter()
+        for number, prompt in enumerate(prompts):
+            self._num_jobs += 1
+            job = SampleJob(
+                job_id=str(self._num_jobs),
+                base_model=self._errand.model,
+                sampler_id=None,
+                prompt=ModelInput.from_ints(prompt.tolist()),
+                params=SamplingParams(max_tokens=self._errand.new_tokens, stop=[], seed=number),
+            )
+            failure = core.submit_sample(job)
+            assert failure is None, failure
+        while core.is_sampling:
+            for _, event in core.sampling_turn():
+                assert isinstance(event, SampleResponse), event
+                num_tokens += sum(len(sequence.tokens) for sequence in event.sequences)
+        return num_tokens / (time.perf_counter() - started)
+
+    def train(self, num_models: int, sequences: int, length: int) -> dict[str, float]:
+        """All models' passes in one call and then their steps; beside it the passes alone."""
+        names = [f"{sequences}x{length} {number}" for number in range(num_models)]
+        for number, name in enumerate(names):
+            lora = LoraConfig(rank=RANK, seed=number, train_unembed=False)
+            failure = self._core.create_adapter(name, self._errand.model, lora)
+            assert failure is None, failure
+        data = {
+            name: make_data([length] * sequences, self.vocab_size, seed=number)
+            for number, name in enumerate(names)
+        }
+        works = {
+            "passes": lambda: self._passes(data),
+            "passes_and_steps": lambda: (self._passes(data), self._steps(names)),
+        }
+        times = machine.interleaved(works, self._device, self._errand.rounds + 2)
+        num_tokens = num_models * sequences * length
+        return {
+            "tokens_per_s": round(num_tokens / statistics.median(times["passes_and_steps"])),
+            "passes_tokens_per_s": round(num_tokens / statistics.median(times["passes"])),
+        }
+
+    def _passes(self, data: dict[str, Any]) -> None:
+        passes = [Pass(adapter_id=i, data=d, loss_fn="cross_entropy") for i, d in data.items()]
+        for finished in self._core.run_passes(passes):
+            if finished is not None:
+                assert isinstance(finished.result, ForwardBackwardOutput), finished.result
+
+    def _steps(self, names: list[str]) -> None:
+        adam = AdamParams(learning_rate=1e-4)
+        for result in self._core.step([Step(adapter_id=name, params=adam) for name in names]):
+            assert isinstance(result, dict), result
+
+
+if __name__ == "__main__":
+    machine.let_threads_wait_passively()
+    main()
