@@ -6,7 +6,7 @@ import math
 import queue
 import time
 from concurrent.futures import ThreadPoolExecutor
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import pytest
 
@@ -96,6 +96,43 @@ def test_pages_beside_a_run_s_own_are_live_too(user: User) -> None:
         finally:
             wanted.put("end")
         done.result(PATIENCE_SECONDS)
+
+
+def test_lists_of_the_account_are_live_too(user: User) -> None:
+    """Sessions as they begin and end, what is used, checkpoints that another tab deletes, and
+    keys that it revokes."""
+    page = user.open("/sessions")
+    expect(page.get_by_text("No sessions yet")).to_be_visible()
+    expect(page.locator("#live")).to_have_text("Live")
+    run = trained_run(user, 1, "a")
+    expect(page.locator("tbody tr")).to_have_count(1)
+    expect(page.locator("tbody tr")).to_contain_text("Ended")
+
+    page = user.open("/usage")
+    trained = page.locator("#numbers dd").first
+    expect(trained).to_contain_text("10 tokens")
+    expect(page.locator("#live")).to_have_text("Live")
+    trained_run(user, 1)
+    expect(trained).to_contain_text("20 tokens")
+
+    other = page.context
+    url = f"{user.console.url}/api/v1"
+    headers = {"sec-fetch-site": "same-origin"}
+    page = user.open("/checkpoints")
+    expect(page.locator("tbody tr")).to_have_count(1)
+    expect(page.locator("#live")).to_have_text("Live")
+    gone = f"{url}/training_runs/{quote(run, safe='')}/checkpoints/sampler_weights/a"
+    assert other.request.delete(gone, headers=headers).ok
+    expect(page.get_by_text("No checkpoints")).to_be_visible()
+
+    user.console.new_key(user.owner, "for ci")
+    page = user.open("/keys")
+    row = page.get_by_role("row", name="for ci")
+    expect(row).to_contain_text("Good")
+    expect(page.locator("#live")).to_have_text("Live")
+    number = row.locator("td").first.inner_text()
+    assert other.request.delete(f"{url}/console/keys/{number}", headers=headers).ok
+    expect(row).to_contain_text("Revoked")
 
 
 def test_metrics_posted_for_an_earlier_step_are_shown_in_their_place(user: User) -> None:
@@ -213,6 +250,14 @@ def test_pages_about_the_account_and_the_server_show_what_is_there(user: User, p
     trained_run(user, 1)
     page = user.open(path)
     expect(page.locator("main table").first).to_be_visible()
+
+
+def test_the_server_s_page_shows_its_engines(user: User) -> None:
+    page = user.open("/server")
+    row = page.locator("#slots tbody tr")
+    expect(row).to_have_count(1)
+    expect(row).to_contain_text("training and sampling")
+    expect(row).to_contain_text("up")
 
 
 def test_a_session_leads_to_its_runs(user: User) -> None:

@@ -302,7 +302,7 @@ CONSOLE_AUDIT = Endpoint("GET", "/console/audit", NOTHING, t.AuditLogResponse,
     "What was done with the account on a day.", query=("event_type", "day"), is_long=True)
 CONSOLE_EVENTS = Endpoint("GET", "/console/events", NOTHING, object,
     "What happens in the caller's runs, or in one `run`, as server-sent events: step, operation, "
-    "checkpoint and run. `Last-Event-ID` goes on where a stream ended.",
+    "checkpoint, run, session and key. `Last-Event-ID` goes on where a stream ended.",
     query=("run",), gives=(EVENT_STREAM,))
 CONSOLE_LOGIN = Endpoint("POST", "/console/login", NOTHING, NOTHING,
     "Let a browser in with a key: `{\"key\": …}` gives it a cookie.", repeat=Repeat.ANEW,

@@ -57,6 +57,34 @@ async def test_runs_checkpoints_and_posted_metrics_are_told(server: TestServer, 
         assert step.data["metrics"] == {"reward": 0.5}
 
 
+async def test_sessions_and_what_is_done_to_checkpoints_are_told_to_their_owner(
+    server: TestServer, api: Api
+) -> None:
+    run = await api.model()
+    saved = await api.ok("/save_weights", {"model_id": run, "seq_id": 1, "path": "mine"})
+    await api.result(saved["request_id"])
+    other = await server.other_user()
+    async with (
+        listening(server.app, x_api_key=api.key) as all_runs,
+        listening(server.app, f"run={run}", x_api_key=api.key) as one_run,
+        listening(server.app, x_api_key=other.key) as anothers,
+    ):
+        await server.until(lambda: server.service.events.num_readers == 3)
+        session = await api.session()
+        assert (await all_runs.next()).data == {"session": session}
+        path = f"/api/v1/training_runs/{run}/checkpoints/weights/mine"
+        assert (await api.http.delete(path, headers=api.headers)).status_code == 204
+        about = {"run": run, "checkpoint": "weights/mine"}
+        deleted = await all_runs.next()
+        assert (deleted.name, deleted.data, deleted.id) == ("checkpoint", about, None)
+        assert (await one_run.next()).data == about
+        finished = f"/sessions/{session}/finish"
+        await api.post(finished, {"reason": {"type": "success"}})
+        assert (await all_runs.next()).data == {"session": session}
+        own = await other.session()
+        assert (await anothers.next()).data == {"session": own}
+
+
 async def test_a_stream_goes_on_where_the_last_one_ended_also_after_a_restart(
     start_server: StartServer,
 ) -> None:
@@ -160,11 +188,11 @@ async def test_two_hundred_streams_cost_less_than_a_tenth_of_a_core(
 
 async def test_nobody_hears_of_anothers_runs(server: TestServer, api: Api) -> None:
     other = await server.other_user()
-    run = await api.model()
+    run, session = await api.model(), await other.session()
     async with listening(server.app, x_api_key=other.key, last_event_id="0") as stream:
         await _until_heard(server)
         await api.result(await api.send_pass(run, 1))
-        own = await other.model()
+        own = await other.create_model(session)
         assert (await stream.next()).data["run"] == own
     response = await other.get("/console/events", run=run)
     assert response.status_code == 404

@@ -3,7 +3,8 @@
 An event is made when the end that it tells of is on disk, and only if somebody looks. Its id is the
 number of the entry in the store, so a reader who was away is first told what the store has after
 the last id he saw; he misses nothing and hears nothing twice. A reader who does not read is let go
-and comes back the same way.
+and comes back the same way. What is no entry there (sessions, keys, what is done to checkpoints) is
+told to who is there, without an id.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _ROUNDS_PER_ALIVE = 15
 @dataclass(slots=True, eq=False)
 class _Reader:
     run: str | None
-    pending: list[tuple[int, bytes]] = field(default_factory=list)
+    pending: list[tuple[int | None, bytes]] = field(default_factory=list)
     num_bytes: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -63,16 +64,13 @@ class Events:
 
     def recorded(self, model: ModelRecord, number: int, step: StepRecord) -> None:
         """An end, or metrics that a client posted, is on disk under a number."""
-        readers = self._readers.get(model.owner)
-        if not readers:
-            return
-        message = _message(number, step)
-        for reader in readers:
-            is_wanted = reader.run in (None, step.model_id)
-            if is_wanted and reader.num_bytes <= MAX_PENDING_BYTES:
-                reader.pending.append((number, message))
-                reader.num_bytes += len(message)
-                reader.wake.set()
+        if readers := self._readers.get(model.owner):
+            _give(readers, step.model_id, number, _message(number, step))
+
+    def changed(self, owner: str, name: str, data: dict[str, Any]) -> None:
+        """Something of an owner's that is no entry of the store is another than before."""
+        if readers := self._readers.get(owner):
+            _give(readers, data.get("run"), None, _event(name, data, None))
 
     def close(self) -> None:
         """End all streams; those that begin now end at once."""
@@ -104,7 +102,9 @@ class Events:
                 rounds += 1
                 await _woken(reader, min(left, ALIVE_SECONDS))
                 told, reader.pending, reader.num_bytes = reader.pending, [], 0
-                news = b"".join(message for number, message in told if number > last)
+                news = b"".join(
+                    message for number, message in told if number is None or number > last
+                )
                 yield news or (b"" if rounds % _ROUNDS_PER_ALIVE else _ALIVE)
         finally:
             self._readers[owner].discard(reader)
@@ -121,6 +121,14 @@ class Events:
         # Too much has happened since; or an older copy of the store was brought back, and what
         # has this number is still to come.
         return newest, _event("reset", {"reason": "read the curves again, and go on here"}, newest)
+
+
+def _give(readers: set[_Reader], run: str | None, number: int | None, message: bytes) -> None:
+    for reader in readers:
+        if reader.run in (None, run) and reader.num_bytes <= MAX_PENDING_BYTES:
+            reader.pending.append((number, message))
+            reader.num_bytes += len(message)
+            reader.wake.set()
 
 
 async def _woken(reader: _Reader, seconds: float) -> None:

@@ -53,16 +53,18 @@ async def list_checkpoints(
 
 
 async def delete_checkpoint(service: Service, caller: Caller, request: Request) -> None:
-    await service.checkpoints.delete(await _owned(service, caller, request))
+    checkpoint = await _owned(service, caller, request)
+    await service.checkpoints.delete(checkpoint)
+    _tell(service, checkpoint)
 
 
 async def publish(service: Service, caller: Caller, request: Request) -> None:
     # Publishing what is public already changes nothing; a 409 would be retried for minutes.
-    await service.checkpoints.publish(await _owned(service, caller, request), is_public=True)
+    await _publish(service, caller, request, is_public=True)
 
 
 async def unpublish(service: Service, caller: Caller, request: Request) -> None:
-    await service.checkpoints.publish(await _owned(service, caller, request), is_public=False)
+    await _publish(service, caller, request, is_public=False)
 
 
 async def set_ttl(
@@ -70,6 +72,7 @@ async def set_ttl(
 ) -> None:
     checkpoint = await _owned(service, caller, request)
     await service.checkpoints.set_ttl(checkpoint, message.ttl_seconds)
+    _tell(service, checkpoint)
 
 
 async def external_weights_urls(
@@ -132,6 +135,17 @@ def checkpoint_message(checkpoint: CheckpointRecord) -> Checkpoint:
             "expires_at": None if checkpoint.expires_at is None else _moment(checkpoint.expires_at),
         }
     )
+
+
+async def _publish(service: Service, caller: Caller, request: Request, *, is_public: bool) -> None:
+    checkpoint = await _owned(service, caller, request)
+    await service.checkpoints.publish(checkpoint, is_public=is_public)
+    _tell(service, checkpoint)
+
+
+def _tell(service: Service, checkpoint: CheckpointRecord) -> None:
+    about = {"run": checkpoint.model_id, "checkpoint": checkpoint.checkpoint_id}
+    service.events.changed(checkpoint.owner, "checkpoint", about)
 
 
 async def _owned(service: Service, caller: Caller, request: Request) -> CheckpointRecord:

@@ -191,6 +191,7 @@ async def revoke_key(service: Service, caller: Caller, request: Request) -> None
         raise not_found("key", given)
     await service.store.keys.revoke(owned[given].key_id, time.time())
     service.auth.forget_keys()
+    service.events.changed(caller.owner, "key", {"key_id": owned[given].key_id})
 
 
 ROUTES = [

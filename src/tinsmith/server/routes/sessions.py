@@ -48,6 +48,7 @@ async def create_session(
     service: Service, caller: Caller, request: Request, message: CreateSessionRequest
 ) -> CreateSessionResponse:
     session = await service.sessions.create(caller.owner, message)
+    service.events.changed(caller.owner, "session", {"session": session.session_id})
     return CreateSessionResponse(session_id=session.session_id)
 
 
@@ -66,6 +67,7 @@ async def finish_session(
 ) -> None:
     session = await owned_session(service, caller, request.path_params["session_id"])
     await service.sessions.finish(session, message.reason.type, message.detail)
+    service.events.changed(caller.owner, "session", {"session": session.session_id})
     service.scheduler.wake_all()
 
 

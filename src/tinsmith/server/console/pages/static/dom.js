@@ -23,6 +23,14 @@ export function fill(element, ...children) {
 }
 
 export const link = (href, ...children) => h("a", { href }, ...children);
+export const runLink = (run, name) => link(`/training_runs/${encodeURIComponent(run)}`, name);
+export const stepLink = (run, seq, name) => link(`/training_runs/${encodeURIComponent(run)}/steps/${seq}`, name);
+
+/** What a list of terms holds: [term, value]. */
+export const terms = (pairs) => pairs.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]);
+
+/** Numbers at a glance: [name, value, what is said beside it]. */
+export const strip = (cells) => cells.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, " ", more ? h("small", {}, more) : null)));
 
 /** A table in a frame that can be scrolled by keyboard. Columns: [heading, cell function, class]. */
 export function table(label, columns, rows) {

@@ -7,7 +7,8 @@ const RETRY_MS = 2000;
 
 /**
  * Listen to events by their name: `{step: (data) => …}`. `run` is the run to hear of, or all.
- * `reset` is called when events were missed: what is shown has to be asked for anew.
+ * `reset` is called when events were missed: what is shown has to be asked for anew. `open` is called
+ * whenever the stream begins: events that are no entries of the store are told to who is there.
  */
 export function listen(handlers, run) {
   let source;
@@ -21,7 +22,7 @@ export function listen(handlers, run) {
     source = new EventSource(`/api/v1/console/events${run ? `?run=${encodeURIComponent(run)}` : ""}`);
     source.addEventListener("open", () => say("on", "Live"));
     for (const [name, handle] of Object.entries(handlers)) {
-      source.addEventListener(name, (event) => handle(JSON.parse(event.data)));
+      source.addEventListener(name, (event) => handle(event.data && JSON.parse(event.data)));
     }
     source.addEventListener("goodbye", () => toLogin("ended"));
     source.addEventListener("error", async () => {

@@ -1,7 +1,7 @@
 // What every page has: theme, who is signed in, keyboard, and the way an error is shown.
 
 import { get, send } from "./api.js";
-import { $, empty, fill, h, link } from "./dom.js";
+import { $, empty, fill, h, link, terms } from "./dom.js";
 
 const THEMES = ["system", "light", "dark"];
 const GO = { r: "/", s: "/sessions", c: "/checkpoints", o: "/compare", p: "/playground", u: "/usage", v: "/server", k: "/keys" };
@@ -84,7 +84,7 @@ function help() {
     ["g p", "playground"], ["g u", "usage"], ["g v", "server"], ["g k", "keys"], ["?", "this list"]];
   const dialog = h("dialog", { "aria-labelledby": "help-title" }, h("form", { method: "dialog" },
     h("h2", { id: "help-title" }, "Keyboard"),
-    h("dl", { class: "facts" }, keys.map(([key, does]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, does)])),
+    h("dl", { class: "facts" }, terms(keys.map(([key, does]) => [h("kbd", {}, key), does]))),
     h("div", { class: "actions" }, h("button", {}, "Close"))));
   dialog.addEventListener("close", () => dialog.remove());
   document.body.append(dialog);

@@ -1,6 +1,6 @@
 // Tokens as text, coloured by what the model thought of them, with a card for each.
 
-import { h } from "./dom.js";
+import { h, terms } from "./dom.js";
 import { number } from "./format.js";
 
 const CLASSES = [[-0.105, "p4"], [-0.693, "p3"], [-1.609, "p2"], [-2.996, "p1"]];
@@ -44,7 +44,7 @@ function showCard(span) {
   const rows = known.tops.map(([text, logprob], index) => [visible(text), percent(logprob), index === chosen]);
   card = h("div", { class: "token-card", role: "status" },
     h("p", {}, h("code", {}, visible(known.text))),
-    h("dl", {}, known.told.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
+    h("dl", {}, terms(known.told)),
     rows.length ? h("ol", {}, rows.map(([text, share, isChosen]) => h("li", { class: isChosen ? "chosen" : null }, h("code", {}, text), h("span", {}, share)))) : null);
   document.body.append(card);
   const box = span.getBoundingClientRect();

@@ -1,6 +1,6 @@
 import { ApiError, get, path } from "../api.js";
 import { chatWith, download, publish, remove, setExpiry } from "../checkpoint_actions.js";
-import { $, code, copyButton, fill, h, link, notify, pill } from "../dom.js";
+import { $, code, copyButton, fill, h, link, notify, pill, runLink, terms } from "../dom.js";
 import { ago, bytes, clock, moment, runName, until } from "../format.js";
 import { page } from "../shell.js";
 
@@ -33,7 +33,7 @@ function show(checkpoint, details) {
   } }, h("option", { value: "keep", selected: true, disabled: true }, "Change …"), [["", "never"], [DAY, "in a day"], [7 * DAY, "in a week"], [30 * DAY, "in 30 days"]].map(([value, text]) => h("option", { value: String(value) }, text)));
   const facts = [
     ["Path", [code(checkpoint.tinker_path), " ", copyButton(checkpoint.tinker_path)]],
-    ["Run", link(`/training_runs/${encodeURIComponent(run)}`, runName(details))],
+    ["Run", runLink(run, runName(details))],
     ["Base model", `${details.base_model}, LoRA rank ${details.lora_rank}`],
     ["For", checkpoint.checkpoint_type === "training" ? "training on: weights and optimizer" : "sampling: weights"],
     ["Size", bytes(checkpoint.size_bytes)],
@@ -42,7 +42,7 @@ function show(checkpoint, details) {
     ["Readable by", checkpoint.public ? pill("warn", "Everybody") : "you"],
     ...Object.entries(checkpoint.user_metadata ?? {}),
   ];
-  fill($("facts"), facts.map(([term, value]) => [h("dt", {}, term), h("dd", {}, value)]));
+  fill($("facts"), terms(facts));
 }
 
 /** A button that says what went wrong; `then` is done after it went well. */

@@ -1,8 +1,8 @@
 import { get } from "../api.js";
 import { chatWith, pageOf, remove, runOf } from "../checkpoint_actions.js";
-import { $, empty, fill, h, link, pill, table } from "../dom.js";
+import { $, empty, fill, h, link, pill, runLink, table } from "../dom.js";
 import { ago, bytes, number, shortId, until } from "../format.js";
-import { listen } from "../live.js";
+import { listen, soon } from "../live.js";
 import { runNames } from "../run_names.js";
 import { page } from "../shell.js";
 
@@ -25,7 +25,8 @@ page(async () => {
   await load();
   nameOf = await runNames();
   show();
-  listen({ checkpoint: () => load() });
+  const again = soon(load, 300);
+  listen({ checkpoint: again, reset: again });
 }, "checkpoints");
 
 async function load(offset = 0) {
@@ -54,7 +55,7 @@ function show() {
   fill($("checkpoints"), table("Checkpoints", [
     [all, pick, "pick"],
     ["Checkpoint", (c) => [link(pageOf(c), c.checkpoint_id), c.public ? [" ", pill("warn", "Public")] : null], "name"],
-    ["Run", (c) => link(`/training_runs/${encodeURIComponent(runOf(c))}`, nameOf(runOf(c))), "run"],
+    ["Run", (c) => runLink(runOf(c), nameOf(runOf(c))), "run"],
     ["For", (c) => (c.checkpoint_type === "training" ? "training" : "sampling"), "spare"],
     ["Size", (c) => bytes(c.size_bytes), "number"],
     ["Saved", (c) => ago(c.time), "nowrap"],

@@ -1,6 +1,6 @@
 import { get, path } from "../api.js";
 import { Chart, lineSample } from "../chart.js";
-import { $, empty, fill, h, link } from "../dom.js";
+import { $, empty, fill, h, link, runLink } from "../dom.js";
 import { runName } from "../format.js";
 import { listen, soon } from "../live.js";
 import { emptySeries, formatsOf, overview, titleOf } from "../metrics.js";
@@ -57,7 +57,7 @@ async function choose(next) {
 }
 
 function showChoice() {
-  fill($("chosen"), shown.map(({ run }, index) => h("li", { class: "tag" }, lineSample(index), link(`/training_runs/${encodeURIComponent(run.training_run_id)}`, runName(run)), " ",
+  fill($("chosen"), shown.map(({ run }, index) => h("li", { class: "tag" }, lineSample(index), runLink(run.training_run_id, runName(run)), " ",
     h("button", { type: "button", class: "small", "aria-label": `Remove ${runName(run)}`, onclick: () => choose(ids.filter((id) => id !== run.training_run_id)) }, "×"))));
   const others = known.filter((run) => !ids.includes(run.training_run_id));
   fill($("add"), h("option", { value: "", selected: true, disabled: true }, "Add a run …"), others.map((run) => h("option", { value: run.training_run_id }, runName(run))));

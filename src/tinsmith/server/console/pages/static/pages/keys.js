@@ -1,6 +1,7 @@
 import { get, path, send, toLogin } from "../api.js";
 import { $, code, confirm, empty, fill, h, notify, pill, table } from "../dom.js";
 import { ago, clock, number, until } from "../format.js";
+import { listen, soon } from "../live.js";
 import { page } from "../shell.js";
 
 const wanted = location.pathname.split("/")[2];
@@ -13,6 +14,7 @@ page(async () => {
   }
   $("day").addEventListener("change", loadAudit);
   await Promise.all([loadKeys(), loadAudit()]);
+  listen({ key: soon(loadKeys, 300), checkpoint: soon(loadAudit, 300) });
 }, "keys");
 
 async function loadKeys() {

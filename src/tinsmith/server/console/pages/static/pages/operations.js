@@ -1,5 +1,5 @@
 import { get, path } from "../api.js";
-import { $, code, empty, fill, h, link, table } from "../dom.js";
+import { $, code, empty, fill, h, runLink, stepLink, table } from "../dom.js";
 import { clock, count, duration, number, runName } from "../format.js";
 import { listen, soon } from "../live.js";
 import { statusPill } from "../operation_status.js";
@@ -14,7 +14,7 @@ let isMore = false;
 page(async () => {
   const run = await get(path("training_runs", id));
   document.title = `Timeline of ${runName(run)} · Tinsmith`;
-  fill($("crumb"), link(`/training_runs/${encodeURIComponent(id)}`, runName(run)));
+  fill($("crumb"), runLink(id, runName(run)));
   $("status").addEventListener("change", () => load());
   $("more").addEventListener("click", () => load(operations.at(-1)?.seq));
   await load();
@@ -36,7 +36,7 @@ function show() {
   const last = Math.max(...operations.map((o) => o.ended ?? now));
   $("span").textContent = `${clock(first)} to ${clock(last)}, ${duration(last - first)}`;
   fill($("operations"), table("Operations, newest first", [
-    ["No.", (o) => link(`/training_runs/${encodeURIComponent(id)}/steps/${o.seq}`, number(o.seq)), "number"],
+    ["No.", (o) => stepLink(id, o.seq, number(o.seq)), "number"],
     ["Kind", (o) => code(o.kind), "nowrap"],
     ["Status", statusOf],
     ["Waited", (o) => duration((o.started ?? o.ended ?? now) - o.submitted), "number"],

@@ -1,6 +1,6 @@
 import { get, path } from "../api.js";
 import { Chart } from "../chart.js";
-import { $, code, copyButton, empty, fill, h, link, pill, table } from "../dom.js";
+import { $, code, copyButton, empty, fill, h, link, pill, stepLink, strip, table, terms } from "../dom.js";
 import { ago, bytes, clock, count, duration, moment, number, runName, until } from "../format.js";
 import { listen, soon } from "../live.js";
 import { emptySeries, formatsOf, overview, put, timesOf, titleOf } from "../metrics.js";
@@ -79,7 +79,7 @@ function showNumbers() {
     ["Queue", state.queue ? number(state.queue.waiting) : "–", state.queue?.place ? `place ${state.queue.place}` : "waiting"],
     ["Last request", ago(state.run.last_request_time)],
   ];
-  fill($("numbers"), cells.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, " ", more ? h("small", {}, more) : null))));
+  fill($("numbers"), strip(cells));
 }
 
 const mean = (series) => (series?.mean.length ? series.mean.reduce((a, b) => a + b, 0) / series.mean.length : 0);
@@ -91,7 +91,7 @@ function showConfig() {
     ["Owner", run.model_owner], ["Last request", clock(run.last_request_time)],
     ...Object.entries(run.user_metadata ?? {}),
   ];
-  fill($("config"), facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]));
+  fill($("config"), terms(facts.map(([name, value]) => [name, String(value)])));
 }
 
 // --- curves -------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ async function loadSamplers() {
   const { samplers } = await get(here("samplers"));
   $("samplers-section").hidden = !samplers.length;
   fill($("samplers"), table("Samplers of this run's weights", [
-    ["Weights after", (s) => (s.seq === undefined || s.seq === null ? "a checkpoint" : link(`/training_runs/${encodeURIComponent(id)}/steps/${s.seq}`, `operation ${s.seq}`)), "name"],
+    ["Weights after", (s) => (s.seq === undefined || s.seq === null ? "a checkpoint" : stepLink(id, s.seq, `operation ${s.seq}`)), "name"],
     ["Sequences", (s) => number(s.sequences), "number"], ["Tokens", (s) => count(s.sampled_tokens), "number"],
     ["Mean length", (s) => number(s.mean_length, 3), "number"], ["Longest", (s) => number(s.longest), "number"],
     ["Ended by themselves", (s) => `${Math.round(100 * s.stopped_fraction)} %`, "number"],
@@ -215,7 +215,7 @@ async function loadFailures() {
   const many = operations.length === MOST_FAILURES ? `${MOST_FAILURES} operations or more have` : operations.length === 1 ? "An operation has" : `${operations.length} operations have`;
   fill($("failed"), `${many} failed. `, link("#failures-title", "See why"));
   fill($("failures"), operations.length ? table("Failed operations", [
-    ["Operation", (o) => link(`/training_runs/${encodeURIComponent(id)}/steps/${o.seq}`, number(o.seq)), "number"], ["Kind", (o) => code(o.kind)],
+    ["Operation", (o) => stepLink(id, o.seq, number(o.seq)), "number"], ["Kind", (o) => code(o.kind)],
     ["When", (o) => clock(o.ended), "nowrap"], ["After", (o) => duration(o.ended - (o.started ?? o.submitted)), "number"],
     ["Error", (o) => o.error, "error"],
   ], operations) : h("p", { class: "muted" }, "No operation of this run has failed."));

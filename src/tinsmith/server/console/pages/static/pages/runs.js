@@ -1,8 +1,8 @@
 import { get, path } from "../api.js";
 import { sparkline } from "../chart.js";
-import { $, code, empty, fill, h, link, table } from "../dom.js";
+import { $, code, empty, fill, h, runLink, table } from "../dom.js";
 import { ago, number, runName, shortId } from "../format.js";
-import { listen } from "../live.js";
+import { listen, soon } from "../live.js";
 import { statusPill } from "../run_status.js";
 import { page } from "../shell.js";
 
@@ -17,7 +17,7 @@ page(async () => {
   $("search").addEventListener("input", show);
   $("more").addEventListener("click", () => load(runs.size));
   await load(0);
-  listen({ step: heard, run: refresh, checkpoint: refresh });
+  listen({ step: heard, run: refresh, checkpoint: refresh, reset: refresh });
 }, "runs");
 
 async function load(offset) {
@@ -34,15 +34,7 @@ async function loadLoss(id) {
   showLoss(id);
 }
 
-let isStale = false;
-function refresh() {
-  if (isStale) return;
-  isStale = true;
-  setTimeout(() => {
-    isStale = false;
-    load(0);
-  }, 500);
-}
+const refresh = soon(() => load(0), 500);
 
 function heard(step) {
   const run = runs.get(step.run);
@@ -62,7 +54,7 @@ function show() {
   if (!found.length) return fill($("runs"), empty("No run fits", "Runs are searched by id, base model and metadata", runs.size < total ? "; older ones are not shown yet." : "."));
   fill($("runs"), table("Runs", [
     [h("span", { class: "visually-hidden" }, "Choose"), pick, "pick"],
-    ["Run", (run) => [link(`/training_runs/${run.training_run_id}`, runName(run)), h("code", { class: "second", title: run.training_run_id }, shortId(run.training_run_id))], "name"],
+    ["Run", (run) => [runLink(run.training_run_id, runName(run)), h("code", { class: "second", title: run.training_run_id }, shortId(run.training_run_id))], "name"],
     ["Status", (run) => h("span", { data: { status: run.training_run_id } }, statusPill(run))],
     ["Loss per token", (run) => h("span", { data: { loss: run.training_run_id } }, lossOf(run.training_run_id))],
     ["Now", (run) => h("span", { data: { now: run.training_run_id } }, newest(run.training_run_id)), "number"],
@@ -105,5 +97,5 @@ function pick(run) {
 
 const noRuns = () => h("div", { class: "empty" }, h("p", { class: "title" }, "No runs yet"),
   h("p", {}, "A run appears here as soon as a client creates a model:"),
-  h("pre", {}, `import tinsmith\n\nservice = tinsmith.ServiceClient(base_url="${location.origin}")\nbase_model = service.get_server_capabilities().supported_models[0].model_name\ntraining = service.create_lora_training_client(base_model, rank=8)`),
+  h("pre", { tabindex: "0" }, `import tinsmith\n\nservice = tinsmith.ServiceClient(base_url="${location.origin}")\nbase_model = service.get_server_capabilities().supported_models[0].model_name\ntraining = service.create_lora_training_client(base_model, rank=8)`),
   h("p", {}, "The key is read from ", code("TINKER_API_KEY"), ". To see one learn without writing a line, run ", code("tinsmith demo --keep"), "."));

@@ -1,5 +1,5 @@
 import { get, path } from "../api.js";
-import { $, code, empty, fill, h, link, table } from "../dom.js";
+import { $, code, empty, fill, h, runLink, table, terms } from "../dom.js";
 import { ago, runName, shortId } from "../format.js";
 import { listen, soon } from "../live.js";
 import { statusPill } from "../run_status.js";
@@ -19,13 +19,13 @@ async function load() {
   $("title").textContent = session.display_name || "Session";
   fill($("subtitle"), code(id));
   const facts = Object.entries(session.user_metadata ?? {});
-  fill($("facts"), facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+  fill($("facts"), terms(facts));
   $("facts").hidden = !facts.length;
   const [runs, samplers] = await Promise.all([
     Promise.all(session.training_run_ids.map((run) => get(path("training_runs", run)))),
     Promise.all(session.sampler_ids.slice(0, 100).map((sampler) => get(path("samplers", sampler)).catch(() => ({ sampler_id: sampler }))))]);
   fill($("runs"), runs.length ? table("Runs of this session", [
-    ["Run", (run) => [link(`/training_runs/${encodeURIComponent(run.training_run_id)}`, runName(run)), h("code", { class: "second", title: run.training_run_id }, shortId(run.training_run_id))], "name"],
+    ["Run", (run) => [runLink(run.training_run_id, runName(run)), h("code", { class: "second", title: run.training_run_id }, shortId(run.training_run_id))], "name"],
     ["Status", (run) => statusPill(run)],
     ["Base model", (run) => run.base_model],
     ["Last request", (run) => ago(run.last_request_time), "nowrap"],

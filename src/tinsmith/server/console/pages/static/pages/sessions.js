@@ -1,29 +1,34 @@
 import { send } from "../api.js";
-import { $, code, empty, fill, h, link, pill, table } from "../dom.js";
+import { $, empty, fill, h, link, pill, table } from "../dom.js";
 import { ago, bytes, number } from "../format.js";
+import { listen, soon } from "../live.js";
 import { page } from "../shell.js";
 
-const sessions = [];
+const sessions = new Map();
 let cursor = null;
 
 page(async () => {
   $("search").addEventListener("input", show);
-  $("more").addEventListener("click", load);
+  $("more").addEventListener("click", () => load({ cursor }));
   await load();
+  const again = soon(load, 300);
+  listen({ session: again, checkpoint: again, open: again });
 }, "sessions");
 
-async function load() {
-  const found = await send("POST", "/api/v1/sessions/search", { limit: 50, ...(cursor && { cursor }) });
-  sessions.push(...found.sessions);
-  cursor = found.next_cursor;
+/** The newest ones, or those after a cursor. What is known of the others stays. */
+async function load(after) {
+  const found = await send("POST", "/api/v1/sessions/search", { limit: 50, ...after });
+  if (after || !sessions.size) cursor = found.next_cursor;
+  for (const session of found.sessions) sessions.set(session.session_id, session);
   show();
 }
 
 function show() {
   const wanted = $("search").value.trim().toLowerCase();
-  const found = sessions.filter((session) => JSON.stringify([session.session_id, session.display_name, session.user_metadata]).toLowerCase().includes(wanted));
+  const newestFirst = [...sessions.values()].sort((a, b) => new Date(b.created_at) - new Date(a.created_at));
+  const found = newestFirst.filter((session) => JSON.stringify([session.session_id, session.display_name, session.user_metadata]).toLowerCase().includes(wanted));
   $("more").hidden = !cursor;
-  if (!sessions.length) return fill($("sessions"), empty("No sessions yet", "Each ServiceClient begins one; its runs and samplers are listed in it."));
+  if (!sessions.size) return fill($("sessions"), empty("No sessions yet", "Each ServiceClient begins one; its runs and samplers are listed in it."));
   if (!found.length) return fill($("sessions"), empty("No session fits", "Sessions are searched by id, name and metadata."));
   fill($("sessions"), table("Sessions", [
     ["Session", (s) => [link(`/sessions/${encodeURIComponent(s.session_id)}`, s.display_name || s.session_id), s.display_name ? h("code", { class: "second" }, s.session_id) : null], "name"],

@@ -1,5 +1,5 @@
 import { get, path } from "../api.js";
-import { $, code, empty, fill, h, link } from "../dom.js";
+import { $, code, empty, fill, h, runLink, terms } from "../dom.js";
 import { clock, duration, number, runName } from "../format.js";
 import { listen, soon } from "../live.js";
 import { titleOf } from "../metrics.js";
@@ -23,7 +23,7 @@ async function load() {
     get(here()), get(here("examples"), { step }), get(here("operations"), { before: at_step + 1, limit: 1 }),
     get(here("metrics"), { after: at_step - 1, points: MOST_POINTS })]);
   document.title = `Operation ${step} of ${runName(run)} · Tinsmith`;
-  fill($("crumb"), link(`/training_runs/${encodeURIComponent(id)}`, runName(run)));
+  fill($("crumb"), runLink(id, runName(run)));
   $("title").textContent = `Operation ${step}`;
   const place = (to) => `/training_runs/${encodeURIComponent(id)}/steps/${to}`;
   fill($("actions"), at_step > 0 ? h("a", { class: "button", href: place(at_step - 1), rel: "prev" }, "Previous") : null, h("a", { class: "button", href: place(at_step + 1), rel: "next" }, "Next"));
@@ -39,7 +39,7 @@ function showFacts(operation, series) {
     const place = values.axis === "seq" ? values.x.indexOf(at_step) : -1;
     if (place >= 0) facts.push([titleOf(key), number(values.mean[place], 6)]);
   }
-  fill($("facts"), facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+  fill($("facts"), terms(facts));
 }
 
 function showExamples({ examples, is_recorded }) {

@@ -1,9 +1,11 @@
 import { get } from "../api.js";
-import { $, empty, fill, h, link, table } from "../dom.js";
+import { $, empty, fill, runLink, strip, table } from "../dom.js";
 import { bytes, count } from "../format.js";
+import { listen, soon } from "../live.js";
 import { runNames } from "../run_names.js";
 import { page } from "../shell.js";
 
+const EVERY_MS = 5000; // samples are no operations: nothing tells of them
 const NAMES = { run: "Run", model: "Base model", day: "Day" };
 
 page(async () => {
@@ -11,6 +13,9 @@ page(async () => {
   if (NAMES[by]) $("by").value = by;
   $("by").addEventListener("change", load);
   await load();
+  setInterval(() => load().catch(() => {}), EVERY_MS);
+  const again = soon(load, 500);
+  listen({ operation: again, checkpoint: again });
 }, "usage");
 
 async function load() {
@@ -25,11 +30,11 @@ async function load() {
     ["Prompts from the cache", count(sum("cached_prefill_tokens")), "tokens"], ["Sampled", count(sum("sampled_tokens")), "tokens"],
     ["Checkpoints", bytes(stored?.size_bytes ?? 0), `in ${stored?.checkpoint_count ?? 0}`],
   ];
-  fill($("numbers"), cells.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, " ", h("small", {}, more)))));
+  fill($("numbers"), strip(cells));
   if (!usage.length) return fill($("usage"), empty("Nothing used yet", "Tokens are counted as they are trained, read and sampled."));
   const most = Math.max(...usage.map(totalOf), 1);
   fill($("usage"), table(`Usage by ${NAMES[by].toLowerCase()}`, [
-    [NAMES[by], (item) => (by === "run" && item.by ? link(`/training_runs/${encodeURIComponent(item.by)}`, nameOf(item.by)) : item.by || "base models, without a run"), "name"],
+    [NAMES[by], (item) => (by === "run" && item.by ? runLink(item.by, nameOf(item.by)) : item.by || "base models, without a run"), "name"],
     ["Trained", (item) => count(item.training_tokens), "number"], ["Prompts", (item) => count(item.prefill_tokens), "number"],
     ["From the cache", (item) => count(item.cached_prefill_tokens), "number"], ["Sampled", (item) => count(item.sampled_tokens), "number"],
     ...(by === "run" ? [["Stored", (item) => bytes(item.stored_bytes), "number"]] : []),
