@@ -1,4 +1,4 @@
-"""The one place that picks concrete parts: which engine a server gets.
+"""The one place that picks concrete parts: which engines a server gets, and where they run.
 
 Engines are imported when they are asked for, so that a server on the fake one needs no torch.
 """
@@ -18,19 +18,40 @@ from tinsmith.server.engines.slot import EngineFactory
 
 if TYPE_CHECKING:
     from tinsmith.engine.local.config import LocalEngineConfig
+    from tinsmith.engine.remote.cluster import RemoteCluster
 
 ENGINES = ("fake", "local")
 
 
-def engine_factory(config: ServerConfig) -> EngineFactory:
-    """What starts the engine that the configuration names, for each slot; called again when an
-    engine died."""
+def engine_factory(config: ServerConfig, cluster: RemoteCluster | None = None) -> EngineFactory:
+    """What starts the engine that the configuration names, for each slot, in the cluster if there
+    is one; called again when an engine died."""
+    if cluster is not None and config.engine != "local":
+        raise ValidationError(f"takes no {config.engine} engine", "cluster")
     if config.engine == "fake":
         return _fake_factory(config)
     if config.engine == "local":
-        return _local_factory(config)
+        return _local_factory(config, cluster)
     known = ", ".join(ENGINES)
     raise ValidationError(f"no engine called {config.engine!r}; known: {known}", "engine")
+
+
+def engine_cluster(config: ServerConfig) -> RemoteCluster | None:
+    """Where the engines run that are no processes of the server."""
+    if not config.cluster:
+        return None
+    from tinsmith.engine.remote.cluster import RemoteCluster
+    from tinsmith.engine.remote.listener import EngineListener
+
+    if ":" in config.devices:
+        raise ValidationError("has no numbers with 'cluster', which deals devices out", "devices")
+    if config.engine_host in ("0.0.0.0", "::"):
+        raise ValidationError(
+            "is what engines connect to: name the address by which their machines reach this one",
+            "engine_host",
+        )
+    folder = config.data_dir.absolute() / "engines"
+    return RemoteCluster(EngineListener(config.engine_host, config.engine_port, folder))
 
 
 def _fake_factory(config: ServerConfig) -> EngineFactory:
@@ -50,10 +71,10 @@ def _fake_factory(config: ServerConfig) -> EngineFactory:
     return start
 
 
-def _local_factory(config: ServerConfig) -> EngineFactory:
-    from tinsmith.engine.local.boundary.messages import Patience
+def _local_factory(config: ServerConfig, cluster: RemoteCluster | None) -> EngineFactory:
+    from tinsmith.engine.local.boundary.messages import Patience, Start
     from tinsmith.engine.local.config import LocalEngineConfig
-    from tinsmith.engine.local.engine import LocalEngine
+    from tinsmith.engine.local.engine import CORE, LocalEngine
 
     passed_on: dict[str, Any] = {
         "device": config.device,
@@ -65,6 +86,13 @@ def _local_factory(config: ServerConfig) -> EngineFactory:
     settings = LocalEngineConfig(**_engine_settings(LocalEngineConfig, config, passed_on))
     patience = Patience(config.engine_silence_seconds, config.engine_turn_seconds)
 
+    async def start_in_cluster(plan: SlotPlan) -> Engine:
+        assert cluster is not None, "it is asked for where there is one"
+        threads = settings.num_threads or (None if settings.deterministic else config.engine_cpus)
+        own: dict[str, Any] = {"device": plan.device, "num_threads": threads}
+        config_of_slot = dataclasses.replace(settings, **own)
+        return await cluster.start(plan.number, Start(CORE, config_of_slot, patience))
+
     async def start(plan: SlotPlan) -> Engine:
         kind, _, number = plan.device.partition(":")
         own: dict[str, Any] = {"device": kind, "num_threads": _num_threads(settings, plan)}
@@ -74,7 +102,7 @@ def _local_factory(config: ServerConfig) -> EngineFactory:
             cuda_device=int(number) if number else None,
         )
 
-    return start
+    return start if cluster is None else start_in_cluster
 
 
 def _num_threads(settings: LocalEngineConfig, plan: SlotPlan) -> int | None:

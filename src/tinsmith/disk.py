@@ -121,11 +121,12 @@ def copy_file(source: Path, target: Path) -> FileRecord:
 
 
 @writes
-def publish_file(path: Path, data: bytes) -> None:
+def publish_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Put `data` under a name, durably; the name has it whole or is as it was."""
     draft = draft_of(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     try:
-        with draft.open("wb") as file:
+        with os.fdopen(os.open(draft, flags, mode), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

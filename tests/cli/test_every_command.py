@@ -183,6 +183,7 @@ ELSEWHERE = {
     "checkpoint import": "test_checkpoint_import.py::test_the_command_in_both_forms",
     "checkpoint push-hf": "test_hub.py::test_a_checkpoint_is_pushed_with_a_card",
     "demo": "test_demo.py::test_the_demo_tells_people_what_it_did_and_what_to_do_next",
+    "engine": "test_every_command.py::test_an_engine_without_credentials_says_where_they_are",
     "serve": "test_every_command.py::test_serve_in_both_forms",
 }
 """Commands that need more than a call: where they are tested in both forms."""
@@ -330,6 +331,15 @@ def test_serve_names_its_models_and_a_later_start_says_where_keys_come_from(tmp_
     second, _ = said_by_serve(tmp_path, 3)
     assert "TINKER_API_KEY" not in second
     assert f"tinsmith key create --data-dir {tmp_path}" in second
+
+
+def test_an_engine_without_credentials_says_where_they_are(run: Run, tmp_path: Path) -> None:
+    """What it does with them is in tests/engine/remote."""
+    file = tmp_path / "slot-0.json"
+    file.write_text("{}")
+    refused = run("engine", "--credentials", str(file))
+    assert refused.exit_code == 1
+    assert "the server writes them to engines/slot-NUMBER.json" in refused.output
 
 
 def test_serve_without_authentication_prints_exports_that_work(tmp_path: Path) -> None:

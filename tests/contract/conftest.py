@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.databases import database_url, postgres_url  # noqa: F401  # fixtures
-from tests.support.engine_calls import create, start
+from tests.support.engine_calls import create, running
 from tinsmith.engine.base import Engine
 
 
@@ -18,7 +18,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tiny")
 
 
-@pytest.fixture(scope="session", params=["fake", "local"])
+@pytest.fixture(scope="session", params=["fake", "local", "remote"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -26,9 +26,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def engine(kind: str, model_folder: Path) -> AsyncIterator[Engine]:
     """Shared by all tests, which use names of their own for what they create."""
-    engine = await start(kind, model_folder)
-    yield engine
-    await engine.close()
+    async with running(kind, model_folder) as engine:
+        yield engine
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -26,8 +26,8 @@ from tests.support.engine_calls import (
     logprobs,
     new_name,
     run,
+    running,
     sample,
-    start,
     train,
 )
 from tinsmith.engine.base import Engine, Failure, Step
@@ -148,18 +148,18 @@ async def test_unknown_adapters_fail_as_the_users_mistake(engine: Engine, tmp_pa
 
 
 async def test_a_closed_engine_says_so(kind: str, model_folder: Path) -> None:
-    engine = await start(kind, model_folder)
-    assert await engine.create_adapter("a", BASE_MODEL, LORA) is None
-    stream = engine.sample(job(max_tokens=100, num_samples=50, stream=True))
-    await anext(stream)
-    await engine.close()
-    await engine.close()
-    health = await engine.health()
-    assert not health.alive
-    assert "closed" in health.detail
-    with pytest.raises(EngineDiedError, match="closed"):
-        await drain(stream)
-    with pytest.raises(EngineDiedError, match="closed"):
-        await engine.create_adapter("b", BASE_MODEL, LORA)
-    with pytest.raises(EngineDiedError, match="closed"):
-        await run(engine, forward_backward("a", datum()))
+    async with running(kind, model_folder) as engine:
+        assert await engine.create_adapter("a", BASE_MODEL, LORA) is None
+        stream = engine.sample(job(max_tokens=100, num_samples=50, stream=True))
+        await anext(stream)
+        await engine.close()
+        await engine.close()
+        health = await engine.health()
+        assert not health.alive
+        assert "closed" in health.detail
+        with pytest.raises(EngineDiedError, match="closed"):
+            await drain(stream)
+        with pytest.raises(EngineDiedError, match="closed"):
+            await engine.create_adapter("b", BASE_MODEL, LORA)
+        with pytest.raises(EngineDiedError, match="closed"):
+            await run(engine, forward_backward("a", datum()))

@@ -23,13 +23,14 @@ RULES = {
 """Rules that say nothing useful about this code."""
 
 FINDINGS = {
+    ("B104", "assembly.py"): (1, "refuses that address"),
     ("B104", "server/serving.py"): (1, "compares an address with that one; it binds to nothing"),
     ("B105", "assembly.py"): (2, "names of settings: seconds of a pass, seconds of a token"),
     ("B105", "engine/local/model/families.py"): (1, "the number of a token"),
     ("B105", "engine/local/model/sources.py"): (4, "special tokens of a tokenizer"),
     ("B105", "server/edge/auth.py"): (1, "how every JSON web token begins"),
     ("B105", "transport/tokens.py"): (1, "no token yet"),
-    ("B301", "engine/local/boundary/frames.py"): (2, "between the server and its own child"),
+    ("B301", "engine/local/boundary/frames.py"): (2, "between the server and engines of its own"),
     ("B310", "cli/commands/auth.py"): (1, "the user's own server, from the user's settings"),
     ("B310", "cli/server/background.py"): (1, "the server that the command has just started"),
     ("B310", "cli/commands/doctor.py"): (1, "the user's own server, from the user's settings"),

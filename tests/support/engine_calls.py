@@ -5,6 +5,7 @@ The model has 97 tokens, of which 3 and up are characters.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import AsyncIterator, Sequence
@@ -14,8 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.remote_engines import cluster_by_hand, connected
 from tinsmith.engine.base import Engine, Failure, Pass, SampleJob, Step
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.engine import CORE, LocalEngine
 from tinsmith.types import (
     AdamParams,
     Datum,
@@ -75,23 +79,35 @@ def write_tiny_model(folder: Path) -> Path:
     return folder
 
 
-async def start(kind: str, folder: Path) -> Engine:
-    if kind == "fake":
-        model = FakeModel(
-            name=BASE_MODEL,
-            vocab_size=VOCAB_SIZE,
-            max_context_length=CONTEXT_LENGTH,
-            eos_token_ids=(EOS_TOKEN,),
-        )
-        return FakeEngine(FakeEngineConfig(models=(model,), detokenize=text_of))
-    pytest.importorskip("torch", reason="the local engine needs torch")
-    from tinsmith.engine.local.config import LocalEngineConfig
-    from tinsmith.engine.local.engine import LocalEngine
+@contextlib.asynccontextmanager
+async def running(kind: str, folder: Path) -> AsyncIterator[Engine]:
+    """An engine of a kind: fake, local, or remote, which is a local one over TCP."""
+    async with contextlib.AsyncExitStack() as stack:
+        if kind == "fake":
+            engine: Engine = _fake()
+        elif kind == "local":
+            engine = await LocalEngine.start(tiny_config(folder))
+        else:
+            cluster, _ = await stack.enter_async_context(cluster_by_hand(folder / "remote"))
+            engine = await connected(cluster, CORE, tiny_config(folder))
+        stack.push_async_callback(engine.close)
+        yield engine
 
-    models = {BASE_MODEL: str(write_tiny_model(folder))}
-    return await LocalEngine.start(
-        LocalEngineConfig(models=models, device="cpu", deterministic=True, cache_folder=folder)
+
+def _fake() -> FakeEngine:
+    model = FakeModel(
+        name=BASE_MODEL,
+        vocab_size=VOCAB_SIZE,
+        max_context_length=CONTEXT_LENGTH,
+        eos_token_ids=(EOS_TOKEN,),
     )
+    return FakeEngine(FakeEngineConfig(models=(model,), detokenize=text_of))
+
+
+def tiny_config(folder: Path) -> LocalEngineConfig:
+    pytest.importorskip("torch", reason="the local engine needs torch")
+    models = {BASE_MODEL: str(write_tiny_model(folder))}
+    return LocalEngineConfig(models=models, device="cpu", deterministic=True, cache_folder=folder)
 
 
 _names = itertools.count()

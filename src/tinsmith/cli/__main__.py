@@ -23,6 +23,7 @@ COMMANDS = {
         "data": "data",
         "demo": "demo",
         "doctor": "doctor",
+        "engine": "engine",
         "eval": "eval",
         "export": "export",
         "key": "key",

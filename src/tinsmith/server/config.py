@@ -69,6 +69,23 @@ class ServerConfig:
     engine_roles: str = ""
     """What the engines do, in turns: train, sample or both, as "train,sample"; by default both."""
 
+    cluster: str = ""
+    """Where engines run that are no processes of this server: on a Ray cluster ("auto", or its
+    address), or "manual", where each is started with `tinsmith engine`."""
+
+    engine_host: str = "127.0.0.1"
+    """With `cluster`: the address of this machine to which engines connect; they prove who they
+    are by certificates that the server makes."""
+
+    engine_port: int = 0
+    """The port for them; 0 takes a free one."""
+
+    engine_cpus: int = 1
+    """How many cores each engine gets in a cluster; it computes with as many threads."""
+
+    engine_gpus: float | None = None
+    """How many GPUs each engine gets in a cluster; by default one where `device` is cuda."""
+
     engine_lost_seconds: float = 60.0
     """After this long without an engine a slot's models go on in others, until one is up again."""
 

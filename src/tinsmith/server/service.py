@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tinsmith import disk
 from tinsmith.engine.base import BaseModelInfo, Capabilities, RefusedModel
+from tinsmith.engine.cluster import Cluster
 from tinsmith.errors import EngineError
 from tinsmith.server.chat.forms import FormChecks
 from tinsmith.server.chat.text import TextModels
@@ -86,11 +87,14 @@ class Service:
         engine_factory: EngineFactory,
         metrics: Metrics,
         spans: Spans = _NO_SPANS,
+        cluster: Cluster | None = None,
     ) -> None:
         self.config = config
         self.store = store
         self.metrics = metrics
         self.spans = spans
+        self.cluster = cluster
+        """Where the engines run, if not as processes of this server."""
         self.limits = Limits(max_body_bytes=config.max_body_bytes, allows_nul=False)
         self.admission = Admission(
             config.max_active_requests,
@@ -238,6 +242,8 @@ class Service:
         except Exception:
             logger.exception("the last housekeeping failed")
         await self.engines.close()
+        if self.cluster is not None:
+            await self.cluster.close()
         self.workers.close()
         self.forms.close()
         self.texts.close()

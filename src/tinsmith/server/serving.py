@@ -17,6 +17,7 @@ from typing import cast
 import uvicorn
 
 from tinsmith.engine.base import Capabilities
+from tinsmith.engine.cluster import Cluster
 from tinsmith.errors import TinkerError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.data_folder import DataFolder
@@ -55,6 +56,7 @@ async def serve(
     engine_factory: EngineFactory,
     announce: Announce,
     report_models: ReportModels,
+    cluster: Cluster | None = None,
 ) -> None:
     """Serve until told to stop (SIGTERM, SIGINT)."""
     # What is written is for this user alone, whoever creates it: us, the database, the engine.
@@ -68,7 +70,7 @@ async def serve(
         if config.auth and not await store.keys.list():
             key, _ = await create_key(store, FIRST_OWNER, "first key", "made at the first start")
         spans = exporting_spans(config.trace_endpoint)
-        service = Service(config, store, secret, engine_factory, metrics, spans)
+        service = Service(config, store, secret, engine_factory, metrics, spans, cluster)
         _report_changes(service, report_models)
         listener = _listen(config)
         url = config.public_url or _url(config, listener)

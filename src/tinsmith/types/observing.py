@@ -186,10 +186,28 @@ class ClusterSlot(Response):
     running_samples: int
     memory_bytes: int
     restarts: int
+    host: str = ""
+    """The machine of its engine; empty for a process of the server."""
+
+
+class ClusterNode(Response):
+    """A machine that engines are placed on."""
+
+    node: str
+    """Its id in the cluster."""
+    address: str
+    is_alive: bool
+    cpus: float
+    gpus: float
+    memory_bytes: int
 
 
 class ClusterResponse(Response):
     slots: list[ClusterSlot]
+    nodes: list[ClusterNode] = []
+    """Those of a Ray cluster, if the engines run on one."""
+    trouble: str = ""
+    """Why nothing new is placed; empty when nothing is in the way."""
 
 
 class MoveModelRequest(Request):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tinsmith.cli.output import Output, Table, size_text, with_output
 from tinsmith.cli.server.local_server import config_of, which_server
+
+if TYPE_CHECKING:
+    from tinsmith.types.observing import ClusterNode, ClusterResponse
 
 
 @click.group("cluster")
@@ -21,16 +24,18 @@ def status(output: Output) -> None:
     """Show each slot: its role and device, how it is, what it holds and has to do.
 
     A slot is the place of one engine process; `tinsmith serve --engines` says how many there are.
+    Of a server with --cluster, the machines are shown, too.
     """
     from tinsmith.client.rest import RestClient
     from tinsmith.wire import endpoints
 
     holder = RestClient().holder
-    slots = holder.submit(lambda: holder.api.call(endpoints.GET_CLUSTER, None)).result().slots
+    cluster = holder.submit(lambda: holder.api.call(endpoints.GET_CLUSTER, None)).result()
+    columns = ["Slot", "Role", "Device", "State", "Models", "Yours", "Samples", "Memory"]
     output.show(
-        {"slots": [slot.model_dump() for slot in slots]},
+        cluster.model_dump(),
         Table(
-            ["Slot", "Role", "Device", "State", "Models", "Yours", "Samples", "Memory", "Restarts"],
+            [*columns, "Restarts", "Host"],
             [
                 [
                     str(slot.slot),
@@ -42,10 +47,40 @@ def status(output: Output) -> None:
                     str(slot.running_samples),
                     size_text(slot.memory_bytes),
                     str(slot.restarts),
+                    slot.host,
                 ]
-                for slot in slots
+                for slot in cluster.slots
             ],
         ),
+    )
+    if not output.is_json:
+        _show_cluster(output, cluster)
+
+
+def _show_cluster(output: Output, cluster: ClusterResponse) -> None:
+    if cluster.nodes:
+        output.show(None, _node_table(cluster.nodes))
+    for slot in cluster.slots:
+        if slot.detail:
+            click.echo(f"Slot {slot.slot}: {slot.detail}")
+    if cluster.trouble:
+        click.echo(f"Nothing new is placed: {cluster.trouble}")
+
+
+def _node_table(nodes: list[ClusterNode]) -> Table:
+    return Table(
+        ["Node", "Address", "State", "CPUs", "GPUs", "Memory"],
+        [
+            [
+                node.node[:12],
+                node.address,
+                "alive" if node.is_alive else "dead",
+                f"{node.cpus:g}",
+                f"{node.gpus:g}",
+                size_text(node.memory_bytes),
+            ]
+            for node in nodes
+        ],
     )
 
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 @click.option("--engines", type=int, help="How many engine processes (one for each device).")
 @click.option("--devices", help="Devices of the engines in turns, as cuda:0,cuda:1.")
 @click.option("--roles", "engine_roles", help="What the engines do in turns: train, sample, both.")
+@click.option("--cluster", help="Where engines run elsewhere: manual.")
+@click.option("--engine-host", help="Address that engines of a cluster connect to (127.0.0.1).")
 @click.option("--dtype", help="auto, float32 or bfloat16.")
 @click.option("--base-weights", help="full, int8 or nf4: base models in less memory.")
 @click.option(
@@ -69,7 +71,7 @@ def command(
     """
     import uvloop
 
-    from tinsmith.assembly import engine_factory
+    from tinsmith.assembly import engine_cluster, engine_factory
     from tinsmith.server.config import load_config, parse_models
     from tinsmith.server.serving import serve
 
@@ -87,7 +89,9 @@ def command(
         def announce(url: str, key: str | None, link: str | None) -> None:
             _announce(output, config, url, key, link)
 
-        uvloop.run(serve(config, engine_factory(config), announce, _report_models))
+        cluster = engine_cluster(config)
+        factory = engine_factory(config, cluster)
+        uvloop.run(serve(config, factory, announce, _report_models, cluster))
     except TinkerError as error:
         raise click.ClickException(str(error)) from None
 

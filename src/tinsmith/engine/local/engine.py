@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
@@ -18,11 +17,10 @@ import sys
 from collections import deque
 from typing import TYPE_CHECKING
 
-from tinsmith.engine.base import Health
 from tinsmith.engine.local import progress
-from tinsmith.engine.local.boundary.messages import Beat, Patience, Reply, Start
-from tinsmith.engine.local.boundary.remote import RemoteEngine
-from tinsmith.errors import EngineDiedError, EngineError
+from tinsmith.engine.local.boundary.messages import Patience, Start
+from tinsmith.engine.local.boundary.watched import WatchedEngine
+from tinsmith.errors import EngineError
 
 if TYPE_CHECKING:
     from tinsmith.engine.local.config import LocalEngineConfig
@@ -40,27 +38,18 @@ CLOSE_SECONDS = 5.0
 REAP_SECONDS = 0.5
 """Most time to learn the exit status and last words of a process whose socket has closed."""
 
-HEALTH_SECONDS = 1.0
-"""Most time to wait for the process's own view; a long turn keeps it from answering."""
-
-WATCH_SECONDS = 1.0
-"""How often the owner looks at the process's signs of life."""
-
 NUM_LAST_LINES = 30
 """Lines of the process's output that become part of the reason when it dies."""
 
 
-class LocalEngine(RemoteEngine):
+class LocalEngine(WatchedEngine):
     """The engine on this machine; make one with `start`, and `close` it when done."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         super().__init__()
         self._process = process
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
-        self._last_health = Health(alive=True)
         self._is_closing = False
-        self._is_silent_for = 0.0
-        self._beat: Beat | None = None
         self._verdict: str | None = None
         self._watch: asyncio.Task[None] | None = None
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -131,18 +120,6 @@ class LocalEngine(RemoteEngine):
         """Wait until the process is gone, for whatever cause; the reason."""
         return await asyncio.shield(self._death)
 
-    async def health(self) -> Health:
-        """The process's view; the last known one, marked busy, while a long turn delays it."""
-        try:
-            async with asyncio.timeout(HEALTH_SECONDS):
-                self._last_health = await super().health()
-        except TimeoutError:
-            detail = f"busy: no answer within {HEALTH_SECONDS:g} s"
-            return dataclasses.replace(self._last_health, detail=detail)
-        except EngineDiedError as error:
-            return Health(alive=False, detail=str(error))
-        return self._last_health
-
     async def close(self) -> None:
         """End the process; calls still pending raise `EngineDiedError`. Returns when it is gone."""
         self._is_closing = True
@@ -160,30 +137,12 @@ class LocalEngine(RemoteEngine):
 
     # What the process does
 
-    def message_received(self, message: list[Reply]) -> None:
-        self._is_silent_for = 0.0
-        for reply in message:
-            if isinstance(reply, Beat):
-                self._beat = reply
-        super().message_received(message)
-
     async def _watch_pulse(self, silence_seconds: float) -> None:
-        """Kill the process when it hangs. Silence is counted by looks and not by the clock: after
-        this process has been stopped for a while itself, the other has not been silent for long."""
-        while not self._death.done():
-            await asyncio.sleep(WATCH_SECONDS)
-            self._is_silent_for += WATCH_SECONDS
-            beat = self._beat
-            if self._is_silent_for > silence_seconds:
-                problem = f"gave no sign of life for {silence_seconds:g} s"
-            elif beat is not None and beat.turn_seconds > beat.patience_seconds:
-                problem = f"has been busy with {beat.what} for {beat.turn_seconds:.0f} s"
-            else:
-                continue
-            self._verdict = f"engine process {self.pid} {problem} and was killed"
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            return
+        """Kill the process when it hangs."""
+        problem = await self.hangs(silence_seconds)
+        self._verdict = f"engine process {self.pid} {problem} and was killed"
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
 
     def channel_lost(self, error: Exception | None) -> None:
         if self._funeral is None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from tinsmith.engine.cluster import Cluster
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.routing import bare_route, route
 from tinsmith.server.engines.slot import Slot
 from tinsmith.server.operations.intake import owned_model
 from tinsmith.server.service import Service
 from tinsmith.types.observing import (
+    ClusterNode,
     ClusterResponse,
     ClusterSlot,
     MoveModelRequest,
@@ -19,7 +21,22 @@ from tinsmith.wire import endpoints
 
 
 async def get_cluster(service: Service, caller: Caller, request: Request) -> ClusterResponse:
-    return ClusterResponse(slots=[_described(slot, caller) for slot in service.engines.slots])
+    cluster = service.cluster
+    slots = [_described(slot, caller, cluster) for slot in service.engines.slots]
+    if cluster is None:
+        return ClusterResponse(slots=slots)
+    nodes = [
+        ClusterNode(
+            node=node.node_id,
+            address=node.address,
+            is_alive=node.is_alive,
+            cpus=node.num_cpus,
+            gpus=node.num_gpus,
+            memory_bytes=node.memory_bytes,
+        )
+        for node in cluster.nodes
+    ]
+    return ClusterResponse(slots=slots, nodes=nodes, trouble=cluster.trouble)
 
 
 async def move_model(
@@ -31,18 +48,20 @@ async def move_model(
     return MoveModelResponse(run=model.model_id, before=before, slot=message.slot)
 
 
-def _described(slot: Slot, caller: Caller) -> ClusterSlot:
+def _described(slot: Slot, caller: Caller, cluster: Cluster | None) -> ClusterSlot:
+    waits_for = "" if cluster is None else cluster.detail(slot.number)
     return ClusterSlot(
         slot=slot.number,
         role=slot.plan.role,
         device=slot.capabilities.device if slot.capabilities else slot.plan.device,
         state=slot.state,
-        detail="" if slot.is_up else slot.trouble,
+        detail="" if slot.is_up else waits_for or slot.trouble,
         models=len(slot.models),
         own_runs=[model.model_id for model in slot.models if model.owner == caller.owner],
         running_samples=slot.num_jobs,
         memory_bytes=slot.health.memory_bytes if slot.is_up else 0,
         restarts=slot.num_restarts,
+        host="" if cluster is None else cluster.host(slot.number),
     )
 
 

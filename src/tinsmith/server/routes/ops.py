@@ -25,10 +25,15 @@ async def readyz(service: Service, request: Request) -> Response:
     reason = service.trouble
     status = {"status": "ready"} if reason is None else {"status": "not ready", "detail": reason}
     code = 200 if reason is None else 503
+    placing = "" if service.cluster is None else service.cluster.trouble
+    if placing:
+        status["placement"] = "nothing new is placed: there is trouble with the cluster"
     if await service.auth.caller(request.headers) is None:
         return answer(status, code)
     if not (service.is_draining or service.engines.is_up):
         status["detail"] = service.engines.trouble
+    if placing:
+        status["placement"] = f"nothing new is placed: {placing}"
     refused = [{"name": model.name, "reason": model.reason} for model in service.refused_models]
     return answer({**status, "refused_models": refused}, code)
 

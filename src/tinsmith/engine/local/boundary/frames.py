@@ -3,7 +3,8 @@
 A frame is one pickled value whose large arrays travel beside the pickle, unchanged: they are
 written from the memory they lie in and, on arrival, stay in the memory they were received
 into. Both ends are the same trusted code, joined by a stream that nobody else can reach or
-alter; that is why unpickling is acceptable here, and here only.
+alter (a socket pair, or TCP inside TLS where each end has proved who it is); that is why
+unpickling is acceptable here, and here only.
 
     header   length of the rest (u64), number of arrays (u32), mark (u32)
     table    offset and length of the pickle, then of each array (u64 each)
@@ -165,17 +166,25 @@ def _decode(body: memoryview, num_arrays: int) -> Any:
     return pickle.loads(pieces[0], buffers=pieces[1:])
 
 
-def write(sock: socket.socket, pieces: list[Buffer]) -> None:
-    """Send an encoded frame on a blocking socket."""
+class Stream(Protocol):
+    """What frames need of a blocking socket."""
+
+    def sendall(self, data: Buffer, /) -> None: ...
+
+    def recv_into(self, buffer: memoryview, /) -> int: ...
+
+
+def write(stream: Stream, pieces: list[Buffer]) -> None:
+    """Send an encoded frame."""
     for piece in pieces:
-        sock.sendall(piece)
+        stream.sendall(piece)
 
 
-def read(sock: socket.socket) -> Iterator[Any]:
-    """Values received on a blocking socket, until the other end closes it."""
+def read(stream: Stream) -> Iterator[Any]:
+    """Values received, until the other end closes the stream."""
     decoder = Decoder()
     while True:
-        received = sock.recv_into(decoder.space())
+        received = stream.recv_into(decoder.space())
         if not received:
             return
         yield from decoder.advance(received)
@@ -193,7 +202,8 @@ class Channel(asyncio.BufferedProtocol):
     """One end of a stream, of any kind of socket, under asyncio."""
 
     def __init__(self, owner: ChannelOwner) -> None:
-        self._owner = owner
+        self.owner = owner
+        self.is_lost = False
         self._decoder = Decoder()
         self._transport: asyncio.Transport | None = None
 
@@ -205,6 +215,10 @@ class Channel(asyncio.BufferedProtocol):
         )
         _, channel = await connect(lambda: cls(owner), sock=sock)
         return channel
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self.is_lost
 
     def send(self, value: object) -> None:
         """Queue a frame. Frames arrive in the order of these calls."""
@@ -219,6 +233,19 @@ class Channel(asyncio.BufferedProtocol):
         assert self._transport is not None, "a channel is opened before it is closed"
         self._transport.close()
 
+    def abort(self) -> None:
+        """Close at once; what is still to be sent is dropped."""
+        assert self._transport is not None, "a channel is opened before it is closed"
+        self._transport.abort()
+
+    @property
+    def peer_name(self) -> str:
+        """The common name in the other end's certificate, which TLS has verified; else empty."""
+        assert self._transport is not None, "a channel is opened before it is asked"
+        certificate = self._transport.get_extra_info("peercert") or {}
+        subject = (pair for part in certificate.get("subject", ()) for pair in part)
+        return next((value for name, value in subject if name == "commonName"), "")
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
@@ -227,7 +254,8 @@ class Channel(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         for message in self._decoder.advance(nbytes):
-            self._owner.message_received(message)
+            self.owner.message_received(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._owner.channel_lost(exc)
+        self.is_lost = True
+        self.owner.channel_lost(exc)

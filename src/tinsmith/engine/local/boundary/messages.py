@@ -24,14 +24,37 @@ class Patience(NamedTuple):
     """... and this much longer for every token of the passes that it works on."""
 
 
+class Hello(NamedTuple):
+    """The first message of an engine that connected to its owner: who it is."""
+
+    slot: int
+    epoch: int
+    """Which of the engines that the slot has had, and will have, this one is."""
+
+    version: str
+    host: str
+    pid: int
+
+
+class SharedFile(NamedTuple):
+    """A file that both machines must see: they work on one data folder, under one path."""
+
+    path: str
+    text: str
+
+
 class Start(NamedTuple):
-    """The first message: what to build. Answered like request number 0."""
+    """The owner's first message: what to build. Answered like request number 0."""
 
     core: str
     """Where the core class is, as `module:name`; it is called with `config`."""
 
     config: Any
     patience: Patience
+    epoch: int = 1
+    """The slot's. An engine that was made for a later one refuses."""
+
+    shared: SharedFile | None = None
 
 
 class Request(NamedTuple):

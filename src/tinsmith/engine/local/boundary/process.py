@@ -1,7 +1,8 @@
 """The engine's own process: `python -m tinsmith.engine.local.boundary.process FD`.
 
-FD is a connected socket whose other end belongs to the owner (`engine.py`). The first message says
-which core to build; after it one thread receives requests, one sends replies, and the main thread
+FD is a connected socket whose other end belongs to the owner (`engine.py`); an engine on another
+machine has connected to its owner (`engine/remote/joining.py`). The first message says which core
+to build; after it one thread receives requests, one sends replies, and the main thread
 works (`worker.py`). A thread of its own sends signs of life, which also say how long the present
 turn has taken and may take; by them the owner tells a process that hangs from one that has much to
 do.
@@ -31,6 +32,7 @@ from tinsmith.engine.local.boundary import frames
 from tinsmith.engine.local.boundary.garbage import Garbage
 from tinsmith.engine.local.boundary.messages import Reply, Result, Start, Trouble
 from tinsmith.engine.local.boundary.worker import Core, Incoming, Worker, describe
+from tinsmith.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +47,8 @@ BEAT_SECONDS = 1.0
 class Outbox:
     """Sends frames from a thread of its own, so that a slow owner never delays the core."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, stream: frames.Stream) -> None:
+        self._stream = stream
         self._pieces: queue.SimpleQueue[list[frames.Buffer] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="outbox", daemon=True)
         self._thread.start()
@@ -69,23 +71,28 @@ class Outbox:
         # A closed socket is noticed, and acted upon, by the thread that reads.
         with contextlib.suppress(OSError):
             while (pieces := self._pieces.get()) is not None:
-                frames.write(self._sock, pieces)
+                frames.write(self._stream, pieces)
 
 
 def main(fd: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return work(socket.socket(fileno=fd))
+
+
+def work(stream: frames.Stream, epoch: int = 1) -> int:
+    """Be an engine for whoever is at the other end, until the stream closes; the exit status."""
     faulthandler.enable()
     _be_first_to_go()
     logging.basicConfig(level=logging.INFO, format=progress.LOG_FORMAT)
-    sock = socket.socket(fileno=fd)
     inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
-    messages = frames.read(sock)
+    messages = frames.read(stream)
     start = next(messages, None)
     if not isinstance(start, Start):
-        return 0
+        return _refused(start)
     threading.Thread(target=_receive, args=(messages, inbox), name="inbox", daemon=True).start()
-    outbox = Outbox(sock)
+    outbox = Outbox(stream)
     try:
+        _check(start, epoch)
         core = _build(start)
     except Exception as error:
         logger.exception("the engine could not start")
@@ -110,6 +117,38 @@ def _be_first_to_go() -> None:
     """When memory runs out the kernel is to end this process, not the server beside it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")
+
+
+def _refused(message: list[Reply] | None) -> int:
+    """There is nothing to start: the owner has gone, or says why it does not want this engine."""
+    if message is None:
+        logger.error("the connection was closed before it was said what to start")
+    for reply in message or ():
+        if isinstance(reply, Trouble):
+            logger.error("%s", reply.text)
+    return 1
+
+
+def _check(start: Start, epoch: int) -> None:
+    if start.epoch < epoch:
+        raise EngineError(
+            f"this engine was made for epoch {epoch} of its slot; a server that is at epoch "
+            f"{start.epoch} no longer has the slot"
+        )
+    if start.shared is not None:
+        path, text = start.shared
+        try:
+            found = Path(path).read_text()
+        except OSError as error:
+            found = ""
+            problem = str(error)
+        else:
+            problem = f"{path} holds something else"
+        if found != text:
+            raise EngineError(
+                f"{socket.gethostname()} does not see the server's data folder ({problem}); it "
+                "must be there under the same path, on a file system that both share"
+            )
 
 
 def _build(start: Start) -> Core:

@@ -48,7 +48,14 @@ class RemoteEngine(Engine):
     async def connect(self, sock: socket.socket, start: Start) -> None:
         """Take over a connected socket; returns when the engine behind it is ready for calls."""
         sock.setblocking(False)
-        self._channel = await Channel.open(sock, self)
+        await self.take(await Channel.open(sock, self), start)
+
+    async def take(self, channel: Channel, start: Start) -> None:
+        """Take over an open channel; returns when the engine behind it is ready for calls."""
+        self._channel = channel
+        channel.owner = self
+        if channel.is_lost:
+            self.channel_lost(None)
         await self._ask(start)
 
     async def close(self) -> None:
