@@ -96,7 +96,7 @@ class EngineSide:
             job = SampleJob(
                 job_id=str(self._num_jobs),
                 base_model=self._errand.model,
-                sampler_id=None,
+                weights_id=None,
                 prompt=ModelInput.from_ints(prompt.tolist()),
                 params=SamplingParams(max_tokens=self._errand.new_tokens, stop=[], seed=number),
             )

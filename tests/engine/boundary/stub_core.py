@@ -145,7 +145,7 @@ class StubCore:
         self.log.append(f"cancel {job_id}")
         self._jobs.pop(job_id, None)
 
-    def sampling_turn(self) -> list[tuple[str, SampleEvent]]:
+    def sampling_turn(self, *, ahead: bool) -> list[tuple[str, SampleEvent]]:
         self._spend("turn", TURN_SECONDS)
         if any(job_id.startswith("raise") for job_id in self._jobs):
             raise RuntimeError("out of cheese")

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from tinsmith.engine.local.model.adapted_linear import finish_gradients, lora_li
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterPool, AdapterSegments, GradientBuffer
+from tinsmith.engine.local.sample.choosing import Distributions, uniforms
 from tinsmith.types import LoraConfig
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -193,3 +195,35 @@ def test_linear_layers_under_adapters(
     for ours, wanted in zip(run(False), expected, strict=True):
         relative = 1e-5 if dtype == torch.float32 else 1e-2
         assert (ours.float() - wanted).abs().max() <= relative * wanted.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinities, in the interpreter's numpy
+@pytest.mark.parametrize("vocabulary", [300, 5000])
+@DTYPES
+def test_draws_are_the_choices_from_whole_rows(
+    vocabulary: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """One chunk of the vocabulary, and several; greedy rows, rows without a number, with masks."""
+    count = 24
+    logits = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(5)) * 3
+    logits[3, vocabulary // 3 :] = -torch.inf
+    logits[7, vocabulary - 1] = torch.nan
+    logits[11] = -torch.inf
+    logits[12, 5] = torch.inf
+    temperature = np.resize([1.0, 0.0, 0.7, 2.5], count)
+    numbers = uniforms(np.arange(count), np.arange(count), np.arange(count))
+    rounded = logits.to(dtype)
+    drawn = kernels.module("decode_choice").draw(
+        rounded.to(device),
+        torch.from_numpy(temperature).to(device),
+        torch.from_numpy(numbers).to(device),
+    )
+    spread = Distributions(rounded.float(), temperature)
+    wanted = spread.choose(np.arange(count), numbers)
+    tokens, logprobs, is_finite = drawn.facts.cpu()
+    usable = [row for row in range(count) if row not in (7, 11, 12)]
+    assert np.flatnonzero(is_finite).tolist() == usable
+    assert tokens[usable].tolist() == wanted[usable].tolist()
+    assert torch.equal(drawn.tokens.cpu()[usable], wanted[usable])
+    expected = spread.logprobs(np.arange(count), wanted)[usable]
+    torch.testing.assert_close(logprobs.float()[usable], expected, atol=1e-5, rtol=0)

@@ -9,7 +9,6 @@ import torch
 from tinsmith.engine.local.sample.choosing import (
     Cut,
     Distributions,
-    draw_rows,
     fresh_seed,
     uniforms,
 )
@@ -157,20 +156,3 @@ def test_random_numbers_are_uniform_along_each_of_their_arguments() -> None:
 
 def test_fresh_seeds_differ() -> None:
     assert len({fresh_seed() for _ in range(100)}) == 100
-
-
-def test_draws_on_the_device_are_the_choices_from_whole_rows() -> None:
-    generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(40, 300, generator=generator) * 3
-    logits[7] = float("nan")
-    temperature = np.resize([1.0, 0.0, 0.7, 2.5], 40)
-    numbers = uniforms(np.arange(40), np.arange(40), np.arange(40))
-    tokens, logprobs, is_finite = draw_rows(
-        logits, torch.from_numpy(temperature), torch.from_numpy(numbers)
-    )
-    spread = Distributions(logits, temperature)
-    wanted = spread.choose(np.arange(40), numbers)
-    usable = spread.is_finite()
-    assert is_finite.bool().tolist() == usable.tolist() == [row != 7 for row in range(40)]
-    assert tokens.long()[usable].tolist() == wanted[usable].tolist()
-    assert torch.equal(logprobs.float()[usable], spread.logprobs(np.arange(40), wanted)[usable])

@@ -288,13 +288,16 @@ class EngineCore:
             self._generators[base_model].cancel(job_id)
             self._finish_job(job_id)
 
-    def sampling_turn(self) -> list[tuple[str, SampleEvent]]:
-        """One decoding step of every generator that has work; (job id, event) in order."""
+    def sampling_turn(self, *, ahead: bool = True) -> list[tuple[str, SampleEvent]]:
+        """One decoding step of every generator that has work; (job id, event) in order.
+
+        With `ahead` the device may go on with what the next turn reports.
+        """
         events = []
         for generator in self._generators.values():
             if generator.busy:
                 before = generator.num_decoded
-                events += generator.step()
+                events += generator.step(ahead=ahead)
                 self._num_decoded += generator.num_decoded - before
         for job_id, event in events:
             if not isinstance(event, TokensSampled):

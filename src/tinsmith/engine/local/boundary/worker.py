@@ -82,8 +82,11 @@ class Core(Protocol):
         """Forget a job without a further event. Unknown ids are ignored."""
         ...
 
-    def sampling_turn(self) -> list[tuple[str, SampleEvent]]:
-        """Decode a little for the jobs under way; (job id, event) in order."""
+    def sampling_turn(self, *, ahead: bool) -> list[tuple[str, SampleEvent]]:
+        """Decode a little for the jobs under way; (job id, event) in order.
+
+        With `ahead` the device may go on with what the next turn reports.
+        """
         ...
 
 
@@ -305,7 +308,7 @@ class Worker:
 
     def _sampling_turn(self) -> None:
         try:
-            events = self._core.sampling_turn()
+            events = self._core.sampling_turn(ahead=not self._has_training)
         except Exception as error:
             jobs, self._jobs = self._jobs, {}
             for job_id in jobs:

@@ -42,20 +42,6 @@ class Cut:
     """(M,) float; 1 is no limit. Applied to what top-k has left."""
 
 
-def draw_rows(
-    logits: Tensor, temperature: Tensor, uniform: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One choice from each whole row of logits (M, V), without waiting for the device.
-
-    Temperatures and numbers in [0, 1) are float64 (M,), and so are the answers: the tokens, their
-    log-probabilities, and one where the row was a distribution. Not for small temperatures.
-    """
-    is_greedy = temperature <= 0
-    divisor = torch.where(is_greedy, 1.0, temperature).to(torch.float32)
-    spread = Distributions(logits / divisor[:, None])
-    return spread.draw_each(uniform, is_greedy)
-
-
 class Distributions:
     """The next-token distributions of M rows."""
 
@@ -121,13 +107,6 @@ class Distributions:
                 at = _tensor(place[chosen], self.scaled, torch.int64)
                 tokens[where] = candidates.draw(at, numbers[where])
         return tokens
-
-    def draw_each(self, uniform: Tensor, is_greedy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `draw_rows`."""
-        rows = torch.arange(len(self.scaled), device=self.scaled.device)
-        tokens = torch.where(is_greedy, self._best, self._draw(rows, uniform))
-        logprobs = self.scaled.gather(1, tokens[:, None])[:, 0] - self._log_total
-        return tokens.double(), logprobs.double(), torch.isfinite(self._log_total).double()
 
     def _draw(self, rows: Tensor, uniform: Tensor) -> Tensor:
         """Inverse of the cumulative distribution, first over blocks of tokens, then within one."""

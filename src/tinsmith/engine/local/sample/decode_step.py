@@ -5,6 +5,10 @@ the whole step, from token ids to chosen tokens, is a fixed list of kernels over
 move (`decode_tables`), captured once for each number of rows, rounded up, and then replayed. It
 reads the same weights as `Decoder` and rounds where that does. Prompts, other devices,
 deterministic mode and foreign models take the plain path in `mixed_step`.
+
+Nor does the GPU wait for the program between steps. A step is launched without being read, and the
+next one may be launched before it is: a row whose last token the program does not know yet finds
+it on the device, in the row's seat.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.engine.local.kernels.decode_attention import Heads, attend, prepare
+from tinsmith.engine.local.kernels.decode_choice import Drawn, draw
 from tinsmith.engine.local.kernels.decode_lora import TILE_ROWS, TiledAdapters
 from tinsmith.engine.local.kernels.decode_pointwise import add_rms_norm, swiglu
 from tinsmith.engine.local.model.decoder import Decoder
@@ -25,11 +30,10 @@ from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.model.pointwise import rms_norm
 from tinsmith.engine.local.model.rope import Rope
-from tinsmith.engine.local.sample.choosing import draw_rows
 from tinsmith.engine.local.sample.decode_tables import AdapterTable, StepTable
-from tinsmith.engine.local.sample.mixed_step import Chunk, requests_of
-from tinsmith.engine.local.sample.next_tokens import NextToken, next_tokens
-from tinsmith.engine.local.sample.sequences import Request, Sequence
+from tinsmith.engine.local.sample.launched import Launched
+from tinsmith.engine.local.sample.next_tokens import next_tokens
+from tinsmith.engine.local.sample.sequences import Sequence
 
 _MAX_ROWS = 256
 """More sequences than this take several steps."""
@@ -52,10 +56,9 @@ class StepShape(NamedTuple):
 
 class StepOutput(NamedTuple):
     logits: Tensor
-    """(B, V) float32."""
+    """(B, V)"""
 
-    drawn: Tensor
-    """(3, B) float64: token, log-probability, and one where the logits were finite."""
+    drawn: Drawn
 
 
 class DecodeStep:
@@ -68,6 +71,9 @@ class DecodeStep:
         config, device = decoder.config, decoder.device
         self._heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
         self._table = StepTable(self._max_rows, device)
+        self._last = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        """The token drawn last for the sequence in each seat."""
+        self._seats: dict[Sequence, int] = {}
         self._adapters = AdapterTable(config, self._max_rows, device)
         self._projections = {
             (projection.layer, projection.name): (index, projection)
@@ -85,46 +91,45 @@ class DecodeStep:
         self._side = torch.cuda.Stream(device) if use_graphs else None
         """For kernels beside others; in a graph such a branch costs nothing to start."""
 
-    def run(self, running: list[Sequence]) -> list[NextToken]:
-        """The next token of each sequence. Its slot then holds the one it had."""
-        found: list[NextToken] = []
+    def launch(self, running: list[Sequence]) -> Launched:
+        """Ask for the next token of each sequence. Its slot then holds the one it had."""
+        launched = Launched(running)
+        self._take_seats(running)
         for start in range(0, len(running), self._max_rows):
-            found += self._run(_by_adapter(running[start : start + self._max_rows]))
-        return found
-
-    def of(self, running: list[Sequence]) -> DecodeOnly:
-        return DecodeOnly(self, running)
+            self._launch(_by_adapter(running[start : start + self._max_rows]), launched)
+        return launched
 
     def forget(self, adapter: Adapter) -> None:
         """Let go of an adapter's weights."""
         self._adapters.forget(adapter)
 
-    def _run(self, rows: list[Sequence]) -> list[NextToken]:
+    def _take_seats(self, running: list[Sequence]) -> None:
+        """Who was in the last step keeps his seat; others take those of who is not in this one."""
+        kept = {sequence: self._seats.get(sequence) for sequence in running}
+        free = iter(set(range(len(self._last))) - set(kept.values()))
+        self._seats = {
+            sequence: next(free) if seat is None else seat for sequence, seat in kept.items()
+        }
+
+    def _launch(self, rows: list[Sequence], launched: Launched) -> None:
         # 1. Describe the step: rows, KV cache addresses and adapters go to the GPU in one copy.
         tiles = self._adapters.tiles(rows)
-        self._table.fill(rows, tiles.tiles)
+        self._table.fill(rows, tiles.tiles, [self._seats[sequence] for sequence in rows])
         shape = self._shape(len(rows), len(tiles.tiles), tiles.max_rank, tiles.is_aligned)
         # 2. Forward pass and drawing. Rows beyond len(rows) are padding.
-        output = self._replay(shape) if self._use_graphs else self._forward(shape)
-        drawn = output.drawn.cpu().numpy()
+        logits, drawn = self._replay(shape) if self._use_graphs else self._forward(shape)
+        self._last.index_copy_(0, self._table.seats[: len(rows)], drawn.tokens[: len(rows)])
         for sequence in rows:
             assert sequence.slot is not None
             sequence.slot.num_tokens += 1
-        # 3. One token per row, drawn on the GPU from the whole distribution.
-        tokens, logprobs = drawn[0].astype(int).tolist(), drawn[1].tolist()
-        is_finite = (drawn[2] != 0).tolist()
-        found = [
-            NextToken(sequence, tokens[row], logprobs[row], None, is_finite[row])
-            for row, sequence in enumerate(rows)
-        ]
-        # 4. Rows with top-k, top-p or top log-probabilities choose again from their logits.
+            sequence.num_ahead += 1
+        # 3. Rows with top-k, top-p or top log-probabilities choose again from their logits.
         others = [row for row, sequence in enumerate(rows) if not sequence.request.draws_whole]
+        found = []
         if others:
-            logits = output.logits[torch.tensor(others, device=output.logits.device)]
-            chosen = next_tokens(logits, [[rows[row]] for row in others])
-            for row, choice in zip(others, chosen, strict=True):
-                found[row] = choice
-        return found
+            chosen = logits[torch.tensor(others, device=logits.device)].float()
+            found = next_tokens(chosen, [[rows[row]] for row in others])
+        launched.add(rows, drawn.facts[:, : len(rows)], found)
 
     def _shape(self, num_rows: int, num_tiles: int, max_rank: int, is_aligned: bool) -> StepShape:
         """The graph that serves: few sizes, so that few are captured."""
@@ -162,8 +167,11 @@ class DecodeStep:
         places = self._table.places[:, :count]
         positions = self._table.positions[:count]
         rotations = {rope: self._rotation(rope, positions) for rope in self._frequencies}
-        # Embedding: tokens (B,) to the residual stream x (B, hidden).
-        x = F.embedding(self._table.tokens[:count], decoder.embedding)
+        # Embedding: tokens (B,), from the table or else the row's seat, to the residual stream x
+        # (B, hidden).
+        tokens = self._table.tokens[:count]
+        tokens = torch.where(tokens < 0, self._last[self._table.seats[:count]], tokens)
+        x = F.embedding(tokens, decoder.embedding)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         y: Tensor | None = None
@@ -189,12 +197,12 @@ class DecodeStep:
                 y = rms_norm(y, layer.post_mlp_norm, config.norm_eps)
         # Unembedding: (B, hidden) to logits (B, V).
         z = add_rms_norm(x, y, decoder.final_norm, config.norm_eps)
-        logits = self._product(z, decoder.head, None, "lm_head", shape).float()
+        logits = self._product(z, decoder.head, None, "lm_head", shape)
         if config.final_softcap is not None:
-            logits = torch.tanh(logits / config.final_softcap) * config.final_softcap
-        # Draw a token per row: (3, B).
+            logits = torch.tanh(logits.float() / config.final_softcap) * config.final_softcap
+        # Draw a token per row.
         temperatures, numbers = self._table.temperatures[:count], self._table.uniforms[:count]
-        return StepOutput(logits, torch.stack(draw_rows(logits, temperatures, numbers)))
+        return StepOutput(logits, draw(logits, temperatures, numbers))
 
     def _product(
         self, x: Tensor, linear: Linear, layer: int | None, name: str, shape: StepShape
@@ -234,27 +242,6 @@ class DecodeStep:
         angles = positions[:, None].float() * self._frequencies[rope]
         cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
         return cos.to(self._decoder.dtype), sin.to(self._decoder.dtype)
-
-
-class DecodeOnly:
-    """A step without prompts, in the form of a `MixedStep`."""
-
-    def __init__(self, step: DecodeStep, running: list[Sequence]) -> None:
-        self.chunks: list[Chunk] = []
-        self.running = running
-        self._step = step
-        self._found: list[NextToken] = []
-
-    @property
-    def requests(self) -> list[Request]:
-        """Whose work this is, each once."""
-        return requests_of([], self.running)
-
-    def run(self) -> None:
-        self._found = self._step.run(self.running)
-
-    def next_tokens(self) -> Iterator[NextToken]:
-        return iter(self._found)
 
 
 def _by_adapter(running: list[Sequence]) -> list[Sequence]:

@@ -32,27 +32,35 @@ class StepTable:
     """The buffers of steps with up to `max_rows` rows."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        num_fields = 4 + NUM_PLACE_FIELDS + NUM_TILE_FIELDS
-        pin = device.type == "cuda"
-        self._host = torch.zeros(num_fields, max_rows, dtype=torch.int64, pin_memory=pin)
+        num_fields = 5 + NUM_PLACE_FIELDS + NUM_TILE_FIELDS
         self._device = torch.zeros(num_fields, max_rows, dtype=torch.int64, device=device)
-        self._numbers = self._host.numpy()
         # A field per row of the buffer, a sequence per column; floats are stored by their bits.
         self.tokens, self.positions = self._device[:2]
         self.temperatures, self.uniforms = self._device[2:4].view(torch.float64)
-        self.places = self._device[4 : 4 + NUM_PLACE_FIELDS]
-        self.tiles = self._device[4 + NUM_PLACE_FIELDS :]
+        self.seats = self._device[4]
+        self.places = self._device[5 : 5 + NUM_PLACE_FIELDS]
+        self.tiles = self._device[5 + NUM_PLACE_FIELDS :]
 
-    def fill(self, rows: SequenceOf[Sequence], tiles: SequenceOf[tuple[int, int, int]]) -> None:
-        """Describe the next step: a sequence for each row, and the tiles of adapters' rows."""
-        numbers = self._numbers
+    def fill(
+        self,
+        rows: SequenceOf[Sequence],
+        tiles: SequenceOf[tuple[int, int, int]],
+        seats: SequenceOf[int],
+    ) -> None:
+        """Describe the next step: a sequence and a seat for each row, the tiles of adapters' rows.
+
+        The step before may not have begun yet: each has a host buffer of its own, which is not
+        used again before it has been copied.
+        """
+        host = torch.zeros(self._device.shape, dtype=torch.int64, pin_memory=self._device.is_cuda)
+        numbers = host.numpy()
         count = len(rows)
         places = _Places()
         own = np.array([places.of(sequence) for sequence in rows], dtype=np.int64).T
         shared = np.array([places.of_prompt(sequence) for sequence in rows], dtype=np.int64).T
-        numbers[:] = 0
-        # The token to read, and its position: behind the shared prompt and the slot's tokens.
-        numbers[0, :count] = [sequence.tokens[-1] for sequence in rows]
+        # The token to read, unless it is in the seat, and its position: behind the shared prompt
+        # and the slot's tokens.
+        numbers[0, :count] = [-1 if s.num_ahead else s.tokens[-1] for s in rows]
         numbers[1, :count] = own[4] + shared[4]
         # How the next token is drawn.
         drawn = numbers[2:4].view(np.float64)
@@ -60,14 +68,15 @@ class StepTable:
         drawn[1, :count] = uniforms(
             np.array([sequence.request.seed for sequence in rows], dtype=np.uint64),
             np.array([sequence.index for sequence in rows]),
-            np.array([len(sequence.tokens) for sequence in rows]),
+            np.array([len(sequence.tokens) + sequence.num_ahead for sequence in rows]),
         )
+        numbers[4, :count] = seats
         # Where the KV cache lies: the sequence's slot, then the prompt it shares.
-        numbers[4:9, :count] = own
-        numbers[9:14, :count] = shared
+        numbers[5:10, :count] = own
+        numbers[10:15, :count] = shared
         if tiles:
-            numbers[14:, : len(tiles)] = np.array(tiles, dtype=np.int64).T
-        self._device.copy_(self._host, non_blocking=True)
+            numbers[15:, : len(tiles)] = np.array(tiles, dtype=np.int64).T
+        self._device.copy_(host, non_blocking=True)
 
 
 class _Places:

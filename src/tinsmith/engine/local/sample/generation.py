@@ -5,6 +5,10 @@ bounded number of prompt tokens (prefill), so that a long prompt never holds up 
 already running. Who takes part is the scheduler's decision; here the step is run, and what it
 brought is handed to the sequences and reported.
 
+On CUDA a decoding step is launched before the last one is read, so that the device works while the
+program looks at what it brought. A sequence that turns out to have stopped is then in one step too
+many, and what that brings for it is dropped.
+
 In deterministic mode every sequence goes through the model by itself, prompts are never taken from
 the cache, and nothing gives way, so that a request's results cannot depend on any other.
 
@@ -17,7 +21,6 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,14 +36,12 @@ from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.choosing import NOT_FINITE
 from tinsmith.engine.local.sample.compiling import Compiling
 from tinsmith.engine.local.sample.kvcache import CacheShape
-from tinsmith.engine.local.sample.mixed_step import Chunk, MixedStep
+from tinsmith.engine.local.sample.launched import Launched, Launches
+from tinsmith.engine.local.sample.mixed_step import Chunk, MixedStep, requests_of
 from tinsmith.engine.local.sample.next_tokens import NextToken
 from tinsmith.engine.local.sample.scheduler import Scheduler
 from tinsmith.engine.local.sample.sequences import Request, Sequence
 from tinsmith.errors import ValidationError
-
-if TYPE_CHECKING:
-    from tinsmith.engine.local.sample.decode_step import DecodeOnly, DecodeStep
 
 _PATIENCE = 0.002
 """Seconds that a step waits for a grammar where there is nothing else to do."""
@@ -64,13 +65,14 @@ class Generator:
         *,
         prefill_tokens: int | None = None,
         use_graphs: bool = True,
+        decode: Launches | None = None,
     ) -> None:
         """`detokenize` is needed for stop strings only; it must keep special tokens. `tokens`
         are needed for grammars only.
 
         `prefill_tokens` is the most prompt tokens in one step: 256 on the CPU, where they take
         about as long as a step should, and 8192 on CUDA. Without `use_graphs` the kernels of a
-        step on CUDA are launched one by one.
+        step on CUDA are launched one by one. `decode` takes the place of that step.
         """
         self.num_decoded = 0
         """Tokens that sequences were given so far."""
@@ -87,7 +89,8 @@ class Generator:
             is_deterministic=config.deterministic,
             failing=self._failing,
         )
-        self._decode = _decode_step(decoder, config, use_graphs)
+        self._decode = decode or _decode_step(decoder, config, use_graphs)
+        self._launched: Launched | None = None
         self._compiling = Compiling(tokens or Tokens(None, decoder.config.vocab_size))
         self._requests: dict[str, Request] = {}
         self._events: list[tuple[str, SampleEvent]] = []
@@ -95,7 +98,7 @@ class Generator:
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests or self._events or self._compiling)
+        return bool(self._requests or self._events or self._compiling or self._launched)
 
     @property
     def num_running(self) -> int:
@@ -158,14 +161,19 @@ class Generator:
             self._decode.forget(adapter)
         self._scheduler.forget(adapter)
 
-    def step(self) -> list[tuple[str, SampleEvent]]:
-        """Schedule, run, settle; the answer is what there is to report, by job."""
+    def step(self, *, ahead: bool = True) -> list[tuple[str, SampleEvent]]:
+        """Schedule, run, settle; the answer is what there is to report, by job.
+
+        What is launched `ahead` is read by the next step, which should then follow soon.
+        """
         if self._compiling:
             is_idle = not (self._requests or self._events)
             for job, adapter, grammar in self._compiling.take(_PATIENCE if is_idle else 0.0):
                 self._start(job, adapter, grammar)
         with torch.inference_mode():
             self._scheduler.schedule()
+            if self._decode is not None:
+                self._decode_turn(self._decode, ahead)
             for step in self._steps():
                 self._run(step)
         events, self._events = self._events, []
@@ -173,7 +181,22 @@ class Generator:
 
     # One step
 
-    def _steps(self) -> Iterator[MixedStep | DecodeOnly]:
+    def _decode_turn(self, decode: Launches, ahead: bool) -> None:
+        """Launch the next token of every sequence, then look at the one before."""
+        before, self._launched = self._launched, None
+        running = [sequence for sequence in self._scheduler.running if sequence.goes_on]
+        launched = None
+        if running:
+            with self._failing(*requests_of([], running)):
+                launched = decode.launch(running)
+        if before is not None:
+            self._read(before)
+        if launched is not None and (launched.has_found or not ahead):
+            self._read(launched)
+        else:
+            self._launched = launched
+
+    def _steps(self) -> Iterator[MixedStep]:
         scheduler = self._scheduler
         if self._is_deterministic:
             for sequence in list(scheduler.running):
@@ -181,15 +204,11 @@ class Generator:
                     yield MixedStep(self._decoder, [], [sequence])
             for chunk in self._looked_at(scheduler.chunks()[:1]):
                 yield MixedStep(self._decoder, [chunk], [])
-        elif self._decode is None:
-            chunks = self._looked_at(scheduler.chunks())
-            if scheduler.running or chunks:
-                yield MixedStep(self._decoder, chunks, list(scheduler.running))
         else:
-            if scheduler.running:
-                yield self._decode.of(list(scheduler.running))
-            if chunks := self._looked_at(scheduler.chunks()):
-                yield MixedStep(self._decoder, chunks, [])
+            running = list(scheduler.running) if self._decode is None else []
+            chunks = self._looked_at(scheduler.chunks())
+            if running or chunks:
+                yield MixedStep(self._decoder, chunks, running)
 
     def _looked_at(self, chunks: list[Chunk]) -> list[Chunk]:
         """With what is seen in them; a request whose image cannot be decoded fails by itself."""
@@ -203,15 +222,24 @@ class Generator:
                     self._fail(request, str(error), "user")
         return kept
 
-    def _run(self, step: MixedStep | DecodeOnly) -> None:
+    def _run(self, step: MixedStep) -> None:
         with self._failing(*step.requests):
             step.run()
-            if isinstance(step, MixedStep):
-                for chunk in step.chunks:
-                    self._score(step, chunk)
+            for chunk in step.chunks:
+                self._score(step, chunk)
             for choice in step.next_tokens():
                 self._take(choice)
-            self._settle(step)
+            for chunk in step.chunks:
+                if not chunk.prefill.num_left and chunk.prefill in self._scheduler.prefilling:
+                    self._scheduler.end_prefill(chunk.prefill)
+            self._settle(step.running, step.requests)
+
+    def _read(self, launched: Launched) -> None:
+        """Wait for what was launched, and hand it out."""
+        with self._failing(*launched.requests):
+            for choice in launched.next_tokens():
+                self._take(choice)
+            self._settle(launched.running, launched.requests)
 
     def _score(self, step: MixedStep, chunk: Chunk) -> None:
         """Hand a prompt the logits it has to score."""
@@ -245,16 +273,13 @@ class Generator:
             )
             self._events.append((job.job_id, event))
 
-    def _settle(self, step: MixedStep | DecodeOnly) -> None:
-        """Move on what the step has finished."""
-        for chunk in step.chunks:
-            if not chunk.prefill.num_left and chunk.prefill in self._scheduler.prefilling:
-                self._scheduler.end_prefill(chunk.prefill)
-        for sequence in step.running:
+    def _settle(self, running: list[Sequence], requests: list[Request]) -> None:
+        """Move on what a step has finished."""
+        for sequence in running:
             if sequence.stop_reason is not None and sequence.slot is not None:
                 self._scheduler.end(sequence)
-        for request in step.requests:
-            if request.is_finished and request.job.job_id in self._requests:
+        for request in requests:
+            if request.job.job_id in self._requests and request.is_finished:
                 del self._requests[request.job.job_id]
                 self._events.append((request.job.job_id, request.response()))
 
@@ -280,9 +305,7 @@ class Generator:
         self._scheduler.remove(request, wipe=wipe)
 
 
-def _decode_step(
-    decoder: Decoder, config: LocalEngineConfig, use_graphs: bool
-) -> DecodeStep | None:
+def _decode_step(decoder: Decoder, config: LocalEngineConfig, use_graphs: bool) -> Launches | None:
     """The quick way to decode, where it can be used."""
     is_usable = kernels.are_usable(decoder.head.weight) and not is_foreign(decoder.config)
     if not is_usable or config.deterministic:

@@ -320,7 +320,7 @@ class Scheduler:
     def _grow(self) -> None:
         """Make sure every running sequence has room for one more token."""
         for sequence in list(self.running):
-            if sequence.slot is not None and sequence.slot.is_full:
+            if sequence.goes_on and sequence.slot is not None and sequence.slot.is_full:
                 with self._failing(sequence.request):
                     self._grow_one(sequence)
 
@@ -388,8 +388,9 @@ class Scheduler:
     # Leaving
 
     def end(self, sequence: Sequence) -> None:
-        """A running sequence has its last token."""
-        self.running.remove(sequence)
+        """A sequence has its last token; it may have been paused meanwhile."""
+        self.running = [other for other in self.running if other is not sequence]
+        self._parked.keep(lambda other: other is not sequence)
         self._vacate(sequence)
 
     def remove(self, request: Request, *, wipe: bool = False) -> None:
@@ -410,6 +411,7 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence, *, wipe: bool = False) -> None:
         """Free the slot and the span of a sequence."""
+        sequence.attempt, sequence.num_ahead = sequence.attempt + 1, 0
         if sequence.slot is not None:
             self._cache.free_slot(sequence.slot, wipe=wipe)
             sequence.slot = None

@@ -133,6 +133,10 @@ class Sequence:
         self.logprobs: list[float] = []
         self.stop_reason: StopReason | None = None
         self.shaper = shaper
+        self.num_ahead = 0
+        """Tokens that a device has been asked for, and that are not known here yet."""
+        self.attempt = 0
+        """Counts how often it lost its slot: what was asked for before that is void."""
         self.slot: Slot | None = None
         self.prompt_span: Span | None = None
         """A span this sequence uses: the shared prompt, or one still to be copied into a slot."""
@@ -143,6 +147,12 @@ class Sequence:
     def last_token(self) -> int:
         """What the next decode step reads."""
         return self.tokens[-1] if self.tokens else int(self.request.prompt[-1])
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a token to be asked for, as far as is known."""
+        num_tokens = len(self.tokens) + self.num_ahead
+        return self.slot is not None and num_tokens < self.request.rule.max_tokens
 
     @property
     def num_past(self) -> int:
