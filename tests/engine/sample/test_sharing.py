@@ -6,6 +6,7 @@ Delay is counted in steps, which a loaded machine does not change.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ from tinsmith.engine.base import SampleJob
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.sample.generation import Generator
-from tinsmith.engine.local.sample.sequences import Sequence
+from tinsmith.engine.local.sample.kvcache import Slab, Slot
+from tinsmith.engine.local.sample.sequences import Request, Sequence
 from tinsmith.types import ModelInput, SampleResponse, SamplingParams
 
 PROMPT = [10, 40, 20, 60, 30]
@@ -126,22 +128,82 @@ def test_a_neighbour_shares_steps_of_few_rows_with_a_crowd(
 ) -> None:
     """On the CPU a step takes longer by the row, and the neighbour waits for all of them."""
     alone = new_generator(max_running_samples=256)
-    alone.submit(job("a", "ann", num_samples=300, max_tokens=40), None)
+    alone.submit(job("a", "ann", num_samples=300, max_tokens=60), None)
     wanted, _ = run_until(alone, "a")
     generator = new_generator(max_running_samples=256)
-    generator.submit(job("a", "ann", num_samples=300, max_tokens=40), None)
-    for _ in range(5):
+    generator.submit(job("a", "ann", num_samples=300, max_tokens=60), None)
+    for _ in range(15):
         generator.step()
-    assert generator.num_running == 256, "one scope alone has all rows"
+    assert generator.num_running == 256, "one scope alone has all rows, after some steps"
     generator.submit(job("b", "bob"), None)
     rows = []
     while not any(found == "b" for found, _ in generator.step()):
         rows.append(generator.num_running)
     assert rows[2:] and max(rows[2:]) <= 64
-    generator.step()
+    for _ in range(15):
+        generator.step()
     assert generator.num_running == 256, "and has them again"
     found, _ = run_until(generator, "a")
     assert [s.tokens for s in found.sequences] == [s.tokens for s in wanted.sequences]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a sequence was asked for its scope, and a row of the cache was moved."""
+    counts: Counter[str] = Counter()
+    pause, resume = Slab.pause, Slab.resume
+
+    def asked(request: Request) -> str:
+        counts["asked"] += 1
+        return request.job.scope
+
+    def paused(slab: Slab, slot: Slot) -> None:
+        counts["moved"] += 1
+        pause(slab, slot)
+
+    def resumed(slab: Slab, slot: Slot) -> None:
+        counts["moved"] += 1
+        resume(slab, slot)
+
+    monkeypatch.setattr(Request, "scope", property(asked))
+    monkeypatch.setattr(Slab, "pause", paused)
+    monkeypatch.setattr(Slab, "resume", resumed)
+    return counts
+
+
+def test_a_step_looks_at_each_sequence_of_a_crowd_a_few_times(
+    new_generator: Callable[..., Generator], counted: Counter[str]
+) -> None:
+    """And not at all of them for each that has a row to be given or taken."""
+    generator = new_generator(max_running_samples=256)
+    generator.submit(job("crowd", "ann", num_samples=600, max_tokens=100), None)
+    for _ in range(30):
+        generator.step()
+    assert generator.num_running == 256
+    generator.submit(job("one", "bob"), None)
+    counted.clear()
+    for _ in range(3):
+        generator.step()
+    assert counted["asked"] <= 3 * 10 * 600
+    assert generator.num_running <= 64, "192 were paused"
+
+
+def test_a_neighbour_who_comes_and_goes_moves_few_rows_of_a_crowd(
+    new_generator: Callable[..., Generator], counted: Counter[str]
+) -> None:
+    generator = new_generator(max_running_samples=256)
+    generator.submit(job("crowd", "ann", num_samples=600, max_tokens=100), None)
+    generator.submit(job("bob 0", "bob"), None)
+    run_until(generator, "bob 0")
+    counted.clear()
+    for number in range(1, 5):
+        generator.step()  # without him
+        generator.submit(job(f"bob {number}", "bob", max_tokens=2), None)
+        run_until(generator, f"bob {number}")
+    assert counted["moved"] <= 4 * 64, "moving a row costs as much as decoding a token of it"
+    for _ in range(30):
+        generator.step()
+    assert generator.num_running == 256, "who is alone has all rows after a while"
 
 
 def test_a_neighbours_long_prompt_is_read_beside_endless_short_ones(

@@ -30,6 +30,11 @@ class FairQueue(Generic[Item]):
         """Those with items, the one that has waited longest for its turn first."""
         return list(self._lanes)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many items each scope has."""
+        return {scope: len(lane) for scope, lane in self._lanes.items()}
+
     def append(self, item: Item) -> None:
         self._lane_of(item).append(item)
 

@@ -121,8 +121,7 @@ class Scheduler:
 
     def _admitted(self) -> Counter[str]:
         """How many sequences of each scope have room in the cache."""
-        admitted = Counter(sequence.request.scope for sequence in self.running)
-        admitted.update(sequence.request.scope for sequence in self._parked)
+        admitted = self._rows() + Counter(self._parked.counts)
         for prefill in self.prefilling:
             admitted[prefill.request.scope] += prefill.num_sequences
         return admitted
@@ -249,11 +248,12 @@ class Scheduler:
         """Give rows of the batch to sequences whose prompt has been read, evenly among scopes."""
         scopes = set(self._parked.scopes)
         max_rows = self._max_rows()
-        for _ in range(len(self.running) - max_rows):
-            rows = Counter(sequence.request.scope for sequence in self.running)
-            self._pause(rows.most_common(1)[0][0])
+        rows = self._rows()
+        while len(self.running) > max_rows:
+            self._pause(rows)
         while scopes:
-            rows = Counter(sequence.request.scope for sequence in self.running)
+            if rows.total() != len(self.running):
+                rows = self._rows()  # somebody failed, or gave way
             scope = min((s for s in self._parked.scopes if s in scopes), key=rows.__getitem__)
             if len(self.running) >= max_rows and not self._may_pause(rows, scope):
                 return
@@ -264,23 +264,39 @@ class Scheduler:
                     scopes.discard(scope)
                     continue
                 if len(self.running) >= max_rows:
-                    self._pause(rows.most_common(1)[0][0])
+                    self._pause(rows)
                 self.running.append(sequence)
+                rows[scope] += 1
             scopes &= set(self._parked.scopes)
 
+    def _rows(self) -> Counter[str]:
+        """How many rows of the batch each scope has."""
+        return Counter(sequence.request.scope for sequence in self.running)
+
     def _max_rows(self) -> int:
-        is_shared = len({s.request.scope for s in self.running} | set(self._parked.scopes)) > 1
-        return self._max_shared if is_shared else self._max_running
+        """Fewer where several scopes have work. Whoever is alone gets more little by little: his
+        neighbour may be back for the next step, and moving rows costs as much as a step."""
+        scopes = {*self._rows(), *self._parked.scopes, *self._waiting.scopes}
+        scopes.update(prefill.request.scope for prefill in self.prefilling)
+        if len(scopes) > 1:
+            return self._max_shared
+        grown = len(self.running) + max(1, self._max_shared // 4)
+        return min(self._max_running, max(self._max_shared, grown))
 
     def _may_pause(self, rows: Counter[str], scope: str) -> bool:
         """Whether another scope has so many rows that it still has as many without one."""
         return rows.most_common(1)[0][1] > rows[scope] + 1
 
-    def _pause(self, scope: str) -> None:
-        """Take the row of a scope's youngest sequence. It keeps its slot, and goes on later."""
-        youngest = [s for s in self.running if s.request.scope == scope][-1]
+    def _pause(self, rows: Counter[str]) -> None:
+        """Take the row of the youngest sequence of the scope with the most. It keeps its slot, and
+        goes on later."""
+        scope = rows.most_common(1)[0][0]
+        places = reversed(range(len(self.running)))
+        youngest = self.running.pop(
+            next(place for place in places if self.running[place].request.scope == scope)
+        )
+        rows[scope] -= 1
         assert youngest.slot is not None, "it runs"
-        self.running.remove(youngest)
         youngest.slot.slab.pause(youngest.slot)
         self._parked.append_left(youngest)
 
