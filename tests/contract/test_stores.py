@@ -17,10 +17,12 @@ from tinsmith.server.store import schema
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.errors import (
     ExpiredOperationError,
+    OverQuotaError,
     StoreDamagedError,
     StoreInUseError,
     StoreUnavailableError,
 )
+from tinsmith.server.store.losses import LossBounds
 from tinsmith.server.store.records import (
     AuditRecord,
     CheckpointRecord,
@@ -456,21 +458,77 @@ async def test_a_trim_stops_at_what_is_still_wanted(store: Store) -> None:
     assert await store.log.trim(keep=5, ended_before=8.0) == 9
 
 
+def custom_loss(number: int, **fields: object) -> CustomLossRecord:
+    values: dict[str, object] = {
+        "loss_id": f"s:loss:{number}",
+        "request_id": f"upload {number}",
+        "session_id": "s",
+        "custom_loss_seq_id": number,
+        "owner": "o",
+        "name": "n",
+        "definition": {"graph": {"nodes": []}},
+        "num_bytes": 30,
+        "created_at": 1.0,
+        "used_at": 1.0,
+    }
+    return CustomLossRecord(**(values | fields))  # type: ignore[arg-type]  # a test's shorthand
+
+
 async def test_a_custom_loss_is_kept_once(store: Store) -> None:
-    loss = CustomLossRecord(
-        loss_id="s:loss:0",
-        request_id="r",
-        session_id="s",
-        custom_loss_seq_id=0,
-        owner="o",
-        name="n",
-        definition={"graph": {"nodes": []}},
-        created_at=1.0,
-    )
+    loss = custom_loss(0)
     assert await store.losses.add(loss) == loss
     assert await store.losses.add(dataclasses.replace(loss, request_id="again")) == loss
-    assert await store.losses.get("s:loss:0") == loss == await store.losses.of_request("r")
+    assert await store.losses.get("s:loss:0") == loss == await store.losses.of_request("upload 0")
     assert await store.losses.of_request("again") is None
+
+
+@pytest.mark.parametrize(
+    ("bounds", "problem"),
+    [
+        pytest.param(LossBounds(max_number=2), "this owner has 2 uploaded losses", id="number"),
+        pytest.param(LossBounds(max_bytes=89), "would have 90 bytes; at most 89 may be", id="size"),
+    ],
+)
+async def test_an_owner_may_upload_so_many_losses_and_bytes(
+    database_url: str, tmp_path: Path, bounds: LossBounds, problem: str
+) -> None:
+    store = Store(database_url, tmp_path / "blobs", loss_bounds=bounds)
+    try:
+        for number in range(2):
+            await store.losses.add(custom_loss(number))
+        with pytest.raises(OverQuotaError, match=problem):
+            await store.losses.add(custom_loss(2))
+        assert await store.losses.get("s:loss:2") is None
+        assert await store.losses.add(custom_loss(1)) == custom_loss(1), "a repeat is none more"
+        await store.losses.add(custom_loss(3, owner="p"))
+        await store.losses.delete_unused(2.0)
+        await store.losses.add(custom_loss(2))
+    finally:
+        await store.close()
+
+
+async def test_a_loss_goes_when_it_is_old_and_no_operation_can_refer_to_it(store: Store) -> None:
+    """A use is noted up to an hour late, so a pass counts with those of the hour before it."""
+    late = 10 * 3600.0
+    await store.log.record(operation(0, created_at=late, payload=b"x"), MODEL)
+    await store.log.record(operation(1, created_at=late + 5, payload=b"x" * 200_000))
+    used = {0: 1.0, 1: late - 3601.0, 2: late - 3599.0, 3: late + 5.0}
+    for number, used_at in used.items():
+        await store.losses.add(custom_loss(number, used_at=used_at))
+    await store.losses.add(custom_loss(4, owner="p", used_at=late))
+    assert await store.losses.note_use("s:loss:0", "p", 2 * late) is False, "it is another's"
+    assert await store.losses.note_use("s:loss:9", "o", 2 * late) is False
+    assert await store.losses.note_use("s:loss:4", "p", 2 * late) is True
+
+    async def left() -> list[int]:
+        return [n for n in range(5) if await store.losses.get(f"s:loss:{n}") is not None]
+
+    assert await store.losses.delete_unused(0.5) == 0
+    assert await store.losses.delete_unused(late + 6) == 2
+    assert await left() == [2, 3, 4], "what may be run again has its loss"
+    await store.models.retire(MODEL.model_id, late + 10)
+    assert await store.losses.delete_unused(late + 6) == 2
+    assert await left() == [4], "used since"
 
 
 async def test_usage_adds_up(store: Store) -> None:

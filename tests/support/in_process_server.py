@@ -21,6 +21,7 @@ from tinsmith.types import (
     ForwardBackwardOutput,
     ForwardBackwardRequest,
     ForwardRequest,
+    LossFnType,
     ModelInput,
     SampleResponse,
 )
@@ -83,9 +84,16 @@ class Api:
         return await self.create_model(await self.session(), **lora)
 
     async def post_pass(
-        self, model_id: str, seq_id: int, data: list[Datum], *, forward_only: bool = False
+        self,
+        model_id: str,
+        seq_id: int,
+        data: list[Datum],
+        *,
+        forward_only: bool = False,
+        loss_fn: LossFnType = "cross_entropy",
+        loss_fn_config: dict[str, float | str] | None = None,
     ) -> httpx.Response:
-        inputs = ForwardBackwardInput(data, "cross_entropy")
+        inputs = ForwardBackwardInput(data, loss_fn, loss_fn_config)
         cls = ForwardRequest if forward_only else ForwardBackwardRequest
         body = proto.encode_pass(cls(inputs, model_id, seq_id))
         return await self.post("/forward_backward", body, **{"content-type": PROTO})

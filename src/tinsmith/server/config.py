@@ -265,6 +265,16 @@ class ServerConfig:
     key_max_posted_bytes: int = 1024**3
     """Most bytes of metrics that one owner posts to his runs."""
 
+    key_max_losses: int = 4096
+    """Most uploaded losses of one owner; beyond, an upload is refused."""
+
+    key_max_loss_bytes: int = 64 * 1024 * 1024
+    """Most bytes of one owner's uploaded losses, as JSON; beyond, an upload is refused."""
+
+    loss_retention_seconds: float = 7 * 24 * 3600.0
+    """How long an uploaded loss is kept after a pass used it last, and in any case for as long as
+    such a pass may have to be run again."""
+
     pjwt_auth_enabled: bool = False
     """Whether clients exchange their key for short-lived tokens."""
 

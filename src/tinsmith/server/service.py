@@ -47,6 +47,7 @@ from tinsmith.server.operations.recorder import Recorder
 from tinsmith.server.operations.runner import Free
 from tinsmith.server.operations.scheduler import Scheduler
 from tinsmith.server.operations.snapshots import Snapshots
+from tinsmith.server.operations.uploaded_losses import UploadedLosses
 from tinsmith.server.sampling.examples import SampledExamples
 from tinsmith.server.sampling.loaded import LoadedSamplers
 from tinsmith.server.sampling.requests import Sampling
@@ -149,10 +150,12 @@ class Service:
             config.max_queued_memory_bytes,
             spans,
         )
+        self.losses = UploadedLosses(store.losses)
         executor = Executor(
             store,
             self.weights,
             self.checkpoints,
+            self.losses,
             # Requests that an earlier release recorded are replayed as they are.
             dataclasses.replace(self.limits, allows_nul=True),
         )
@@ -338,6 +341,7 @@ class Service:
             keep=self.config.log_keep_operations,
             ended_before=now - self.config.training_retention_seconds,
         )
+        await self.losses.delete_unused(now - self.config.loss_retention_seconds)
 
     async def _sweep_unknown_blobs(self) -> None:
         """Move files whose record never came to the trash. Only before anything is recorded."""

@@ -30,6 +30,7 @@ from tinsmith.server.garbage import collected_rarely
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
 from tinsmith.server.store.database import sqlite_url
+from tinsmith.server.store.losses import LossBounds
 from tinsmith.server.store.store import Store
 from tinsmith.server.tracing import exporting_spans
 from tinsmith.wire.endpoints import CONSOLE_LOGIN_LINK
@@ -147,6 +148,7 @@ def open_store(config: ServerConfig, metrics: Metrics | None = None) -> Store:
         on_commit,
         max_owner_bytes=config.key_max_stored_bytes,
         max_example_bytes=config.key_max_example_bytes,
+        loss_bounds=LossBounds(config.key_max_losses, config.key_max_loss_bytes),
     )
 
 

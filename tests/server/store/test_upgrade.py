@@ -48,7 +48,7 @@ def test_there_is_a_store_of_every_earlier_version() -> None:
     assert {file.stem for file in OLD.iterdir()} == earlier
 
 
-@pytest.mark.parametrize("version", ["0001", "0002", "0003", "0004"])
+@pytest.mark.parametrize("version", ["0001", "0002", "0003", "0004", "0005"])
 async def test_everything_in_an_earlier_store_is_read(tmp_path: Path, version: str) -> None:
     file = _open(tmp_path, version)
     with sqlite3.connect(file) as database:
@@ -103,6 +103,38 @@ async def test_an_uploaded_loss_leaves_the_log_and_keeps_its_request_id(tmp_path
         loss = await store.losses.of_request("1055" * 8)
         assert loss is not None and await store.losses.get(loss.loss_id) == loss
         assert await store.log.get("0ff0" * 8) is None, "unloads are gone"
+    finally:
+        await store.close()
+
+
+async def test_losses_of_the_first_release_stay_while_a_run_may_need_them(tmp_path: Path) -> None:
+    """Many may be there; which passes used which was not recorded."""
+    file = _open(tmp_path, "0001")
+    with contextlib.closing(sqlite3.connect(file)) as database:
+        for number in range(5000):
+            owner = "owner" if number % 2 else "gone"
+            database.execute(
+                "INSERT INTO custom_losses (loss_id, session_id, custom_loss_seq_id, owner, name, "
+                "definition, created_at) VALUES (?, 's', ?, ?, 'n', '{\"graph\": {}}', 5.0)",
+                (f"s:loss:{number}", number, owner),
+            )
+            database.execute(
+                "INSERT INTO operations (request_id, model_id, seq_id, owner, kind, content_type, "
+                "created_at, status, payload_bytes, num_tokens, result_bytes) VALUES "
+                "(?, 's:loss', ?, ?, 'create_custom_loss', '', 5.0, 'done', 0, 0, 0)",
+                (f"upload {number}", number, owner),
+            )
+        newest = database.execute("SELECT max(created_at) FROM operations").fetchone()[0]
+        database.commit()
+    store = Store(sqlite_url(file), tmp_path / "blobs")
+    try:
+        used, unused = await store.losses.get("s:loss:1"), await store.losses.get("s:loss:0")
+        assert used is not None and used.used_at == newest and used.num_bytes == 13
+        assert unused is not None and unused.used_at == 5.0
+        assert await store.losses.delete_unused(newest + 1) == 2500, "nobody's passes need them"
+        for model_id in await store.database.column(sa.select(schema.models.c.model_id)):
+            await store.models.retire(model_id, newest)
+        assert await store.losses.delete_unused(newest + 1) == 2500
     finally:
         await store.close()
 

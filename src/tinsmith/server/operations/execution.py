@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tinsmith.engine.base import CustomLoss, Engine, Failure, Pass, SnapshotKind, Step
+from tinsmith.engine.base import Engine, Failure, Pass, SnapshotKind, Step
 from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.server.checkpoints import Checkpoints, checkpoint_name, expiry
 from tinsmith.server.encryption import ENCRYPTED, encrypt_folder
@@ -22,6 +22,7 @@ from tinsmith.server.operations.codecs import LoadRequest, PassRequest, pass_dat
 from tinsmith.server.operations.finishes import done, failed
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.operation import Operation
+from tinsmith.server.operations.uploaded_losses import UploadedLosses
 from tinsmith.server.store.errors import OverQuotaError
 from tinsmith.server.store.records import (
     AuditRecord,
@@ -35,8 +36,6 @@ from tinsmith.server.weights import WeightsFolders, weights_record
 from tinsmith.types import (
     AdamParams,
     CreateModelResponse,
-    CustomLossGraph,
-    CustomLossInput,
     LoadWeightsResponse,
     OptimStepRequest,
     SaveWeightsExternalRequest,
@@ -62,6 +61,7 @@ class Executor:
     store: Store
     weights: WeightsFolders
     checkpoints: Checkpoints
+    losses: UploadedLosses
     limits: Limits
 
     async def request_of(self, operation: Operation, kind: type[R]) -> R:
@@ -80,13 +80,13 @@ class Executor:
         custom_loss = None
         if loss_fn == "custom":
             loss_id = config.pop("loss_id", None)
-            found = await self.store.losses.get(str(loss_id))
-            if found is None or found.owner != model.owner:
-                return Failure(f"no custom loss called {str(loss_id)[:80]!r}", "user")
-            custom_loss = CustomLoss(
-                inputs=tuple(CustomLossInput(**i) for i in found.definition["inputs"]),
-                graph=CustomLossGraph(**found.definition["graph"]),
-            )
+            custom_loss = await self.losses.get(str(loss_id), model.owner)
+            if custom_loss is None:
+                return Failure(
+                    f"no custom loss called {str(loss_id)[:80]!r}; one that was not used for long "
+                    "is deleted: upload it again",
+                    "user",
+                )
         return Pass(
             adapter_id=model.model_id,
             data=data,

@@ -19,6 +19,7 @@ from tinsmith.server.routes.futures import UNLOAD_PREFIX
 from tinsmith.server.routes.sessions import active_session
 from tinsmith.server.seeds import draw_seed
 from tinsmith.server.service import Service
+from tinsmith.server.store.errors import OverQuotaError
 from tinsmith.server.store.records import (
     CustomLossRecord,
     ModelRecord,
@@ -41,7 +42,7 @@ from tinsmith.types import (
 )
 from tinsmith.types.custom_loss import CustomLossInput
 from tinsmith.types.protocol import JSON, MAX_LOSS_INPUTS, PROTOBUF, loss_id, model_id
-from tinsmith.wire import dialects, endpoints
+from tinsmith.wire import dialects, endpoints, json
 
 
 async def create_model(service: Service, caller: Caller, request: Request) -> UntypedAPIFuture:
@@ -121,9 +122,11 @@ async def _pass(
             await refuse_unread(service, caller, await body_start(service, request), str(error))
         raise
 
-    def check(message: PassRequest, seq_id: int) -> None:
-        if pass_data(message)[1] == "custom":
+    async def check(message: PassRequest, seq_id: int) -> None:
+        _, loss_fn, config, _ = pass_data(message)
+        if loss_fn == "custom":
             _check_losses_are_run(service)
+            await service.losses.note_use(str(config.get("loss_id")), caller.owner)
 
     return await submit(
         service,
@@ -174,6 +177,11 @@ async def create_custom_loss(
     _check_losses_are_run(service)
     session = await active_session(service, caller, message.session_id)
     _check_loss_inputs(message.inputs)
+    definition = {
+        "inputs": [i.to_wire() for i in message.inputs],
+        "graph": message.graph.to_wire(),
+    }
+    at = time.time()
     loss = CustomLossRecord(
         loss_id=loss_id(session.session_id, message.custom_loss_seq_id),
         request_id=uuid.uuid4().hex,
@@ -181,13 +189,15 @@ async def create_custom_loss(
         custom_loss_seq_id=message.custom_loss_seq_id,
         owner=caller.owner,
         name=message.name,
-        definition={
-            "inputs": [i.to_wire() for i in message.inputs],
-            "graph": message.graph.to_wire(),
-        },
-        created_at=time.time(),
+        definition=definition,
+        num_bytes=len(json.encode(definition)),
+        created_at=at,
+        used_at=at,
     )
-    recorded = await service.store.losses.add(loss)
+    try:
+        recorded = await service.store.losses.add(loss)
+    except OverQuotaError as error:
+        raise Refusal(403, str(error)) from None
     if (recorded.name, recorded.definition) != (loss.name, loss.definition):
         raise ValidationError(
             f"{loss.custom_loss_seq_id} is the number of another loss of this session; "

@@ -212,7 +212,11 @@ class CustomLossRecord:
     owner: str
     name: str
     definition: dict[str, Any]
+    num_bytes: int
+    """Of the definition, as JSON."""
     created_at: float
+    used_at: float
+    """When a pass with it was last recorded, to the hour."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

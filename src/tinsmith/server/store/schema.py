@@ -151,6 +151,7 @@ custom_losses = _table(
     ("loss_id",),
     UniqueConstraint("session_id", "custom_loss_seq_id"),
     Index(None, "request_id", unique=True),
+    Index(None, "owner", "used_at"),
 )
 
 audit = _table(

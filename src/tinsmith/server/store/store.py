@@ -22,7 +22,7 @@ from tinsmith.server.store.examples import Examples
 from tinsmith.server.store.identity import Identity
 from tinsmith.server.store.keys import Keys
 from tinsmith.server.store.log import Log
-from tinsmith.server.store.losses import CustomLosses
+from tinsmith.server.store.losses import CustomLosses, LossBounds
 from tinsmith.server.store.models import Models
 from tinsmith.server.store.samplers import Samplers
 from tinsmith.server.store.sessions import Sessions
@@ -40,11 +40,12 @@ class Store:
         open_writer: Callable[[sa.Engine, OnCommit], Writes] = Writer,
         max_owner_bytes: int | None = None,
         max_example_bytes: int = 0,
+        loss_bounds: LossBounds | None = None,
     ) -> None:
         """Opens the database, creating or migrating its tables as needed. Blocks; call it once.
 
         `max_owner_bytes` bounds what one owner's checkpoints and unnamed samplers take, and
-        `max_example_bytes` what his examples take.
+        `max_example_bytes` what his examples take; `loss_bounds` do so for losses.
         `open_writer` says how writes are carried out, where that is not by a thread of their own.
         """
         self.database = Database(url, on_commit, open_writer)
@@ -61,7 +62,7 @@ class Store:
         self.examples = Examples(self.database, max_example_bytes)
         self.log = Log(self.database, blobs, self.weights, self.steps, self.examples)
         self.checkpoints = Checkpoints(self.database, self.weights)
-        self.losses = CustomLosses(self.database)
+        self.losses = CustomLosses(self.database, loss_bounds or LossBounds())
         self.account = Account(self.database)
 
     async def keep_others_out(self) -> None:
