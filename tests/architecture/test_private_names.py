@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 ALLOWED = {
     # What the poller remembers shows nowhere else, and forgetting is what is tested.
-    ("tests/client/test_sampling_client.py", "_poller"),
-    ("tests/client/test_sampling_client.py", "_waiting"),
-    ("tests/client/test_sampling_client.py", "_early"),
+    ("tests/client/test_sample_poller.py", "_poller"),
+    ("tests/client/test_sample_poller.py", "_waiting"),
+    ("tests/client/test_sample_poller.py", "_early"),
     # Every public way to the connection waits until it is open; here it must not be yet.
     ("tests/client/test_connection.py", "_session_connection"),
     # Notebooks call it by this name.

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support import byte_tokenizer as byte_tokens
-from tests.support import server_process
+from tests.support import server_process, tiny_llama
 from tests.support.server_process import ServerProcess
 from tinsmith.cli.__main__ import cli
 from tinsmith.client.service import ServiceClient
@@ -147,24 +147,16 @@ class Trained:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small model of random numbers, with a tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_llama.save(
+        folder,
+        seed=0,
         vocab_size=258,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=0,
     )
-    folder = tmp_path_factory.mktemp("tiny")
-    LlamaForCausalLM(config).save_pretrained(folder)
     return byte_tokens.save(folder, merges=[("i", "t")])
 
 

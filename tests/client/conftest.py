@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.client import sampling_calls
 from tests.support.tinker_stub import TinkerStub
 from tinsmith.client.rest import RestClient
+from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.transport.config import ClientConfig
 from tinsmith.transport.retry import RetryPolicy
@@ -55,3 +57,8 @@ def make_service(stub: Any) -> Iterator[Callable[..., ServiceClient]]:
 @pytest.fixture
 def service(make_service: Callable[..., ServiceClient]) -> ServiceClient:
     return make_service()
+
+
+@pytest.fixture
+def sampler(service: ServiceClient) -> SamplingClient:
+    return service.create_sampling_client(base_model="m", retry_config=sampling_calls.QUICK)

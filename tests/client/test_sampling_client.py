@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import gc
 import itertools
-import json
-import pickle
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,11 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.client.sampling_calls import (
+    ASAMPLE,
+    PARAMS,
+    PROMPT,
+    RETRIEVE,
+    comes_true,
+    make_sampler,
+    sample,
+)
 from tests.support.scripted_server import Answer, Recorded
-from tinsmith.client.connection.api import Api
 from tinsmith.client.results.queue_state import QueueState
 from tinsmith.client.results.retries import RetryConfig
-from tinsmith.client.sampling import CLONE_BLOCK, SamplingClient
+from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import (
     APIConnectionError,
@@ -32,29 +35,7 @@ from tinsmith.errors import (
     TinkerError,
     ValidationError,
 )
-from tinsmith.types import ImageChunk, ModelInput, SamplingParams, TensorData
-
-ASAMPLE = "/api/v1/asample"
-RETRIEVE = "/api/v1/retrieve_future"
-PROMPT = ModelInput.from_ints([1, 2, 3])
-PARAMS = SamplingParams(max_tokens=5)
-QUICK = RetryConfig(retry_delay_base=0.001, retry_delay_max=0.002)
-
-
-@pytest.fixture
-def sampler(service: ServiceClient) -> SamplingClient:
-    return service.create_sampling_client(base_model="m", retry_config=QUICK)
-
-
-def make_sampler(
-    stub: Any, make_service: Callable[..., ServiceClient], **flags: Any
-) -> SamplingClient:
-    stub.flags = flags
-    return make_service().create_sampling_client(base_model="m", retry_config=QUICK)
-
-
-def sample(sampler: SamplingClient, prompt: ModelInput = PROMPT) -> Future[Any]:
-    return sampler.sample(prompt, 1, PARAMS)
+from tinsmith.types import ImageChunk, SamplingParams, TensorData
 
 
 def test_a_sample_has_its_sequences_and_their_ids(stub: Any, sampler: SamplingClient) -> None:
@@ -328,126 +309,6 @@ async def test_what_sample_returns_can_be_awaited_and_blocked_on(
     assert len(both) == 2
 
 
-async def comes_true(condition: Callable[[], bool]) -> bool:
-    for _ in range(500):
-        if condition():
-            return True
-        await asyncio.sleep(0.01)
-    return False
-
-
-def test_one_poll_serves_many_samples(
-    stub: Any, make_service: Callable[..., ServiceClient]
-) -> None:
-    """With the poller each result is fetched once, when it is there."""
-    sampler = make_sampler(stub, make_service, sample_use_retrieve_futures=True)
-    for future in [sample(sampler) for _ in range(30)]:
-        future.result(10)
-    assert stub.count("/retrieve_future") == 30
-    polls = [r.json() for r in stub.seen("/retrieve_futures")]
-    assert polls[0]["target"] == {
-        "type": "sampling_session",
-        "sampling_session_id": "s1:sample:0",
-        "cloned_sampler_id": 0,
-    }
-    sample(sampler).result(5)
-    told = {
-        each
-        for poll in stub.seen("/retrieve_futures")
-        for each in poll.json()["retrieved_request_ids"]
-    }
-    assert len(told) >= 29
-
-
-def test_the_poller_forgets_samples_that_were_given_up(
-    stub: Any, make_service: Callable[..., ServiceClient]
-) -> None:
-    sampler = make_sampler(stub, make_service, sample_use_retrieve_futures=True)
-    held = asyncio.Event()
-
-    async def late(request: Recorded) -> Answer:
-        await held.wait()
-        answer: Answer = await stub._do_retrieve_futures(request)
-        return answer
-
-    stub.on("/api/v1/retrieve_futures", late)
-    futures = [sample(sampler) for _ in range(10)]
-    deadline = time.monotonic() + 20
-    while (sampler._poller is None or len(sampler._poller._waiting) < 10) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.01)
-    poller = sampler._poller
-    assert poller is not None
-    for future in futures:
-        future.cancel()
-    while poller._waiting and time.monotonic() < deadline:
-        time.sleep(0.01)
-    stub._loop.call_soon_threadsafe(held.set)
-    while stub.count("/retrieve_futures") < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    told = stub.seen("/retrieve_futures")[1].json()["retrieved_request_ids"]
-    assert len(told) == 10 and not poller._early and not poller._waiting
-
-
-def test_the_poller_forgets_samples_whose_promise_never_came(
-    stub: Any, make_service: Callable[..., ServiceClient]
-) -> None:
-    """They are cancelled on their way to the service, which carries them out all the same."""
-    sampler = make_sampler(stub, make_service, sample_use_retrieve_futures=True)
-    sample(sampler).result(10)
-    accepted = asyncio.Event()
-
-    async def accept_slowly(request: Recorded) -> Answer:
-        answer: Answer = await stub._do_asample(request)
-        await accepted.wait()
-        return answer
-
-    stub.on(ASAMPLE, *[accept_slowly] * 10, stub._do_asample)
-    futures = [sample(sampler) for _ in range(10)]
-    deadline = time.monotonic() + 20
-    while stub.count("/asample") < 11 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    for future in futures:
-        future.cancel()
-    time.sleep(0.05)
-    stub._loop.call_soon_threadsafe(accepted.set)
-    for _ in range(3):
-        sample(sampler).result(10)
-    polls = [r.json()["retrieved_request_ids"] for r in stub.seen("/retrieve_futures")]
-    assert sampler._poller is not None and not sampler._poller._early
-    assert len({each for told in polls for each in told}) >= 12, "the service may forget them, too"
-
-
-@pytest.mark.parametrize("with_poller", [False, True])
-@pytest.mark.parametrize("call", range(1, 5))
-def test_a_crash_at_any_point_reaches_the_caller(
-    stub: Any,
-    make_service: Callable[..., ServiceClient],
-    monkeypatch: pytest.MonkeyPatch,
-    with_poller: bool,
-    call: int,
-) -> None:
-    """S40, S113: whichever request goes wrong in a way nobody thought of, nobody hangs."""
-    sampler = make_sampler(stub, make_service, sample_use_retrieve_futures=with_poller)
-    original, count = Api.send, itertools.count(1)
-
-    async def crash(self: Api, *args: Any, **options: Any) -> Any:
-        if next(count) == call:
-            raise ZeroDivisionError("crash")
-        return await original(self, *args, **options)
-
-    monkeypatch.setattr(Api, "send", crash)
-    outcomes = []
-    for future in [sample(sampler) for _ in range(3)]:
-        try:
-            outcomes.append(future.result(10))
-        except (ZeroDivisionError, TinkerError) as error:
-            outcomes.append(error)
-    assert len(outcomes) == 3
-    assert any(isinstance(each, Exception) for each in outcomes) or with_poller
-
-
 def test_a_clock_that_jumps_changes_nothing(
     stub: Any, make_service: Callable[..., ServiceClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,49 +323,6 @@ def test_a_clock_that_jumps_changes_nothing(
     assert stub.count("/asample") == 3
     told = stub.seen("/retrieve_future")[-1].headers["x-tinker-create-promise-roundtrip-time"]
     assert 0 <= float(told) < 2
-
-
-def test_duplicate_and_early_completions_are_harmless(
-    stub: Any, make_service: Callable[..., ServiceClient]
-) -> None:
-    sampler = make_sampler(stub, make_service, sample_use_retrieve_futures=True)
-    state = {"calls": 0}
-
-    async def twice(request: Recorded) -> Answer:
-        state["calls"] += 1
-        await asyncio.sleep(0.01)
-        every = [{"state": "finished", "request_id": f"r{n}"} for n in range(1, 40)]
-        return Answer(200, {"completions": every * 2, "cursor": state["calls"]})
-
-    stub.on("/api/v1/retrieve_futures", twice)
-    for future in [sample(sampler) for _ in range(10)]:
-        future.result(10)
-    assert stub.count("/asample") == stub.count("/retrieve_future") == 10
-
-
-@pytest.mark.parametrize(
-    ("script", "works"),
-    [
-        ([Answer(503, headers={"retry-after-ms": "1"})], True),
-        ([Answer(400, {"d": 1}, headers={"retry-after-ms": "1"})] * 3, True),
-        ([Answer(403, {"detail": "keep out"})], False),
-        ([Answer(200, {"nonsense": 1})], False),
-    ],
-)
-def test_a_poller_that_fails_tells_all_who_wait(
-    stub: Any, make_service: Callable[..., ServiceClient], script: list[Answer], works: bool
-) -> None:
-    """S40: nobody hangs because a background task died."""
-    sampler = make_sampler(stub, make_service, sample_use_retrieve_futures=True)
-    stub.on("/api/v1/retrieve_futures", *script, stub._do_retrieve_futures)
-    futures = [sample(sampler) for _ in range(3)]
-    if works:
-        for future in futures:
-            future.result(10)
-        return
-    for future in [*futures, sample(sampler)]:
-        with pytest.raises(TinkerError, match="waiting for samples"):
-            future.result(10)
 
 
 def test_mistakes_are_found_before_anything_is_sent(stub: Any, sampler: SamplingClient) -> None:
@@ -552,77 +370,6 @@ def test_the_paused_state_can_be_observed(stub: Any, service: ServiceClient) -> 
     stub.on(RETRIEVE, Answer(408, body), stub._do_retrieve_future)
     sample(sampler).result(5)
     assert seen == [(QueueState.PAUSED_RATE_LIMIT, None)]
-
-
-def test_a_pickled_client_samples_under_ids_of_its_own(stub: Any, sampler: SamplingClient) -> None:
-    copies = [pickle.loads(pickle.dumps(sampler)) for _ in range(2)]
-    assert copies[0].holder is copies[1].holder is not sampler.holder
-    for each in (sampler, *copies):
-        sample(each).result(5)
-    ids = [body["seq_id"] for body in stub.samples.values()]
-    assert ids[0] == 0 and all(each >= CLONE_BLOCK for each in ids[1:])
-    assert len({each // CLONE_BLOCK for each in ids}) == 3
-    assert stub.count("/client/config") == 1 and stub.count("/create_session") == 1
-
-
-def test_a_copy_asks_for_its_number_when_the_service_gives_them(
-    stub: Any, make_service: Callable[..., ServiceClient]
-) -> None:
-    sampler = make_sampler(stub, make_service, sample_join_sampling_session=True)
-    copy = pickle.loads(pickle.dumps(sampler))
-    for future in [sample(copy) for _ in range(3)]:
-        future.result(5)
-    assert stub.count("/join_sampling_session") == 1
-    assert sorted(body["seq_id"] for body in stub.samples.values()) == [
-        7 * CLONE_BLOCK + n for n in range(3)
-    ]
-
-
-def test_a_handle_holds_no_credential_and_works_in_another_process(
-    stub: Any, sampler: SamplingClient
-) -> None:
-    handle = sampler.get_sampler_handle()
-    assert b"tml-" not in base64.urlsafe_b64decode(handle)
-    code = (
-        "import sys\n"
-        "from tinsmith.client.sampling import SamplingClient\n"
-        "from tinsmith.types import ModelInput, SamplingParams\n"
-        "s = SamplingClient.from_sampler_handle(sys.argv[1], api_key='tml-elsewhere')\n"
-        "r = s.sample(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1)).result(20)\n"
-        "print(r.sequences[0].tokens)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, handle], capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.strip() == "[5, 6]", done.stderr
-    assert stub.seen("/asample")[-1].headers["x-api-key"] == "tml-elsewhere"
-    with pytest.raises(ValidationError, match="not a sampler handle"):
-        SamplingClient.from_sampler_handle("bm9wZQ==")
-
-
-def test_our_handles_and_the_official_ones_are_the_same(stub: Any, sampler: SamplingClient) -> None:
-    ours = json.loads(base64.urlsafe_b64decode(sampler.get_sampler_handle()))
-    assert set(ours) == {"session_id", "sampling_session_id", "holder", "record_stability_info"}
-    assert set(ours["holder"]) == {
-        "base_url",
-        "default_headers_overrides",
-        "client_config",
-        "client_dynamic_config",
-        "api_key",
-    }
-    assert ours["holder"]["api_key"] is None
-
-
-def test_fifty_samplers_coexist_and_dropping_some_harms_none(
-    stub: Any, service: ServiceClient
-) -> None:
-    """S74, S78"""
-    samplers = [service.create_sampling_client(base_model="m") for _ in range(50)]
-    assert len(set(map(repr, samplers))) == 50
-    del samplers[::2]
-    gc.collect()
-    for future in [sample(each) for each in samplers]:
-        future.result(10)
 
 
 def test_a_path_must_be_a_tinker_path(service: ServiceClient) -> None:

@@ -1,4 +1,4 @@
-"""The engines that the contract is tried on."""
+"""The engines and the stores that the contracts are tried on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest_asyncio
 from tests.support.databases import database_url, postgres_url  # noqa: F401  # fixtures
 from tests.support.engine_calls import create, running
 from tinsmith.engine.base import Engine
+from tinsmith.server.store.store import Store
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +36,10 @@ async def adapter(engine: Engine) -> AsyncIterator[str]:
     name = await create(engine)
     yield name
     await engine.unload_adapter(name)
+
+
+@pytest.fixture
+async def store(database_url: str, tmp_path: Path) -> AsyncIterator[Store]:  # noqa: F811
+    store = Store(database_url, tmp_path / "blobs")
+    yield store
+    await store.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,97 +11,24 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
+from tests.contract.store_rows import AUDIT, MODEL, SESSION, checkpoint, operation, weights
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.errors import (
-    ExpiredOperationError,
     OverQuotaError,
-    StoreDamagedError,
     StoreInUseError,
     StoreUnavailableError,
 )
 from tinsmith.server.store.losses import LossBounds
 from tinsmith.server.store.records import (
-    AuditRecord,
     CheckpointRecord,
     CustomLossRecord,
     Finish,
     KeyRecord,
-    ModelRecord,
-    OperationRecord,
     SamplerRecord,
-    SessionRecord,
-    StepRecord,
     UsageRecord,
-    WeightsRecord,
 )
 from tinsmith.server.store.store import Store
-
-
-@pytest.fixture
-async def store(database_url: str, tmp_path: Path) -> AsyncIterator[Store]:
-    store = Store(database_url, tmp_path / "blobs")
-    yield store
-    await store.close()
-
-
-SESSION = SessionRecord(
-    session_id="s", owner="o", created_at=1.5, last_seen_at=1.5, sdk_version="0.36.0", tags=["a"]
-)
-MODEL = ModelRecord(
-    model_id="s:train:0",
-    session_id="s",
-    model_seq_id=0,
-    owner="o",
-    base_model="b",
-    lora={"rank": 4},
-    optimizer={"type": "adamw"},
-    created_at=2.0,
-    last_request_at=2.0,
-)
-
-
-def operation(seq_id: int, **fields: object) -> OperationRecord:
-    values: dict[str, object] = {
-        "request_id": f"r{seq_id}",
-        "model_id": MODEL.model_id,
-        "seq_id": seq_id,
-        "owner": "o",
-        "kind": "forward_backward",
-        "content_type": "application/x-protobuf",
-        "payload": b"payload",
-        "payload_bytes": 7,
-        "created_at": 3.0,
-    }
-    return OperationRecord(**(values | fields))  # type: ignore[arg-type]  # a test's shorthand
-
-
-def weights(weights_id: str, kind: str = "training") -> WeightsRecord:
-    return WeightsRecord(
-        weights_id=weights_id,
-        kind=kind,
-        base_model="b",
-        lora={"rank": 4},
-        optimizer={"type": "adamw"},
-        size_bytes=10,
-        created_at=4.0,
-    )
-
-
-def checkpoint(name: str, weights_id: str, **fields: object) -> CheckpointRecord:
-    values: dict[str, object] = {
-        "model_id": MODEL.model_id,
-        "checkpoint_id": f"weights/{name}",
-        "owner": "o",
-        "checkpoint_type": "training",
-        "weights_id": weights_id,
-        "size_bytes": 10,
-        "created_at": 4.0,
-    }
-    return CheckpointRecord(**(values | fields))  # type: ignore[arg-type]  # a test's shorthand
-
-
-AUDIT = AuditRecord(owner="o", at=5.0, area="checkpoints", event="e", details={"n": 1})
 
 
 async def test_the_migrated_tables_are_the_declared_ones(store: Store, database_url: str) -> None:
@@ -126,128 +51,6 @@ async def test_keys_are_added_listed_and_revoked(store: Store) -> None:
     assert await store.keys.revoke(key.key_id, 2.0)
     assert not await store.keys.revoke(key.key_id, 3.0)
     assert (await store.keys.list())[0].revoked_at == 2.0
-
-
-async def test_a_repeated_number_finds_the_first_operation(store: Store) -> None:
-    """S35."""
-    recorded, is_new = await store.log.record(operation(0), MODEL)
-    assert is_new and recorded.request_id == "r0"
-    again, is_new = await store.log.record(operation(0, request_id="other"), MODEL)
-    assert not is_new and again.request_id == "r0"
-    assert await store.models.get(MODEL.model_id) == MODEL
-
-
-async def test_numbers_recorded_at_the_same_time_are_recorded_once(store: Store) -> None:
-    await store.log.record(operation(0), MODEL)
-    answers = await asyncio.gather(
-        *[store.log.record(operation(1, request_id=f"x{n}")) for n in range(20)]
-    )
-    assert len({record.request_id for record, _ in answers}) == 1
-    assert sum(is_new for _, is_new in answers) == 1
-
-
-@pytest.mark.parametrize("size", [10, 300_000])
-async def test_payloads_and_results_of_any_size_come_back(store: Store, size: int) -> None:
-    payload, result = os.urandom(size), os.urandom(size)
-    await store.log.record(operation(0, payload=payload), MODEL)
-    assert await store.log.read_payload("r0") == payload
-    end = Finish(
-        request_id="r0", status="done", finished_at=5.0, result_type="output", result=result
-    )
-    await store.log.finish([end])
-    found = await store.log.get("r0")
-    assert found is not None and bytes(found.result or b"") == result
-    assert (found.status, found.result_type, found.result_bytes) == ("done", "output", size)
-
-
-async def test_an_operation_ends_once(store: Store) -> None:
-    await store.log.record(operation(0), MODEL)
-    end = Finish(request_id="r0", status="done", finished_at=5.0, result_type="json", result=b"1")
-    await store.log.finish([end])
-    await store.log.finish([dataclasses.replace(end, status="failed", error="late")])
-    found = await store.log.get("r0")
-    assert found is not None and found.status == "done" and found.error is None
-
-
-async def test_the_log_is_read_in_order_and_pending_models_are_known(store: Store) -> None:
-    await store.log.record(operation(0), MODEL)
-    for seq_id in (3, 1, 2):
-        await store.log.record(operation(seq_id))
-    assert [o.seq_id for o in await store.log.read(MODEL.model_id, 0)] == [1, 2, 3]
-    assert await store.log.models_with_pending() == [MODEL.model_id]
-
-
-async def test_a_snapshot_drops_the_payloads_before_the_previous_one(store: Store) -> None:
-    """The previous one is kept, and what is needed to come from there to the newest."""
-    for seq_id in range(4):
-        payload = os.urandom(100_000 if seq_id == 1 else 10)
-        await store.log.record(operation(seq_id, payload=payload), MODEL if seq_id == 0 else None)
-    ends = [Finish(request_id=f"r{n}", status="done", finished_at=5.0) for n in (0, 1, 2)]
-    await store.log.finish(ends)
-    await store.models.record_snapshot(MODEL.model_id, 1, weights("w1", "exact"))
-    assert len(await store.log.read_payload("r1")) == 100_000
-    await store.models.record_snapshot(MODEL.model_id, 2, weights("w2", "exact"))
-    model = await store.models.get(MODEL.model_id)
-    assert model is not None
-    assert (model.snapshot_seq_id, model.snapshot_weights_id) == (2, "w2")
-    assert (model.previous_snapshot_seq_id, model.previous_snapshot_weights_id) == (1, "w1")
-    log = await store.log.read(MODEL.model_id, -1)
-    assert [o.payload_file for o in log] == [None, None, None, None]
-    assert [len(await store.log.read_payload(f"r{n}")) for n in (2, 3)] == [10, 10]
-    assert await store.weights.unreferenced() == []
-    await store.models.record_snapshot(MODEL.model_id, 2, weights("w3", "exact"))
-    assert await store.weights.unreferenced() == [weights("w1", "exact")]
-
-
-async def test_a_damaged_snapshot_gives_way_to_the_previous_one(store: Store) -> None:
-    await store.log.record(operation(0), MODEL)
-    await store.models.record_snapshot(MODEL.model_id, 0, weights("w1", "exact"))
-    await store.models.record_snapshot(MODEL.model_id, 5, weights("w2", "exact"))
-    await store.models.revert_snapshot(MODEL.model_id)
-    model = await store.models.get(MODEL.model_id)
-    assert model is not None
-    assert (model.snapshot_seq_id, model.snapshot_weights_id) == (0, "w1")
-    assert await store.weights.unreferenced() == [weights("w2", "exact")]
-    assert set(await store.weights.ids()) == {"w1", "w2"}
-
-
-async def test_a_retry_with_a_large_payload_leaves_no_second_file(
-    store: Store, tmp_path: Path
-) -> None:
-    await store.log.record(operation(0, payload=b"x" * 100_000), MODEL)
-    again = dataclasses.replace(operation(0, payload=b"x" * 100_000), request_id="another")
-    first, is_new = await store.log.record(again)
-    assert (first.request_id, is_new) == ("r0", False)
-    names = [f.name for f in tmp_path.rglob("*.payload.*")]  # noqa: ASYNC240
-    assert [name.partition(".")[0] for name in names] == ["r0"]
-
-
-async def test_an_end_that_is_recorded_again_leaves_one_file(store: Store, tmp_path: Path) -> None:
-    """After a commit that only seemed to fail."""
-    await store.log.record(operation(0), MODEL)
-    end = Finish(
-        request_id="r0", status="done", finished_at=5.0, result_type="json", result=b"y" * 100_000
-    )
-    for _ in range(3):
-        await store.log.finish([end])
-    assert len([*tmp_path.rglob("r0.result.*")]) == 1  # noqa: ASYNC240
-    found = await store.log.get("r0")
-    assert found is not None and found.result == b"y" * 100_000
-
-
-async def test_a_damaged_file_is_noticed(store: Store, tmp_path: Path) -> None:
-    await store.log.record(operation(0, payload=b"x" * 100_000), MODEL)
-    end = Finish(
-        request_id="r0", status="done", finished_at=5.0, result_type="json", result=b"y" * 100_000
-    )
-    await store.log.finish([end])
-    assert len(await store.log.read_payload("r0")) == 100_000
-    for file in tmp_path.rglob("r0.*"):  # noqa: ASYNC240
-        file.write_bytes(file.read_bytes()[:-1] + b"z")
-    with pytest.raises(StoreDamagedError, match="checksum"):
-        await store.log.read_payload("r0")
-    found = await store.log.get("r0")
-    assert found is not None and (found.result, found.result_type) == (None, "dropped")
 
 
 async def test_weights_are_kept_while_anything_refers_to_them(store: Store) -> None:
@@ -371,91 +174,6 @@ async def test_a_late_change_of_a_checkpoint_does_not_touch_a_later_one_of_its_n
     assert not await store.checkpoints.delete(first, AUDIT)
     assert await store.checkpoints.get(MODEL.model_id, "weights/a") == second
     assert len(await store.account.list_audit("o", "checkpoints", 0.0, 10.0)) == 2
-
-
-async def test_results_are_dropped_by_age_and_by_size(store: Store) -> None:
-    for seq_id in range(4):
-        await store.log.record(operation(seq_id), MODEL if seq_id == 0 else None)
-        end = Finish(
-            request_id=f"r{seq_id}",
-            status="done",
-            finished_at=10.0 + seq_id,
-            result_type="json",
-            result=b"x" * 100,
-        )
-        await store.log.finish([end])
-    await store.log.mark_retrieved({"r3": 20.0})
-    dropped = await store.log.drop_results(
-        retrieved_before=21.0, finished_before=11.0, max_bytes=150
-    )
-    assert dropped == 3  # r3 was fetched, r0 is old, r1 is beyond the bytes
-    left = [(await store.log.get(f"r{n}")).result_bytes for n in range(4)]  # type: ignore[union-attr]  # all exist
-    assert left == [0, 0, 100, 0]
-
-
-async def _ended(store: Store, numbers: range, snapshots: tuple[int, int]) -> None:
-    """A log whose results were fetched and dropped, with two snapshots."""
-    for seq_id in numbers:
-        await store.log.record(operation(seq_id), MODEL if seq_id == 0 else None)
-        end = Finish(
-            request_id=f"r{seq_id}",
-            status="done",
-            finished_at=5.0,
-            result_type="json",
-            result=b"x",
-        )
-        await store.log.finish([end])
-    for name, seq_id in zip("ab", snapshots, strict=True):
-        await store.models.record_snapshot(MODEL.model_id, seq_id, weights(name, "exact"))
-    await store.models.record_snapshot(MODEL.model_id, snapshots[1], weights("c", "exact"))
-    await store.log.drop_results(retrieved_before=0.0, finished_before=6.0, max_bytes=10**9)
-
-
-async def test_a_log_is_trimmed_behind_its_snapshots_and_results(store: Store) -> None:
-    await _ended(store, range(30), (10, 20))
-    assert await store.log.trim(keep=5, ended_before=6.0) == 15
-    left = [o.seq_id for o in await store.log.read(MODEL.model_id, -1)]
-    assert left == [0, *range(16, 30)], "the first, and what a late retry may ask for"
-    assert await store.log.trim(keep=5, ended_before=6.0) == 0
-    model = await store.models.get(MODEL.model_id)
-    assert model is not None and model.trimmed_seq_id == 15
-
-
-async def test_a_trimmed_number_that_comes_again_is_refused_for_ever(
-    store: Store, tmp_path: Path
-) -> None:
-    await _ended(store, range(30), (10, 20))
-    await store.log.trim(keep=5, ended_before=6.0)
-    for seq_id in (1, 15):
-        again = operation(seq_id, request_id="again", payload=b"x" * 100_000)
-        with pytest.raises(ExpiredOperationError, match=f"operation {seq_id} of .* long ago"):
-            await store.log.record(again)
-    assert not [*tmp_path.rglob("again*")], "nor is its payload kept"  # noqa: ASYNC240
-    found, is_new = await store.log.record(operation(16, request_id="again"))
-    assert (found.request_id, is_new) == ("r16", False)
-    _, is_new = await store.log.record(operation(30))
-    assert is_new
-
-
-async def test_a_trim_stops_at_what_is_still_wanted(store: Store) -> None:
-    await _ended(store, range(30), (10, 20))
-    table = schema.operations
-
-    def want(**values: object) -> sa.Update:
-        return sa.update(table).where(table.c.seq_id == 7).values(**values)
-
-    nothing = {"result_bytes": 0, "weights_id": None, "status": "done"}
-    for values in (
-        {"result_bytes": 1},
-        {"weights_id": "w"},
-        {"status": "failed", "finished_at": 7.0},
-    ):
-        await store.database.execute(want(**nothing))
-        await store.database.execute(want(**values))
-        await store.log.trim(keep=5, ended_before=6.0)
-        left = [o.seq_id for o in await store.log.read(MODEL.model_id, 0)]
-        assert left == [*range(7, 30)], values
-    assert await store.log.trim(keep=5, ended_before=8.0) == 9
 
 
 def custom_loss(number: int, **fields: object) -> CustomLossRecord:
@@ -637,28 +355,3 @@ async def test_a_lost_connection_is_replaced_and_the_lock_is_taken_again(
         await first.account.add_audit(AUDIT)
     for each in (first, second, third):
         await each.close()
-
-
-async def test_what_stays_of_an_end_is_read_as_it_was_recorded(store: Store) -> None:
-    await store.sessions.add(SESSION)
-    await store.log.record(operation(0), MODEL)
-    step = StepRecord(
-        model_id=MODEL.model_id,
-        seq_id=0,
-        at=5.5,
-        kind="forward_backward",
-        loss_fn="cross_entropy",
-        num_tokens=7,
-        weight_sum=6.5,
-        wait_seconds=0.25,
-        run_seconds=0.5,
-        metrics='{"loss": 1.5, "50%": 2.0}',
-        made="weights/a",
-    )
-    end = Finish(request_id="r0", status="done", finished_at=5.5, step=step)
-    ((number, told),) = await store.log.finish([end])
-    assert told == step
-    assert await store.steps.newest(MODEL.model_id, 1, 10) == [
-        dataclasses.replace(step, entry_id=number)
-    ]
-    assert await store.log.finish([end]) == [], "once"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support import byte_tokenizer
+from tests.support import byte_tokenizer, tiny_llama
 
 VOCAB_SIZE = 300
 """More than the tokenizer has, as models do."""
@@ -13,21 +13,13 @@ END = 0
 
 
 def write(folder: Path) -> Path:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(3)
-    config = LlamaConfig(
+    tiny_llama.save(
+        folder,
+        seed=3,
         vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=512,
         initializer_range=0.2,
         eos_token_id=END,
         bos_token_id=1,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
     return byte_tokenizer.save(folder, [('"', ":"), ("{", '"'), ("a", "g")])

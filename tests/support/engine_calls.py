@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import tiny_llama
 from tests.support.remote_engines import cluster_by_hand, connected
 from tinsmith.engine.base import Engine, Failure, Pass, SampleJob, Step
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
@@ -49,34 +50,18 @@ def text_of(tokens: list[int]) -> str:
 @functools.cache
 def write_tiny_model(folder: Path) -> Path:
     """A random two-layer Llama with a tokenizer of one token per character."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(7)
-    config = LlamaConfig(
+    tiny_llama.save(
+        folder,
+        seed=7,
         vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=CONTEXT_LENGTH,
         initializer_range=0.2,
         bos_token_id=1,
         eos_token_id=EOS_TOKEN,
         pad_token_id=0,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
     letters = [text_of([token]) for token in range(FIRST_CHARACTER, VOCAB_SIZE)]
-    names = ["<pad>", "<bos>", "<eos>", *letters]
-    tokenizer = Tokenizer(models.BPE(vocab={n: i for i, n in enumerate(names)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
-    ).save_pretrained(folder)
-    return folder
+    return tiny_llama.save_tokenizer(folder, letters)
 
 
 @contextlib.asynccontextmanager

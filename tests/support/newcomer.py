@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from tests.support import tiny_llama
 from tinsmith.engine.local.model import sources
 
 
@@ -44,25 +45,20 @@ def newcomer(home: Path) -> dict[str, str]:
 
 
 def _write_tiny_model(folder: Path) -> None:
-    import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from tokenizers.decoders import ByteLevel
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    torch.manual_seed(3)
-    config = LlamaConfig(
+    tiny_llama.save(
+        folder,
+        seed=3,
         vocab_size=259,
-        hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=1024,
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=1,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
     special = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     names = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={n: i for i, n in enumerate(names)}, merges=[]))

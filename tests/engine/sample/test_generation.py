@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from tests.engine.sample.sampling_reference import (
     CPU,
     DETERMINISTIC,
-    TOLERANCE,
     answer,
     answers,
     assert_trainer_agrees,
@@ -23,21 +21,14 @@ from tests.engine.sample.sampling_reference import (
     tokens_in,
     tokens_of,
     trainer_logits,
-    trainer_logprobs,
 )
 from tinsmith.detokenizer import read_detokenize
-from tinsmith.engine.base import Failure, SampleEvent, SampleJob, TokensSampled
+from tinsmith.engine.base import Failure, SampleJob, TokensSampled
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.generation import Generator
-from tinsmith.types import EncodedTextChunk, ModelInput, SampleResponse, TensorData
-
-
-@pytest.fixture
-def generator(tiny_decoder: Decoder, tiny_llama_folder: Path) -> Generator:
-    return Generator(tiny_decoder, CPU, read_detokenize(tiny_llama_folder), prefill_tokens=16)
-
+from tinsmith.types import EncodedTextChunk, ModelInput, SampleResponse
 
 # Against transformers
 
@@ -111,91 +102,6 @@ def test_top_k_logprobs_of_samples_are_the_trainers(
         assert np.abs(top.logprobs - wanted.values.numpy()).max() < 1e-4
         for chosen, ids in zip(sequence.tokens, top.token_ids.tolist(), strict=True):
             assert chosen in ids[:3]
-
-
-def test_prompt_scores_are_the_trainers(generator: Generator, tiny_decoder: Decoder) -> None:
-    """Over several chunks, with everything asked for at once."""
-    prompt = tokens_of(50)
-    targets = np.random.default_rng(1).integers(-1, 97, (49, 4))
-    job = job_of(
-        "a",
-        prompt,
-        prompt_logprobs=True,
-        topk_prompt_logprobs=3,
-        target_prompt_logprobs=TensorData.from_numpy(targets),
-        prompt_alt_tokens_k=6,
-        temperature=0.5,
-        seed=3,
-    )
-    response = answer(generator, job)
-    logprobs = torch.log_softmax(trainer_logits(tiny_decoder, prompt)[:-1], -1)
-
-    found = response.prompt_logprobs_np
-    assert found is not None
-    assert (found.dtype, len(found), np.isnan(found).sum()) == (np.float32, 50, 1)
-    assert np.isnan(found[0])
-    assert np.abs(found[1:] - trainer_logprobs(tiny_decoder, prompt)).mean() <= TOLERANCE
-
-    top = response.topk_prompt_logprobs_np
-    assert top is not None
-    assert top.token_ids[0].tolist() == [0, 0, 0]
-    assert top.logprobs[0].tolist() == [-99999.0] * 3
-    assert top.token_ids[1:].tolist() == logprobs.topk(3).indices.tolist()
-    assert response.topk_prompt_logprobs is not None
-    assert response.topk_prompt_logprobs[0] is None
-
-    scored = response.target_prompt_logprobs
-    assert scored is not None
-    assert (scored.dtype, scored.shape) == ("float32", [49, 4])
-    wanted = logprobs.gather(1, torch.from_numpy(targets).clamp(min=0)).numpy()
-    assert np.abs(scored.numpy - np.where(targets >= 0, wanted, 0)).max() < 1e-4
-    assert (scored.numpy[targets < 0] == 0).all()
-
-    other = response.prompt_alt_tokens
-    assert other is not None
-    assert (other.tokens.dtype, other.tokens.shape) == ("int64", [49, 6])
-    assert other.logprobs.shape == [49, 6]
-    wanted = logprobs.gather(1, torch.from_numpy(other.tokens.numpy.copy())).numpy()
-    assert np.abs(other.logprobs.numpy - wanted).max() < 1e-4
-
-
-def test_sparse_targets_are_answered_in_their_own_layout(
-    generator: Generator, tiny_decoder: Decoder
-) -> None:
-    prompt = tokens_of(30)
-    crow = [0] * 10 + [2] * 15 + [3] * 4 + [4]
-    asked = TensorData(
-        data=[5, -1, 7, 8],
-        dtype="int64",
-        shape=[29, 9],
-        sparse_crow_indices=crow,
-        sparse_col_indices=[1, 4, 0, 8],
-    )
-    scored = answer(
-        generator, job_of("a", prompt, target_prompt_logprobs=asked)
-    ).target_prompt_logprobs
-    assert scored is not None
-    assert scored.sparse_crow_indices == crow
-    assert scored.sparse_col_indices == [1, 4, 0, 8]
-    logprobs = torch.log_softmax(trainer_logits(tiny_decoder, prompt)[:-1], -1)
-    wanted = [logprobs[9, 5], 0.0, logprobs[24, 7], logprobs[28, 8]]
-    assert np.abs(scored.numpy - np.array(wanted)).max() < 1e-4
-
-
-def test_only_the_last_prompt_tokens_are_scored_when_asked(
-    generator: Generator, tiny_decoder: Decoder
-) -> None:
-    prompt = tokens_of(40)
-    job = job_of(
-        "a", prompt, prompt_logprobs=True, prompt_logprobs_last_n=7, topk_prompt_logprobs=2
-    )
-    response = answer(generator, job)
-    found, top = response.prompt_logprobs_np, response.topk_prompt_logprobs
-    assert found is not None
-    assert top is not None
-    assert np.isnan(found[:33]).all()
-    assert np.abs(found[33:] - trainer_logprobs(tiny_decoder, prompt)[32:]).mean() <= TOLERANCE
-    assert [row is None for row in top] == [True] * 33 + [False] * 7
 
 
 def test_alternatives_follow_the_distribution_at_the_requests_temperature(
@@ -280,215 +186,6 @@ def test_without_a_seed_two_requests_differ(generator: Generator) -> None:
     assert tokens_in(found["a"]) != tokens_in(found["b"])
 
 
-def test_a_group_larger_than_the_running_limit_is_completed(tiny_decoder: Decoder) -> None:
-    config = LocalEngineConfig(device="cpu", max_running_samples=3)
-    job = job_of("a", tokens_of(12), seed=1, num_samples=10)
-    limited = Generator(tiny_decoder, config)
-    limited.submit(job, None)
-    most = 0
-    found: list[SampleEvent] = []
-    while limited.busy:
-        found += [event for _, event in limited.step()]
-        most = max(most, limited.num_running)
-    (response,) = found
-    assert isinstance(response, SampleResponse)
-    assert most == 3
-    assert tokens_in(response) == tokens_in(answer(Generator(tiny_decoder, CPU), job))
-
-
-# Adapters
-
-
-def test_adapters_and_the_bare_model_share_a_batch(
-    tiny_decoder: Decoder, new_adapter: Callable[..., Adapter]
-) -> None:
-    adapters: list[Adapter | None] = [
-        new_adapter(tiny_decoder, fill_seed=1),
-        None,
-        new_adapter(tiny_decoder, fill_seed=2, rank=8, train_mlp=False),
-        new_adapter(tiny_decoder, fill_seed=3, train_unembed=True),
-    ]
-    jobs = [
-        (
-            job_of(f"{a}/{i}", tokens_of(7 + 5 * i, i), seed=i, num_samples=1 + i, max_tokens=15),
-            adapter,
-        )
-        for a, adapter in enumerate(adapters)
-        for i in range(3)
-    ]
-    together = answers(Generator(tiny_decoder, CPU, prefill_tokens=16), jobs)
-    for job, adapter in jobs:
-        alone = answer(Generator(tiny_decoder, CPU), job, adapter)
-        assert tokens_in(together[job.job_id]) == tokens_in(alone)
-        prompt = job.prompt.to_ints()
-        assert_trainer_agrees(tiny_decoder, prompt, together[job.job_id], adapter)
-
-
-# Prefix reuse
-
-
-def test_a_prompt_that_continues_a_known_one_is_not_read_again(
-    generator: Generator, tiny_decoder: Decoder
-) -> None:
-    prompt = tokens_of(40)
-    first = answer(generator, job_of("a", prompt, seed=1))
-    assert first.prompt_cache_hit_tokens == 0
-    again = answer(generator, job_of("b", prompt, seed=1))
-    assert again.prompt_cache_hit_tokens == 39
-    assert tokens_in(again) == tokens_in(first)
-    longer = answer(generator, job_of("c", prompt + tokens_of(20, 9), seed=1))
-    assert longer.prompt_cache_hit_tokens == 40
-    fresh = answer(Generator(tiny_decoder, CPU), job_of("c", prompt + tokens_of(20, 9), seed=1))
-    assert tokens_in(longer) == tokens_in(fresh)
-    branching = answer(generator, job_of("d", prompt[:25] + tokens_of(9, 8), seed=1, num_samples=3))
-    assert branching.prompt_cache_hit_tokens == 25
-    assert_trainer_agrees(tiny_decoder, prompt[:25] + tokens_of(9, 8), branching)
-
-
-def test_a_prefix_is_reused_only_under_the_same_adapter(
-    generator: Generator, tiny_decoder: Decoder, new_adapter: Callable[..., Adapter]
-) -> None:
-    one, two = new_adapter(tiny_decoder, fill_seed=1), new_adapter(tiny_decoder, fill_seed=2)
-    prompt = tokens_of(40)
-    for adapter in (None, one, two):
-        response = answer(generator, job_of("a", prompt), adapter)
-        assert response.prompt_cache_hit_tokens == 0
-        assert_trainer_agrees(tiny_decoder, prompt, response, adapter)
-    generator.forget(one)
-    assert answer(generator, job_of("a", prompt), one).prompt_cache_hit_tokens == 0
-    assert answer(generator, job_of("a", prompt), two).prompt_cache_hit_tokens == 39
-
-
-def test_scores_of_a_known_prompt_are_complete(generator: Generator) -> None:
-    """What is asked about the prompt limits how much of it can come from the cache."""
-    prompt = tokens_of(40)
-    full = answer(generator, job_of("a", prompt, prompt_logprobs=True))
-    again = answer(generator, job_of("b", prompt, prompt_logprobs=True))
-    assert again.prompt_cache_hit_tokens == 0
-    last = answer(generator, job_of("c", prompt, prompt_logprobs=True, prompt_logprobs_last_n=5))
-    assert last.prompt_cache_hit_tokens == 34
-    assert full.prompt_logprobs_np is not None
-    assert again.prompt_logprobs_np is not None
-    assert last.prompt_logprobs_np is not None
-    np.testing.assert_allclose(again.prompt_logprobs_np, full.prompt_logprobs_np, atol=1e-4)
-    np.testing.assert_allclose(
-        last.prompt_logprobs_np[35:], full.prompt_logprobs_np[35:], atol=1e-4
-    )
-    targets = np.full((39, 1), -1)
-    targets[30] = 5
-    job = job_of("d", prompt, target_prompt_logprobs=TensorData.from_numpy(targets))
-    assert answer(generator, job).prompt_cache_hit_tokens == 30
-
-
-def test_equal_prompts_that_arrive_together_are_read_once(
-    generator: Generator, tiny_decoder: Decoder
-) -> None:
-    prompt = tokens_of(60)
-    found = answers(generator, [(job_of(str(i), prompt, seed=i), None) for i in range(5)])
-    assert sorted(r.prompt_cache_hit_tokens for r in found.values()) == [0, 59, 59, 59, 59]
-    for response in found.values():
-        assert_trainer_agrees(tiny_decoder, prompt, response)
-
-
-# Joining, cancelling, memory
-
-
-def test_a_short_request_joins_and_leaves_while_a_long_one_runs(generator: Generator) -> None:
-    generator.submit(job_of("long", tokens_of(10), max_tokens=100), None)
-    for _ in range(5):
-        assert generator.step() == []
-    generator.submit(job_of("short", tokens_of(4), max_tokens=3), None)
-    events: list[tuple[str, SampleEvent]] = []
-    for _ in range(4):
-        events += generator.step()
-    assert [job_id for job_id, _ in events] == ["short"]
-    assert generator.num_running == 1
-
-
-def test_a_long_prompt_holds_up_neither_runners_nor_short_requests(generator: Generator) -> None:
-    generator.submit(job_of("runner", tokens_of(4), max_tokens=100, stream=True), None)
-    generator.step()
-    generator.submit(job_of("long", tokens_of(110), max_tokens=2), None)
-    generator.submit(job_of("short", tokens_of(6), max_tokens=2), None)
-    seen: list[str] = []
-    for _ in range(4):
-        seen += [job_id for job_id, _ in generator.step()]
-    assert seen.count("runner") == 4
-    assert "short" in seen
-    assert "long" not in seen
-
-
-def test_cancelling_frees_the_place_and_ends_the_events(
-    generator: Generator, tiny_decoder: Decoder
-) -> None:
-    kept = job_of("kept", tokens_of(9), seed=3, num_samples=2, max_tokens=20)
-    for name, prompt, count in (("running", 9, 4), ("reading", 110, 1)):
-        generator.submit(job_of(name, tokens_of(prompt, 7), num_samples=count, max_tokens=50), None)
-    generator.submit(kept, None)
-    for _ in range(3):
-        generator.step()
-    before = generator.num_running
-    for name in ("running", "reading", "unknown"):
-        generator.cancel(name)
-    assert (before, generator.num_running, generator.num_waiting) == (6, 2, 0)
-    events = finish(generator)
-    assert list(events) == ["kept"]
-    (response,) = events["kept"]
-    assert isinstance(response, SampleResponse)
-    assert tokens_in(response) == tokens_in(answer(Generator(tiny_decoder, CPU), kept))
-
-
-def test_all_memory_but_remembered_prompts_is_given_back(
-    generator: Generator, tiny_decoder: Decoder
-) -> None:
-    prompts = [tokens_of(20, seed) for seed in range(3)]
-    answers(
-        generator, [(job_of(str(i), p, num_samples=1 + i), None) for i, p in enumerate(prompts)]
-    )
-    config = tiny_decoder.config
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
-    assert generator.cache_bytes == 60 * per_token
-
-
-@pytest.mark.parametrize("room_for", [150, 300, 600])
-def test_with_little_memory_requests_take_turns_and_results_stay_the_same(
-    tiny_decoder: Decoder, new_adapter: Callable[..., Adapter], room_for: int
-) -> None:
-    """Sequences grow past their slots, so some have to give way and are taken up again."""
-    shape = tiny_decoder.config
-    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
-    config = LocalEngineConfig(device="cpu", kv_cache_bytes=room_for * per_token)
-    adapters = [None, new_adapter(tiny_decoder)]
-    jobs = [
-        (
-            job_of(str(i), tokens_of(10 + 7 * i, i), seed=i, max_tokens=70, num_samples=1 + i % 3),
-            adapters[i % 2],
-        )
-        for i in range(6)
-    ]
-    small = Generator(tiny_decoder, config, prefill_tokens=32)
-    found = answers(small, jobs)
-    wanted = answers(Generator(tiny_decoder, CPU), jobs)
-    for job, adapter in jobs:
-        assert tokens_in(found[job.job_id]) == tokens_in(wanted[job.job_id])
-        assert_trainer_agrees(tiny_decoder, job.prompt.to_ints(), found[job.job_id], adapter)
-    assert small.cache_bytes <= room_for * per_token
-
-
-def test_in_deterministic_mode_company_changes_not_a_bit(
-    tiny_decoder: Decoder, new_adapter: Callable[..., Adapter]
-) -> None:
-    job = job_of("a", tokens_of(30), seed=5, num_samples=3, max_tokens=20, prompt_logprobs=True)
-    adapter = new_adapter(tiny_decoder)
-    alone = answer(Generator(tiny_decoder, DETERMINISTIC, prefill_tokens=16), job, adapter)
-    busy = Generator(tiny_decoder, DETERMINISTIC, prefill_tokens=16)
-    answer(busy, job_of("before", tokens_of(30)), adapter)
-    others = [(job_of(f"b{i}", tokens_of(5 + 9 * i, i), num_samples=2), None) for i in range(4)]
-    beside = answers(busy, [*others, (job, adapter)])["a"]
-    assert beside == alone
-    assert beside.prompt_cache_hit_tokens == 0
-
-
 # Ends
 
 
@@ -540,30 +237,6 @@ def test_without_max_tokens_the_context_is_the_limit(generator: Generator) -> No
     assert {sequence.stop_reason for sequence in response.sequences} == {"length"}
 
 
-def test_a_prompt_that_fills_the_context_is_scored_and_not_continued(
-    generator: Generator, tiny_decoder: Decoder
-) -> None:
-    """What `compute_logprobs` asks: one value for every prompt token."""
-    prompt = tokens_of(128)
-    response = answer(generator, job_of("a", prompt, max_tokens=1, prompt_logprobs=True))
-    (sequence,) = response.sequences
-    assert (sequence.tokens, sequence.stop_reason) == ([], "length")
-    assert response.prompt_logprobs is not None
-    assert len(response.prompt_logprobs) == 128
-    assert response.prompt_logprobs[0] is None
-    wanted = trainer_logprobs(tiny_decoder, prompt)
-    assert np.abs(np.array(response.prompt_logprobs[1:]) - wanted).mean() <= TOLERANCE
-
-
-def test_a_prompt_of_one_token_has_no_scores_and_can_be_continued(generator: Generator) -> None:
-    response = answer(
-        generator, job_of("a", [5], prompt_logprobs=True, topk_prompt_logprobs=2, max_tokens=3)
-    )
-    assert response.prompt_logprobs == [None]
-    assert response.topk_prompt_logprobs == [None]
-    assert len(response.sequences[0].tokens) == 3
-
-
 def test_every_chunk_of_a_prompt_counts(generator: Generator) -> None:
     tokens = tokens_of(30)
     whole = answer(generator, job_of("a", tokens, temperature=0))
@@ -594,61 +267,6 @@ def test_streamed_tokens_add_up_to_the_answer(generator: Generator) -> None:
         logprobs = np.concatenate([piece.logprobs for piece in own])
         assert logprobs.tolist() == sequence.logprobs
         assert sequence.sequence_id == f"a:{index}"
-
-
-def test_a_diverged_adapter_fails_alone(
-    tiny_decoder: Decoder, new_adapter: Callable[..., Adapter]
-) -> None:
-    broken = new_adapter(tiny_decoder)
-    broken.flat.fill_(float("nan"))
-    generator = Generator(tiny_decoder, CPU)
-    job = job_of("good", tokens_of(9), seed=2, max_tokens=30)
-    generator.submit(job, None)
-    generator.step()
-    for name, fields in (("bad", {}), ("scored", {"prompt_logprobs": True})):
-        generator.submit(job_of(name, tokens_of(9), num_samples=2, **fields), broken)
-    events = finish(generator)
-    for name in ("bad", "scored"):
-        (failure,) = events[name]
-        assert isinstance(failure, Failure)
-        assert "not finite" in failure.message
-    (response,) = events["good"]
-    assert isinstance(response, SampleResponse)
-    assert tokens_in(response) == tokens_in(answer(Generator(tiny_decoder, CPU), job))
-    assert answer(generator, job_of("after", tokens_of(9), seed=2)).sequences[0].tokens
-
-
-def test_a_turn_that_breaks_fails_its_requests_and_leaves_the_sampler_usable(
-    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = Generator(tiny_decoder, CPU)
-    generator.submit(job_of("a", tokens_of(9), num_samples=3), None)
-    generator.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(tiny_decoder, "hidden", _run_out_of_memory)
-        ((job_id, failure),) = generator.step()
-    assert job_id == "a"
-    assert isinstance(failure, Failure)
-    assert (failure.category, "out of memory" in failure.message) == ("server", True)
-    assert not generator.busy
-    assert len(answer(generator, job_of("b", tokens_of(9))).sequences[0].tokens) == 8
-
-
-def _run_out_of_memory(*_: Any, **__: Any) -> Tensor:
-    raise torch.OutOfMemoryError("out of memory")
-
-
-def test_memory_that_the_machine_does_not_have_fails_one_request(
-    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = Generator(tiny_decoder, CPU)
-    with monkeypatch.context() as patch:
-        patch.setattr("tinsmith.engine.local.sample.kvcache.Span", _run_out_of_memory)
-        generator.submit(job_of("a", tokens_of(9)), None)
-        ((_, failure),) = generator.step()
-    assert isinstance(failure, Failure)
-    assert generator.cache_bytes == 0
-    assert len(answer(generator, job_of("b", tokens_of(9))).sequences[0].tokens) == 8
 
 
 def test_what_cannot_run_is_reported_as_the_users_mistake(tiny_decoder: Decoder) -> None:

@@ -15,13 +15,11 @@ from tinsmith.engine.base import Failure, Pass
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.snapshots import checkpoints
+from tinsmith.engine.local.train.adamw import adamw_step
 from tinsmith.engine.local.train.losses import datum_loss
 from tinsmith.engine.local.train.passes import run_passes
-from tinsmith.types import (
-    Datum,
-    ForwardBackwardOutput,
-    ModelInput,
-)
+from tinsmith.types import AdamParams, Datum, ForwardBackwardOutput, ModelInput
 
 CPU = LocalEngineConfig(device="cpu")
 RELATIVE = 1e-5
@@ -79,6 +77,22 @@ def succeed(
     (result,) = run(decoder, [request], {"a": adapter}, config)
     assert isinstance(result, ForwardBackwardOutput), result
     return result
+
+
+def assert_snapshot_continues(
+    decoder: Decoder, data: Sequence[Datum], adapter: Adapter, restored: Adapter, folder: Path
+) -> None:
+    """Train, save, load into another adapter, train both on: they stay the same bit for bit."""
+    config = LocalEngineConfig(device="cpu", deterministic=True)
+    adam = AdamParams(learning_rate=0.01)
+    succeed(decoder, data, adapter, config)
+    adamw_step(adapter, adam)
+    checkpoints.save(adapter, folder, "exact")
+    checkpoints.load(restored, folder, "exact")
+    for one in (adapter, restored):
+        succeed(decoder, data, one, config)
+        adamw_step(one, adam)
+    assert torch.equal(adapter.flat, restored.flat)
 
 
 class Reference:

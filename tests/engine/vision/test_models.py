@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from tests.engine.sample.sampling_reference import CPU, DETERMINISTIC, answer, answers, tokens_of
-from tests.engine.train.training_reference import RELATIVE, Reference, assert_close, run, succeed
+from tests.engine.train.training_reference import (
+    RELATIVE,
+    Reference,
+    assert_close,
+    assert_snapshot_continues,
+    run,
+    succeed,
+)
 from tests.support.tiny_vision import (
     IMAGE_TOKEN,
     PROCESSOR,
@@ -34,10 +41,7 @@ from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.generation import Generator
-from tinsmith.engine.local.snapshots import checkpoints
-from tinsmith.engine.local.train.adamw import adamw_step
 from tinsmith.types import (
-    AdamParams,
     Datum,
     EncodedTextChunk,
     ImageChunk,
@@ -261,11 +265,4 @@ def test_a_snapshot_continues_bit_for_bit(
 ) -> None:
     _, decoder = family
     adapter, restored = new_adapter(decoder), new_adapter(decoder, fill_seed=None)
-    succeed(decoder, DATA, adapter, DETERMINISTIC)
-    adamw_step(adapter, AdamParams(learning_rate=0.01))
-    checkpoints.save(adapter, tmp_path / "one", "exact")
-    checkpoints.load(restored, tmp_path / "one", "exact")
-    for one in (adapter, restored):
-        succeed(decoder, DATA, one, DETERMINISTIC)
-        adamw_step(one, AdamParams(learning_rate=0.01))
-    assert torch.equal(adapter.flat, restored.flat)
+    assert_snapshot_continues(decoder, DATA, adapter, restored, tmp_path / "one")
