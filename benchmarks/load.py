@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -48,6 +48,18 @@ TOKEN_SECONDS = 10.0
 
 SAMPLE_TOKENS = 3
 HEARTBEAT_SECONDS = 10.0
+CONSOLE = (
+    "/training_runs/{run}/metrics?points=100",
+    "/training_runs/{run}/operations?limit=50",
+    "/training_runs/{run}/queue",
+    "/training_runs/{run}/samplers",
+    "/training_runs/{run}/examples",
+    "/console/usage",
+    "/console/server",
+    "/cluster",
+)
+"""What open pages ask for."""
+
 REQUESTS_PER_SAMPLE = 3.0
 """One to ask, and up to two polls of at most half a minute."""
 
@@ -184,20 +196,10 @@ class Client:
         sending, polling = await self._connection(), await self._connection()
         seq_id, due = 0, time.perf_counter()
         while True:
-            body = proto.encode_pass(
-                ForwardBackwardRequest(
-                    ForwardBackwardInput([_DATUM], "cross_entropy"), self._model_id, seq_id + 1
-                )
-            )
-            promise = await self._send(sending, "forward_backward", "/forward_backward", body)
-            step = {
-                "model_id": self._model_id,
-                "seq_id": seq_id + 2,
-                "adam_params": {"learning_rate": 1e-3},
-            }
-            stepped = await self._post(sending, "optim_step", "/optim_step", step)
-            await self._result(polling, promise["request_id"])
-            await self._result(polling, stepped["request_id"])
+            passed = await self._submit(sending, seq_id + 1, is_pass=True)
+            stepped = await self._submit(sending, seq_id + 2, is_pass=False)
+            await self._result(polling, passed)
+            await self._result(polling, stepped)
             seq_id += 2
             due += pause_seconds
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
@@ -223,15 +225,30 @@ class Client:
             await self._result(connection, promise["request_id"])
 
     async def look_around(self) -> None:
-        """Signs of life, and a look at the run now and then."""
+        """Signs of life, and a look at the run now and then, as programs and the console do it."""
         await asyncio.sleep(random.uniform(0, HEARTBEAT_SECONDS))
         connection = await self._connection()
-        while True:
+        for number in itertools.count(random.randrange(len(CONSOLE))):
             heartbeat = {"session_id": self._session_id}
             await self._post(connection, "heartbeat", "/session_heartbeat", heartbeat)
-            await asyncio.sleep(HEARTBEAT_SECONDS / 2)
+            await asyncio.sleep(HEARTBEAT_SECONDS / 3)
             await self._post(connection, "get_info", "/get_info", {"model_id": self._model_id})
-            await asyncio.sleep(HEARTBEAT_SECONDS / 2)
+            await asyncio.sleep(HEARTBEAT_SECONDS / 3)
+            path = CONSOLE[number % len(CONSOLE)].format(run=self._model_id)
+            await self._ask(connection, "console", self._request(path, method="GET"))
+            await asyncio.sleep(HEARTBEAT_SECONDS / 3)
+
+    async def _submit(self, connection: Connection, seq_id: int, *, is_pass: bool) -> str:
+        """A small pass or a step; the id of its promise."""
+        if is_pass:
+            inputs = ForwardBackwardInput([_DATUM], "cross_entropy")
+            body = proto.encode_pass(ForwardBackwardRequest(inputs, self._model_id, seq_id))
+            promise = await self._send(connection, "forward_backward", "/forward_backward", body)
+        else:
+            adam = {"learning_rate": 1e-3}
+            step = {"model_id": self._model_id, "seq_id": seq_id, "adam_params": adam}
+            promise = await self._post(connection, "optim_step", "/optim_step", step)
+        return str(promise["request_id"])
 
     async def _result(self, connection: Connection, request_id: str) -> None:
         body = orjson.dumps({"request_id": request_id})
@@ -253,7 +270,9 @@ class Client:
     async def _send(self, connection: Connection, kind: str, path: str, body: bytes) -> Any:
         """Send until it is accepted; what was refused for lack of room is sent again."""
         content_type = PROTO if kind == "forward_backward" else "application/json"
-        request = self._request(path, body, content_type)
+        return await self._ask(connection, kind, self._request(path, body, content_type))
+
+    async def _ask(self, connection: Connection, kind: str, request: bytes) -> Any:
         while True:
             started = time.perf_counter()
             status, answer = await connection.ask(request)
@@ -261,12 +280,19 @@ class Client:
             if status == 200:
                 return orjson.loads(answer)
             if status != 429:
-                raise RuntimeError(f"{path} answered {status}: {answer[:300]!r}")
+                raise RuntimeError(f"{kind} was answered {status}: {answer[:300]!r}")
             await asyncio.sleep(1.0)
 
-    def _request(self, path: str, body: bytes, content_type: str, accept: str = "*/*") -> bytes:
+    def _request(
+        self,
+        path: str,
+        body: bytes = b"",
+        content_type: str = "application/json",
+        accept: str = "*/*",
+        method: str = "POST",
+    ) -> bytes:
         head = (
-            f"POST /api/v1{path} HTTP/1.1\r\nhost: load\r\nx-api-key: {self._key}\r\n"
+            f"{method} /api/v1{path} HTTP/1.1\r\nhost: load\r\nx-api-key: {self._key}\r\n"
             f"content-type: {content_type}\r\naccept: {accept}\r\n"
             f"content-length: {len(body)}\r\n\r\n"
         )
@@ -346,7 +372,14 @@ class Harm(Client):
 class Server:
     """A server process over the fake engine, and what the system says about it."""
 
-    def __init__(self, folder: Path, num_clients: int, **settings: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        num_clients: int,
+        *,
+        program: Sequence[str] = ("-m", "tinsmith.cli"),
+        **settings: object,
+    ) -> None:
         *self.keys, self.harmful_key = asyncio.run(_make_keys(folder, num_clients + 1))
         options = {
             "engine": "fake",
@@ -356,7 +389,7 @@ class Server:
             "max_queued_samples": 16_384,
             **settings,
         }
-        command = [sys.executable, "-m", "tinsmith.cli", "serve", "--data-dir", str(folder)]
+        command = [sys.executable, *program, "serve", "--data-dir", str(folder)]
         for name, value in options.items():
             command += ["--set", f"{name}={value}"]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -376,6 +409,10 @@ class Server:
     def cpu_seconds(self) -> float:
         fields = (self._folder / "stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def loop_seconds(self) -> float:
+        """Processor time of the main thread alone, which has the event loop."""
+        return int((self._folder / "schedstat").read_text().split()[0]) / 1e9
 
     def stop(self) -> None:
         self._process.terminate()
@@ -415,7 +452,7 @@ async def drive(
     if harm is not None:
         await harm.start()
     sample_seconds = token_seconds * SAMPLE_TOKENS
-    other = polls / sample_seconds * REQUESTS_PER_SAMPLE + len(clients) * 2 / HEARTBEAT_SECONDS
+    other = polls / sample_seconds * REQUESTS_PER_SAMPLE + len(clients) * 3 / HEARTBEAT_SECONDS
     steps = max(1.0, (rate - other) / REQUESTS_PER_STEP)
     work = [client.train(len(clients) / steps) for client in clients]
     work += [client.look_around() for client in clients]

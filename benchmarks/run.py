@@ -20,6 +20,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "codec": ("foundation.py",),
     "client": ("client_speed.py",),
     "server": ("server_overhead.py",),
+    "console": ("console.py",),
     "machine": ("machine.py",),
     "training": ("training.py",),
     "tenants": ("tenants.py",),

@@ -121,6 +121,20 @@ SECTIONS: dict[str, list[Target]] = {
             10,
         ),
     ],
+    "Being looked at": [
+        _at_most(
+            "recording a run's curves, % of the event loop's time",
+            "console",
+            lambda r: r["recording"]["loop"]["percent_more"],
+            2,
+        ),
+        _at_most(
+            "200 open tabs, five operations a second, cores",
+            "console",
+            lambda r: r["tabs"]["cores"],
+            0.1,
+        ),
+    ],
     "Training on two CPU cores, SmolLM2-135M in float32": [
         Target("ragged batch, times PEFT", "training", _case("ragged", "times_faster"), 2.5),
         Target("4x128, times PEFT", "training", _case("4x128", "times_faster"), 1.2),

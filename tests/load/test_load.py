@@ -39,6 +39,7 @@ def _run(*, seconds: int, beside: str | None = None) -> dict[str, Any]:
 def test_a_steady_load_is_carried() -> None:
     found = _run(seconds=9)
     assert found["errors"] == {}
+    assert found["answers"]["console 200"] > 0
     assert found["polls_outstanding"]["min"] > 0.8 * POLLS
     assert found["requests_per_second"] > 0.6 * RATE
     assert found["latency_ms"]["optim_step"]["p99"] < 1000
