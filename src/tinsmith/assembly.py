@@ -81,6 +81,7 @@ def _local_factory(config: ServerConfig, cluster: RemoteCluster | None) -> Engin
         "dtype": config.dtype,
         "base_weights": config.base_weights,
         "deterministic": config.deterministic,
+        "ranks": config.ranks,
         **({"models": config.models} if config.models else {}),
     }
     settings = LocalEngineConfig(**_engine_settings(LocalEngineConfig, config, passed_on))
@@ -94,23 +95,27 @@ def _local_factory(config: ServerConfig, cluster: RemoteCluster | None) -> Engin
         return await cluster.start(plan.number, Start(CORE, config_of_slot, patience))
 
     async def start(plan: SlotPlan) -> Engine:
-        kind, _, number = plan.device.partition(":")
-        own: dict[str, Any] = {"device": kind, "num_threads": _num_threads(settings, plan)}
+        devices = [device.partition(":") for device in plan.device.split("+")]
+        own: dict[str, Any] = {
+            "device": devices[0][0],
+            "num_threads": _num_threads(settings, plan),
+        }
         return await LocalEngine.start(
             dataclasses.replace(settings, **own),
             patience=patience,
-            cuda_device=int(number) if number else None,
+            cuda_devices=[int(number) for _, _, number in devices if number],
         )
 
     return start if cluster is None else start_in_cluster
 
 
 def _num_threads(settings: LocalEngineConfig, plan: SlotPlan) -> int | None:
-    """Engines beside each other share the cores evenly: with all of them each, they would wait
+    """Processes beside each other share the cores evenly: with all of them each, they would wait
     for one another at every operation."""
-    if settings.num_threads is not None or settings.deterministic or plan.num_slots == 1:
+    num_processes = plan.num_slots * settings.ranks
+    if settings.num_threads is not None or settings.deterministic or num_processes == 1:
         return settings.num_threads
-    return max(1, _num_cores() // plan.num_slots)
+    return max(1, _num_cores() // num_processes)
 
 
 def _num_cores() -> int:

@@ -112,14 +112,14 @@ def test_a_second_server_on_the_same_folder_is_refused_with_a_clear_message(
 def _engine_process(server: ServerProcess) -> int:
     """The newest engine process of a server."""
     assert server.process is not None
-    pid = server.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    engines = [
-        int(child)
-        for child in children
-        if b"tinsmith.engine.local.boundary.process" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
-    return engines[-1]
+    return _children(server.process.pid, b"tinsmith.engine.local.boundary.process")[-1]
+
+
+def _children(pid: int, module: bytes) -> list[int]:
+    """The processes of a module that any thread of a process has started, oldest first."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    pids = {int(child) for task in tasks for child in (task / "children").read_text().split()}
+    return sorted(child for child in pids if module in Path(f"/proc/{child}/cmdline").read_bytes())
 
 
 @pytest.mark.slow
@@ -141,6 +141,24 @@ def test_a_real_model_ends_with_the_same_bits_whoever_is_killed(
     assert child.process.returncode == 0, errors + server.log()
     assert lines + rest.splitlines() == undisturbed
     assert any(line.startswith("probe") for line in rest.splitlines())
+
+
+@pytest.mark.slow
+def test_a_model_on_two_ranks_ends_with_the_same_bits_when_one_of_them_is_killed(
+    start_local_server: StartServer,
+) -> None:
+    server = start_local_server("--ranks", "2", "--set", "snapshot_steps=5")
+    steps = "12"
+    undisturbed = server.run("long_training.py", steps).splitlines()
+    engine = _engine_process(server)
+    child = server.start_script("long_training.py", steps)
+    lines = child.out.take(3)
+    (rank,) = _children(engine, b"tinsmith.engine.local.ranks.process")
+    os.kill(rank, signal.SIGKILL)
+    rest, errors = child.finish(120)
+    assert child.process.returncode == 0, errors + server.log()
+    assert lines + rest.splitlines() == undisturbed
+    assert _engine_process(server) != engine
 
 
 @pytest.mark.slow

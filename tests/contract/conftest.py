@@ -19,7 +19,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tiny")
 
 
-@pytest.fixture(scope="session", params=["fake", "local", "remote"])
+@pytest.fixture(scope="session", params=["fake", "local", "remote", "two_ranks"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -6,6 +6,7 @@ The model has 97 tokens, of which 3 and up are characters.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import AsyncIterator, Sequence
@@ -66,12 +67,14 @@ def write_tiny_model(folder: Path) -> Path:
 
 @contextlib.asynccontextmanager
 async def running(kind: str, folder: Path) -> AsyncIterator[Engine]:
-    """An engine of a kind: fake, local, or remote, which is a local one over TCP."""
+    """An engine of a kind: fake, local, of two ranks, or remote, which is a local one over TCP."""
     async with contextlib.AsyncExitStack() as stack:
         if kind == "fake":
             engine: Engine = _fake()
         elif kind == "local":
             engine = await LocalEngine.start(tiny_config(folder))
+        elif kind == "two_ranks":
+            engine = await LocalEngine.start(dataclasses.replace(tiny_config(folder), ranks=2))
         else:
             cluster, _ = await stack.enter_async_context(cluster_by_hand(folder / "remote"))
             engine = await connected(cluster, CORE, tiny_config(folder))

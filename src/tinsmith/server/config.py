@@ -66,6 +66,10 @@ class ServerConfig:
     devices: str = ""
     """Devices of the engines in turns, as "cuda:0,cuda:1"; by default all have `device`."""
 
+    ranks: int = 1
+    """Processes among which each engine divides its base models, each with the next of `devices`;
+    for the local engine."""
+
     engine_roles: str = ""
     """What the engines do, in turns: train, sample or both, as "train,sample"; by default both."""
 

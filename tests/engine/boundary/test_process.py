@@ -319,7 +319,7 @@ async def test_of_several_cuda_devices_a_process_sees_its_own(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if ours is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
-    engine = await LocalEngine.start({}, core=STUB, cuda_device=1)  # type: ignore[arg-type]  # the stub's own
+    engine = await LocalEngine.start({}, core=STUB, cuda_devices=[1])  # type: ignore[arg-type]  # the stub's own
     try:
         assert b"CUDA_VISIBLE_DEVICES=" + seen in environment_of(engine.pid)
     finally:
@@ -329,7 +329,7 @@ async def test_of_several_cuda_devices_a_process_sees_its_own(
 async def test_a_cuda_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     with pytest.raises(EngineError, match="no device cuda:2: CUDA_VISIBLE_DEVICES is 4,7"):
-        await LocalEngine.start({}, core=STUB, cuda_device=2)  # type: ignore[arg-type]  # the stub's own
+        await LocalEngine.start({}, core=STUB, cuda_devices=[2])  # type: ignore[arg-type]  # the stub's own
 
 
 @pytest.mark.usefixtures("stub_path")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--device", help="auto, cpu, cuda or mps.")
 @click.option("--engines", type=int, help="How many engine processes (one for each device).")
 @click.option("--devices", help="Devices of the engines in turns, as cuda:0,cuda:1.")
+@click.option("--ranks", type=int, help="Divide each base model among so many processes (1).")
 @click.option("--roles", "engine_roles", help="What the engines do in turns: train, sample, both.")
 @click.option("--cluster", help="Where engines run elsewhere: manual.")
 @click.option("--engine-host", help="Address that engines of a cluster connect to (127.0.0.1).")

@@ -85,6 +85,10 @@ class LocalEngineConfig:
     quarter of the machine's memory and of `memory_budget_bytes`; not in deterministic mode,
     where asking for it is an error."""
 
+    ranks: int = 1
+    """Processes, in lockstep, among which each base model is divided: by heads, inner columns and
+    vocabulary. On CUDA each has a device of its own, or all share one where there are too few."""
+
     custom_loss_seconds: float = 10.0
     """Most processor time that the uploaded loss of one pass may take; the pass then fails."""
 

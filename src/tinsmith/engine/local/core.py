@@ -42,6 +42,9 @@ from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels, device_of, dtype_of
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool
+from tinsmith.engine.local.ranks import adapters as cut_adapters
+from tinsmith.engine.local.ranks.adapters import adapter_pool
+from tinsmith.engine.local.ranks.group import ALONE, Ranks
 from tinsmith.engine.local.sample.generation import Generator
 from tinsmith.engine.local.snapshots import checkpoints
 from tinsmith.engine.local.train.adamw import adamw_step
@@ -63,11 +66,13 @@ class _Sampler:
 
 
 class EngineCore:
-    def __init__(self, config: LocalEngineConfig) -> None:
+    def __init__(self, config: LocalEngineConfig, ranks: Ranks = ALONE) -> None:
+        """`ranks` are those that have the base models together; each makes the same calls."""
         self._config = config
+        self._ranks = ranks
         self._device = device_of(config)
         _set_up_torch(config, self._device)
-        self._models = BaseModels(config, progress.tell)
+        self._models = BaseModels(config, progress.tell, ranks)
         self._pools: dict[str, AdapterPool] = {}
         self._generators: dict[str, Generator] = {}
         self._adapters: dict[str, Adapter] = {}
@@ -76,6 +81,10 @@ class EngineCore:
         self._samplers: dict[str, _Sampler] = {}
         self._jobs: dict[str, tuple[str, _Sampler | None]] = {}
         """The base model and sampler of each job under way."""
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     # Questions
 
@@ -170,17 +179,19 @@ class EngineCore:
 
     def _step(self, step: Step) -> dict[str, float] | Failure:
         try:
-            return adamw_step(self._adapter(step.adapter_id), step.params)
+            adapter = self._adapter(step.adapter_id)
+            return adamw_step(adapter, step.params, cut_adapters.measure(adapter))
         except (ValidationError, EngineError) as error:
             return _failure(error)
         except Exception as error:
+            self._ranks.give_up(error)
             return self._damage(step.adapter_id, "an optimizer step", error)
 
     # Snapshots and samplers
 
     def snapshot(self, adapter_id: str, folder: Path, kind: SnapshotKind) -> SnapshotInfo | Failure:
         try:
-            return checkpoints.save(self._adapter(adapter_id), folder, kind)
+            return cut_adapters.save(self._adapter(adapter_id), folder, kind)
         except (ValidationError, EngineError) as error:
             return _failure(error)
         except OSError as error:
@@ -190,7 +201,7 @@ class EngineCore:
         try:
             if adapter_id not in self._adapters:
                 raise ValidationError(f"no adapter called {adapter_id!r}")
-            info = checkpoints.load(self._adapters[adapter_id], folder, kind)
+            info = cut_adapters.load(self._adapters[adapter_id], folder, kind)
         except (ValidationError, EngineError) as error:
             return _failure(error)
         except Exception as error:
@@ -214,7 +225,7 @@ class EngineCore:
         try:
             adapter = self._load(base_model, source)
             try:
-                info = checkpoints.save(adapter, folder, kind)
+                info = cut_adapters.save(adapter, folder, kind)
             finally:
                 self._pool(base_model).release(adapter)
         except (ValidationError, EngineError) as error:
@@ -234,12 +245,13 @@ class EngineCore:
     def _load(self, base_model: str, folder: Path) -> Adapter:
         """A new adapter with the weights of a checkpoint, whoever wrote it."""
         self._check_base_model(base_model)
-        lora = checkpoints.read_lora(folder, self._models.config(base_model))
+        config = self._models.config(base_model)
+        lora = self._ranks.first(lambda: checkpoints.read_lora(folder, config))
         checks.check_lora(lora, self._config.max_lora_rank)
         pool = self._pool(base_model)
         adapter = pool.create_empty(base_model, lora)
         try:
-            checkpoints.load(adapter, folder, "sampler")
+            cut_adapters.load(adapter, folder, "sampler")
         except BaseException:
             pool.release(adapter)
             raise
@@ -365,7 +377,8 @@ class EngineCore:
         """Adapters outlive their base model's stay in memory, so their room is not the model's."""
         if base_model not in self._pools:
             config = self._models.config(base_model)
-            self._pools[base_model] = AdapterPool(config, self._device, dtype_of(self._config))
+            dtype = dtype_of(self._config)
+            self._pools[base_model] = adapter_pool(config, self._device, dtype, self._ranks)
         return self._pools[base_model]
 
     def _decoder(self, base_model: str) -> Decoder:

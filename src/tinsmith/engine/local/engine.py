@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tinsmith.engine.local import progress
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CORE = "tinsmith.engine.local.core:EngineCore"
+
+LEADING_CORE = "tinsmith.engine.local.ranks.lockstep:LeadingCore"
+"""Where there are several ranks; it starts the others."""
 
 START_SECONDS = 300.0
 """Most time for the process to import torch and open its device."""
@@ -61,16 +65,18 @@ class LocalEngine(WatchedEngine):
         cls,
         config: LocalEngineConfig,
         *,
-        core: str = CORE,
+        core: str | None = None,
         patience: Patience | None = None,
-        cuda_device: int | None = None,
+        cuda_devices: Sequence[int] = (),
     ) -> LocalEngine:
         """Start the process; returns when it is ready for requests.
 
         `core` names the class that computes, as `module:name`, for tests of the boundary itself.
-        The process sees of several CUDA devices only `cuda_device`, where that is given.
+        The process sees of several CUDA devices only `cuda_devices`, where some are given; its
+        ranks have them in that order.
         """
         patience = patience or Patience()
+        core = core or (LEADING_CORE if config.ranks > 1 else CORE)
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -86,7 +92,7 @@ class LocalEngine(WatchedEngine):
                     "OMP_WAIT_POLICY": "passive",
                     **os.environ,
                     "PYTHONUNBUFFERED": "1",
-                    **_visible(cuda_device),
+                    **_visible(cuda_devices),
                 },
             )
         except BaseException:
@@ -200,16 +206,19 @@ class LocalEngine(WatchedEngine):
                     logger.info("engine process %d: %s", self.pid, text)
 
 
-def _visible(cuda_device: int | None) -> dict[str, str]:
-    """Of the devices that this process may use, the one of that number."""
-    if cuda_device is None:
+def _visible(cuda_devices: Sequence[int]) -> dict[str, str]:
+    """Of the devices that this process may use, those of these numbers, each once."""
+    if not cuda_devices:
         return {}
     ours = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = ours.split(",") if ours else None
-    if names is not None and cuda_device >= len(names):
-        known = f"CUDA_VISIBLE_DEVICES is {ours}, which has {len(names)}"
-        raise EngineError(f"there is no device cuda:{cuda_device}: {known}")
-    return {"CUDA_VISIBLE_DEVICES": names[cuda_device] if names else str(cuda_device)}
+    chosen = []
+    for number in dict.fromkeys(cuda_devices):
+        if names is not None and number >= len(names):
+            known = f"CUDA_VISIBLE_DEVICES is {ours}, which has {len(names)}"
+            raise EngineError(f"there is no device cuda:{number}: {known}")
+        chosen.append(names[number] if names else str(number))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
 
 def _describe_exit(status: int | None) -> str:

@@ -21,6 +21,8 @@ class SlotPlan:
     number: int = 0
     role: Role = "both"
     device: str = "auto"
+    """With several ranks theirs, as "cuda:0+cuda:1", where they are named."""
+
     num_slots: int = 1
     """How many there are in all, which share the machine's cores."""
 
@@ -35,7 +37,9 @@ class SlotPlan:
 
 def slot_plans(config: ServerConfig) -> tuple[SlotPlan, ...]:
     """One plan for each engine; devices and roles are dealt out in turns."""
-    devices = _entries(config.devices) or [str(config.device)]
+    named = _entries(config.devices)
+    _check_devices(named, is_deterministic=config.deterministic)
+    devices = _by_ranks(named, config.ranks) or [str(config.device)]
     roles = _entries(config.engine_roles) or ["both"]
     num_slots = config.engines if config.engines is not None else max(len(devices), len(roles))
     if not 1 <= num_slots <= _MOST_ENGINES:
@@ -45,7 +49,6 @@ def slot_plans(config: ServerConfig) -> tuple[SlotPlan, ...]:
             raise ValidationError(
                 f"names {len(entries)} for {num_slots} engines; name fewer, or set 'engines'", name
             )
-    _check_devices(devices, is_deterministic=config.deterministic)
     _check_roles(roles)
     return tuple(
         SlotPlan(
@@ -60,6 +63,25 @@ def slot_plans(config: ServerConfig) -> tuple[SlotPlan, ...]:
 
 def _entries(text: str) -> list[str]:
     return [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def _by_ranks(devices: list[str], ranks: int) -> list[str]:
+    """The devices of each engine: so many each, one after another."""
+    if ranks < 1:
+        raise ValidationError(f"must be above zero, got {ranks}", "ranks")
+    if len(devices) % ranks:
+        raise ValidationError(
+            f"names {len(devices)} for engines of {ranks} ranks; name {ranks} for each engine",
+            "devices",
+        )
+    groups = [devices[first : first + ranks] for first in range(0, len(devices), ranks)]
+    for group in groups:
+        if len({device.partition(":")[0] for device in group}) > 1:
+            raise ValidationError(
+                f"the ranks of an engine need devices of one kind, not {', '.join(group)}",
+                "devices",
+            )
+    return ["+".join(group) for group in groups]
 
 
 def _check_devices(devices: list[str], *, is_deterministic: bool) -> None:

@@ -82,7 +82,7 @@ def main(fd: int) -> int:
 def work(stream: frames.Stream, epoch: int = 1) -> int:
     """Be an engine for whoever is at the other end, until the stream closes; the exit status."""
     faulthandler.enable()
-    _be_first_to_go()
+    be_first_to_go()
     logging.basicConfig(level=logging.INFO, format=progress.LOG_FORMAT)
     inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
     messages = frames.read(stream)
@@ -113,7 +113,7 @@ def _beat(worker: Worker, outbox: Outbox) -> None:
         outbox.send([worker.beat()])
 
 
-def _be_first_to_go() -> None:
+def be_first_to_go() -> None:
     """When memory runs out the kernel is to end this process, not the server beside it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")

@@ -23,6 +23,7 @@ from torch import Tensor
 from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import ActiveRun, AdapterSegments, LowRank
+from tinsmith.engine.local.ranks.group import ALONE, Ranks
 
 _Key = tuple[int | None, str]
 
@@ -100,14 +101,18 @@ def lora_linear_backward(
     adapters: AdapterSegments,
     layer: int | None,
     name: str,
+    ranks: Ranks = ALONE,
 ) -> Tensor:
     """The gradient of `lora_linear` for x, by hand; those of A and B go to the runs' buffers.
+
+    `ranks` are those among which the outputs are divided.
 
     x Aᵀ is computed again rather than kept: that costs rank / outputs of the product.
     """
     key = (layer, name)
     grad_x, inner_grads = backward_input(grad, linear, adapters, key)
     assert grad_x is not None, "it was asked for"
+    ranks.sum_(grad_x, *inner_grads)
     if kernels.are_usable(x):
         inners = _grouped().inner_products(x, adapters, key)
     else:

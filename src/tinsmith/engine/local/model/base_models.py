@@ -23,6 +23,8 @@ from tinsmith.engine.local.model.families import DecoderConfig, read_config
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.sources import Progress, model_folder, no_progress, weights_nbytes
 from tinsmith.engine.local.model.verification import verify
+from tinsmith.engine.local.ranks.group import ALONE, Ranks
+from tinsmith.engine.local.ranks.models import cut_config, foreign_refusal
 from tinsmith.errors import EngineError
 from tinsmith.memory import machine_bytes
 
@@ -57,7 +59,12 @@ class BaseModels:
     A folder that has several names is read, compared and loaded once.
     """
 
-    def __init__(self, config: LocalEngineConfig, progress: Progress = no_progress) -> None:
+    def __init__(
+        self,
+        config: LocalEngineConfig,
+        progress: Progress = no_progress,
+        ranks: Ranks = ALONE,
+    ) -> None:
         if config.pack_weights and config.deterministic:
             raise EngineError(
                 "pack_weights does not work in deterministic mode; turn one of them off"
@@ -67,7 +74,13 @@ class BaseModels:
                 f"pack_weights copies weights in full, and base_weights = {config.base_weights!r} "
                 "keeps them in few bits; leave out one of them"
             )
+        if config.ranks > 1 and config.base_weights != "full":
+            raise EngineError(
+                f"ranks = {config.ranks} divides weights that are kept in full, and base_weights = "
+                f"{config.base_weights!r} keeps them in few bits; leave out one of them"
+            )
         self._config = config
+        self._ranks = ranks
         self._progress = progress
         self._device = device_of(config)
         self._dtype = dtype_of(config)
@@ -99,7 +112,9 @@ class BaseModels:
             raise EngineError(f"no base model called {name!r}; served: {known}")
         if name not in self._folders:
             source = self._config.models[name]
-            self._folders[name] = model_folder(source, self._config, self._progress)
+            self._folders[name] = self._ranks.first(
+                lambda: model_folder(source, self._config, self._progress)
+            )
         return self._folders[name]
 
     def _place(self, name: str) -> Path:
@@ -107,7 +122,7 @@ class BaseModels:
         return self.folder(name).resolve()
 
     def config(self, name: str) -> DecoderConfig:
-        """The model's shape, without loading it; what is in doubt about the model is an error."""
+        """The whole model's shape, without loading it; what is in doubt about it is an error."""
         place = self._place(name)
         if place not in self._configs:
             folder = self.folder(name)
@@ -115,9 +130,13 @@ class BaseModels:
                 config = read_config(folder)
             except UnsupportedModelError as error:
                 config = foreign.read_config(folder, error)
+                if self._config.ranks > 1:
+                    raise EngineError(foreign_refusal(config, self._config.ranks)) from None
             else:
+                if self._config.ranks > 1:
+                    cut_config(config, 0, self._config.ranks)
                 if self._config.verify_models:
-                    self._verify(name, config)
+                    self._ranks.first(lambda: self._verify(name, config))
             self._configs[place] = config
         return self._configs[place]
 
@@ -163,7 +182,7 @@ class BaseModels:
                 2**31 if self._device.type == "cuda" else 2**28
             )
             return foreign.load(folder, config, self._device, self._dtype, kind, image_bytes)
-        return Decoder.load(folder, self._device, self._dtype, kind)
+        return Decoder.load(folder, self._device, self._dtype, kind, self._ranks)
 
     def pin(self, name: str) -> Decoder:
         """The model, kept in memory until as many calls of `unpin`."""
@@ -207,6 +226,7 @@ class BaseModels:
         if budget is None:
             return
         needed = weights_nbytes(folder, self._dtype.itemsize, self._config.base_weights)
+        needed //= self._ranks.count
         idle = [other for other in self._loaded if not self._pins[other]]
         while self.nbytes + needed > budget and idle:
             dropped = idle.pop(0)

@@ -32,6 +32,7 @@ from tinsmith.engine.local.model.pointwise import (
     swiglu_backward,
 )
 from tinsmith.engine.local.model.recurrent.recurrence import SequenceStates
+from tinsmith.engine.local.ranks.group import ALONE, Ranks
 
 
 class Attention(Protocol):
@@ -113,8 +114,12 @@ class Block:
         rotation: Rotation,
         attention: Attention,
         adapters: AdapterSegments,
+        ranks: Ranks = ALONE,
     ) -> None:
+        """`ranks` are those among which heads and inner columns are divided: the products that
+        join the residual stream are summed over them, and so is the gradient on its way back."""
         self._config = config
+        self._ranks = ranks
         self._index = index
         self._layer = layer
         self._rotation = rotation
@@ -169,6 +174,7 @@ class Block:
         self._add_gradients("down", part, active, kept.down_inner, down_grad)
         grad_normed, gate_up_grad = self._linear_backward(grad_gate_up, "gate_up")
         assert grad_normed is not None, "it was asked for"
+        self._ranks.sum_(grad_normed, *gate_up_grad)
         grad, normed = rms_norm_backward(grad_normed, kept.middle, layer.mlp_norm, eps, grad)
         self._add_gradients("gate_up", grad_gate_up, normed, kept.gate_up_inner, gate_up_grad)
 
@@ -179,12 +185,30 @@ class Block:
         self._add_gradients("o", part, flat, kept.o_inner, o_grad)
         grad_qkv = self._attend_backward(grad_flat, kept)
         grad_normed, qkv_grad = self._linear_backward(grad_qkv, "qkv", needs_input)
+        self._sum_shared(grad_normed, qkv_grad, grad_qkv)
         if grad_normed is None:
             normed = rms_norm(kept.x, layer.input_norm, eps)
         else:
             grad, normed = rms_norm_backward(grad_normed, kept.x, layer.input_norm, eps, grad)
         self._add_gradients("qkv", grad_qkv, normed, kept.qkv_inner, qkv_grad)
         return grad if needs_input else None
+
+    def _sum_shared(self, grad_x: Tensor | None, inner_grad: Inner, grad_qkv: Tensor) -> None:
+        """Sum over ranks what each has a part of: the gradient of the input and of its product with
+        A, and that of keys and values where several ranks have the same head."""
+        cut = self._config.cut
+        if cut is None:
+            return
+        self._ranks.sum_(*(() if grad_x is None else (grad_x,)), *inner_grad)
+        if cut.kv_copies == 1:
+            return
+        size = cut.head_dim
+        # (N, 2 · K · D) for the heads of the whole model, of which each rank fills in its own.
+        summed = grad_qkv.new_zeros(len(grad_qkv), 2, cut.num_kv_heads, size)
+        own = grad_qkv[:, len(cut.heads) * size :].view(len(grad_qkv), 2, size)
+        summed[:, :, cut.kv_heads.start] = own
+        self._ranks.sum_(summed)
+        own.copy_(summed[:, :, cut.kv_heads.start])
 
     def _attend(self, qkv: Tensor, keep: bool) -> _Attended:
         config = self._config
@@ -208,9 +232,22 @@ class Block:
         self, stream: Tensor, x: Tensor, name: str, post_norm: Tensor | None
     ) -> tuple[Tensor, Inner, Tensor | None]:
         """The residual stream with a product added to it, through a norm where there is one."""
+        if self._ranks.count > 1:
+            return self._join_all(stream, x, name, post_norm)
         if post_norm is None:
             return *self._linear(x, name, stream), None
         part, inner = self._linear(x, name)
+        return stream + rms_norm(part, post_norm, self._config.norm_eps), inner, part
+
+    def _join_all(
+        self, stream: Tensor, x: Tensor, name: str, post_norm: Tensor | None
+    ) -> tuple[Tensor, Inner, Tensor | None]:
+        """The same where each rank has a part of x. What A made of it is summed too: the gradient
+        of B, which every rank has, is made of all of it."""
+        part, inner = self._linear(x, name)
+        self._ranks.sum_(part, *inner)
+        if post_norm is None:
+            return stream + part, inner, None
         return stream + rms_norm(part, post_norm, self._config.norm_eps), inner, part
 
     def _leave(self, grad: Tensor, part: Tensor | None, post_norm: Tensor | None) -> Tensor:

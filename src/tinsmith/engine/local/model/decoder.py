@@ -29,6 +29,8 @@ from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.pointwise import differentiable_rms_norm
 from tinsmith.engine.local.model.quantized import quantize
 from tinsmith.engine.local.model.rope import Rope
+from tinsmith.engine.local.ranks.group import ALONE, Ranks
+from tinsmith.engine.local.ranks.models import CutWeights, cut_config
 from tinsmith.engine.stored_tensors import weight_files
 from tinsmith.errors import EngineError
 
@@ -41,6 +43,12 @@ class Decoder:
     vision: Vision | None = None
     """Where the model reads images."""
 
+    ranks: Ranks = ALONE
+    """Those that have the model together."""
+
+    head_ranks: Ranks = ALONE
+    """Those that have the unembedding together."""
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -48,8 +56,12 @@ class Decoder:
         layers: tuple[Layer, ...],
         final_norm: Tensor,
         head: Linear,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.config = config
+        self.ranks = ranks
+        if config.cut is not None and config.cut.is_head_cut:
+            self.head_ranks = ranks
         self.device = embedding.device
         self.dtype = embedding.dtype
         self.embedding = embedding
@@ -73,11 +85,16 @@ class Decoder:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         base_weights: BaseWeights = "full",
+        ranks: Ranks = ALONE,
     ) -> Decoder:
-        """The model in a folder with `config.json` and safetensors files."""
+        """The model in a folder with `config.json` and safetensors files, or a rank's part."""
         config = read_config(folder)
         with _WeightFiles(folder, torch.device(device), dtype) as weights:
-            return build(config, weights, base_weights)
+            if ranks.count == 1:
+                return build(config, weights, base_weights)
+            config = cut_config(config, ranks.index, ranks.count)
+            assert config.cut is not None, "it has just been cut"
+            return build(config, CutWeights(weights, config.cut), base_weights, ranks)
 
     @property
     def nbytes(self) -> int:
@@ -125,16 +142,24 @@ class Decoder:
             x = x * self._embedding_scale
         for index, layer in enumerate(self.layers):
             rotation = rotations[self.config.layers[index].rope]
-            block = Block(self.config, index, layer, rotation, attention, adapters)
+            block = Block(self.config, index, layer, rotation, attention, adapters, self.ranks)
             x = block.run(x, recompute=checkpoint_layers)
         return differentiable_rms_norm(x, self.final_norm, self.config.norm_eps)
 
     def raw_logits(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
-        """Logits (M, V) as the product leaves them: in the model's dtype, not softcapped."""
+        """Logits (M, V) as the product leaves them: in the model's dtype, not softcapped; of
+        `head_ranks`, those of this rank's tokens."""
         return lora_linear(hidden, self.head, adapters, None, "lm_head")
 
     def unembed(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
         """Logits (M, V) in float32, softcapped. The caller takes few enough rows at a time."""
+        logits = self.own_logits(hidden, adapters)
+        if self.head_ranks.count == 1:
+            return logits
+        return torch.cat(self.head_ranks.gather(logits), dim=1)
+
+    def own_logits(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
+        """The same, of `head_ranks` those of this rank's tokens."""
         logits = self.raw_logits(hidden, adapters).float()
         cap = self.config.final_softcap
         if cap is not None:
@@ -144,7 +169,7 @@ class Decoder:
     def unembed_backward(
         self, hidden: Tensor, logits: Tensor, grad: Tensor, adapters: AdapterSegments
     ) -> Tensor:
-        """The gradient for `hidden` (M, d), given `unembed`'s logits and their gradient (M, V).
+        """The gradient for `hidden` (M, d), given `own_logits` and their gradient (M, V).
 
         Done by hand so that nothing of size (M, V) outlives the call. Overwrites `grad`.
         """
@@ -152,7 +177,9 @@ class Decoder:
         if cap is not None:
             grad *= 1 - (logits / cap) ** 2
         grad = grad.to(self.dtype)
-        return lora_linear_backward(grad, hidden, self.head, adapters, None, "lm_head")
+        return lora_linear_backward(
+            grad, hidden, self.head, adapters, None, "lm_head", self.head_ranks
+        )
 
     def _rotation(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (N, 1, D / 2)."""
@@ -185,12 +212,19 @@ class _WeightFiles:
     def __contains__(self, name: str) -> bool:
         return self._full_name(name) in self._where
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor, of which `shape` is demanded."""
+    def get(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None = None,
+        part: tuple[slice, ...] = (),
+    ) -> Tensor:
+        """One tensor, or a part of one that is read alone, of which `shape` is demanded."""
         full = self._full_name(name)
         if full not in self._where:
             raise EngineError(f"the model in {self._folder} has no tensor {full!r}")
-        tensor = self._where[full].get_tensor(full)
+        file = self._where[full]
+        tensor = file.get_slice(full)[part] if part else file.get_tensor(full)
         if tuple(tensor.shape) != shape:
             found = tuple(tensor.shape)
             raise EngineError(f"{full!r} in {self._folder} has shape {found}, expected {shape}")
@@ -221,18 +255,25 @@ class Weights(Protocol):
     ) -> Tensor: ...
 
 
-def build(config: DecoderConfig, weights: Weights, base_weights: BaseWeights = "full") -> Decoder:
+def build(
+    config: DecoderConfig,
+    weights: Weights,
+    base_weights: BaseWeights = "full",
+    ranks: Ranks = ALONE,
+) -> Decoder:
     """The model of this shape with these weights; projections that share an input are fused.
 
     What is in few bits are the blocks' linear layers, not the embedding nor the unembedding.
     """
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = weights.get("embed_tokens.weight", (vocab, hidden))
-    head = embedding
+    head = tied = embedding
+    if config.cut is not None and config.cut.is_head_cut:
+        head = tied = embedding[config.cut.vocab.start : config.cut.vocab.stop]
     if "lm_head.weight" in weights:
         # As in transformers, a matrix in the files wins over a setting that says it is tied.
-        own = weights.get("lm_head.weight", (vocab, hidden))
-        head = embedding if config.is_tied and torch.equal(own, embedding) else own
+        own = weights.get("lm_head.weight", (len(tied), hidden))
+        head = tied if config.is_tied and torch.equal(own, tied) else own
     elif not config.is_tied:
         raise EngineError("the model says its unembedding is its own, but has no lm_head.weight")
     return Decoder(
@@ -243,6 +284,7 @@ def build(config: DecoderConfig, weights: Weights, base_weights: BaseWeights = "
         ),
         _load_norm(config, weights, "norm", hidden),
         Linear(head, is_exact=True),
+        ranks,
     )
 
 

@@ -20,6 +20,7 @@ from tinsmith.engine.images import ImageRules
 from tinsmith.engine.local.model.pointwise import Activation
 from tinsmith.engine.local.model.recurrent.recurrence import StateShape
 from tinsmith.engine.local.model.rope import Rope, UnsupportedModelError, read_rope
+from tinsmith.engine.local.ranks.cut import Cut
 from tinsmith.errors import EngineError
 
 Part = Literal["attn", "mlp", "unembed"]
@@ -109,6 +110,10 @@ class DecoderConfig:
 
     images: ImageRules | None = None
     """How the model reads images, where it does."""
+
+    cut: Cut | None = None
+    """Which part of the model this is, where several ranks have it together. Heads, inner columns
+    and projections are then those of the part."""
 
     @property
     def num_layers(self) -> int:

@@ -259,8 +259,11 @@ class AdapterPool:
     def _layout(self, lora: LoraConfig) -> Layout:
         key = (lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed)
         if key not in self._layouts:
-            self._layouts[key] = Layout(self._config, lora)
+            self._layouts[key] = self.new_layout(self._config, lora)
         return self._layouts[key]
+
+    def new_layout(self, config: DecoderConfig, lora: LoraConfig) -> Layout:
+        return Layout(config, lora)
 
 
 Run = tuple[int, int, Adapter | None]

@@ -43,7 +43,8 @@ class TargetLogprobs:
         """Logits by the first row of the visit."""
 
         is_plain = targets.shape[1] == 1 and decoder.config.final_softcap is None
-        self._is_fused = is_plain and kernels.are_usable(hidden)
+        self._ranks = decoder.head_ranks
+        self._is_fused = is_plain and kernels.are_usable(hidden) and self._ranks.count == 1
         self._is_capped = decoder.config.final_softcap is not None
         self._normalizers = hidden.new_empty(len(hidden), 1, dtype=torch.float32)
         self._totals = torch.ones_like(self._normalizers)
@@ -83,18 +84,38 @@ class TargetLogprobs:
             values, normalizers = scores.target_logprobs(logits, self._targets[part, 0])
             self.values[part, 0], self._normalizers[part, 0] = values, normalizers
         else:
-            chosen = logits.gather(1, self._targets[part])
+            chosen = self._chosen(logits, self._targets[part])
             self._normalizers[part] = self._normalize(logits, part)
             self.values[part] = chosen - self._normalizers[part]
         if self._keeps:
             self._kept[start] = logits
 
+    def _chosen(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The logits (m, K) of the targets, whichever rank has them."""
+        if self._ranks.count == 1:
+            return logits.gather(1, targets)
+        places, is_own = self._places(targets)
+        chosen = logits.gather(1, places).mul_(is_own)
+        self._ranks.sum_(chosen)
+        return chosen
+
+    def _places(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Where targets are among this rank's tokens, and whether they are at all."""
+        cut = self._decoder.config.cut
+        if cut is None or not cut.is_head_cut:
+            return targets, torch.ones_like(targets, dtype=torch.bool)
+        is_own = (targets >= cut.vocab.start) & (targets < cut.vocab.stop)
+        return (targets - cut.vocab.start).clamp(0, len(cut.vocab) - 1), is_own
+
     def _normalize(self, logits: Tensor, part: slice) -> Tensor:
         """log Σ exp(logits) of each row. Overwrites them with exp(logits − largest) if it may."""
-        if self._is_capped:
+        if self._is_capped and self._ranks.count == 1:
             return logits.logsumexp(dim=1, keepdim=True)
         largest = logits.amax(dim=1, keepdim=True)
-        torch.sum(logits.sub_(largest).exp_(), dim=1, keepdim=True, out=self._totals[part])
+        self._ranks.max_(largest)
+        shifted = logits - largest if self._is_capped else logits.sub_(largest)
+        torch.sum(shifted.exp_(), dim=1, keepdim=True, out=self._totals[part])
+        self._ranks.sum_(self._totals[part])
         return largest + self._totals[part].log()
 
     def _visit_back(
@@ -121,10 +142,11 @@ class TargetLogprobs:
             logits_grad.mul_(factor / self._totals[part])
         else:
             logits_grad.sub_(normalizers).exp_().mul_(factor)
-        logits_grad.scatter_add_(1, targets, grad)
+        places, is_own = self._places(targets)
+        logits_grad.scatter_add_(1, places, grad if self._ranks.count == 1 else grad * is_own)
         return self._decoder.unembed_backward(hidden, logits, logits_grad, adapters)
 
     def _logits(self, part: Tensor | slice, adapters: AdapterSegments) -> Tensor:
         if self._is_fused:
             return self._decoder.raw_logits(self._hidden[part], adapters)
-        return self._decoder.unembed(self._hidden[part], adapters)
+        return self._decoder.own_logits(self._hidden[part], adapters)

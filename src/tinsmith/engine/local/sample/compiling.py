@@ -8,6 +8,7 @@ from typing import NamedTuple
 from tinsmith.engine.base import SampleJob
 from tinsmith.engine.grammar import CompiledGrammar, Tokens
 from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.ranks.group import ALONE, Ranks
 
 
 class Compiled(NamedTuple):
@@ -18,8 +19,9 @@ class Compiled(NamedTuple):
 
 
 class Compiling:
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: Tokens, ranks: Ranks = ALONE) -> None:
         self._tokens = tokens
+        self._ranks = ranks
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: dict[str, Compiled] = {}
 
@@ -41,7 +43,8 @@ class Compiling:
         wait(
             [compiled.grammar for compiled in self._waiting.values()], wait_seconds, FIRST_COMPLETED
         )
-        ready = [compiled for compiled in self._waiting.values() if compiled.grammar.done()]
+        done = self._ranks.everywhere([c.grammar.done() for c in self._waiting.values()])
+        ready = [c for c, is_done in zip(self._waiting.values(), done, strict=True) if is_done]
         for compiled in ready:
             del self._waiting[compiled.job.job_id]
         return ready

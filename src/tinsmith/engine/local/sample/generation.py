@@ -91,7 +91,9 @@ class Generator:
         )
         self._decode = decode or _decode_step(decoder, config, use_graphs)
         self._launched: Launched | None = None
-        self._compiling = Compiling(tokens or Tokens(None, decoder.config.vocab_size))
+        self._compiling = Compiling(
+            tokens or Tokens(None, decoder.config.vocab_size), decoder.ranks
+        )
         self._requests: dict[str, Request] = {}
         self._events: list[tuple[str, SampleEvent]] = []
 
@@ -291,6 +293,7 @@ class Generator:
         try:
             yield
         except Exception as error:
+            self._decoder.ranks.give_up(error)
             _log.exception("sampling failed for %d requests", len(requests))
             for request in requests:
                 self._fail(request, f"sampling failed: {error}")
@@ -308,7 +311,8 @@ class Generator:
 def _decode_step(decoder: Decoder, config: LocalEngineConfig, use_graphs: bool) -> Launches | None:
     """The quick way to decode, where it can be used."""
     is_usable = kernels.are_usable(decoder.head.weight) and not is_foreign(decoder.config)
-    if not is_usable or config.deterministic:
+    # A graph that waits for other ranks is not captured.
+    if not is_usable or config.deterministic or decoder.ranks.count > 1:
         return None
     from tinsmith.engine.local.sample.decode_step import DecodeStep
 
@@ -318,5 +322,6 @@ def _decode_step(decoder: Decoder, config: LocalEngineConfig, use_graphs: bool) 
 
 def _default_cache_bytes(decoder: Decoder) -> int:
     if decoder.device.type == "cuda":
-        return (device_memory.ours(decoder.device) - decoder.nbytes) // 3
+        own = (device_memory.ours(decoder.device) - decoder.nbytes) // 3
+        return int(min(decoder.ranks.numbers(own)))
     return 1 << 30

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -51,10 +51,31 @@ class Trainable(Protocol):
     def flat(self) -> Tensor: ...
 
 
+class Shares(Protocol):
+    """How the vectors are divided among several ranks, of which this one has some of each."""
+
+    @property
+    def pieces(self) -> Sequence[tuple[slice, bool]]:
+        """The vectors in pieces, in order, and whether each counts here: what several ranks have
+        alike counts on one of them."""
+        ...
+
+    def total(self, number: float) -> float:
+        """The sum of the ranks' numbers, the same on all."""
+        ...
+
+    def largest(self, number: float) -> float:
+        """The largest of the ranks' numbers."""
+        ...
+
+
 @torch.no_grad()  # type: ignore[untyped-decorator]  # torch's own
-def adamw_step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
+def adamw_step(
+    adapter: Trainable, params: AdamParams, shares: Shares | None = None
+) -> dict[str, float]:
     """Take one step and consume the pending gradient; returns the step's metrics.
 
+    Where other ranks have `shares` of the adapter, norms are those of all of it.
     Without a pending gradient the step is taken with a gradient of zero: moments fade, decay
     applies, the step counts. A step that is refused leaves weights, moments and step count as they
     were, and the gradient too, unless it is the gradient that could never be used.
@@ -64,7 +85,10 @@ def adamw_step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
     gradient = adapter.grad if adapter.grad is not None else torch.zeros_like(weights)
     exp_avg = adapter.exp_avg if adapter.exp_avg is not None else torch.zeros_like(weights)
     exp_avg_sq = adapter.exp_avg_sq if adapter.exp_avg_sq is not None else torch.zeros_like(weights)
-    grad_norm, momentum = _sizes(gradient, adapter.exp_avg)
+    if shares is None:
+        grad_norm, momentum = _sizes(gradient, adapter.exp_avg)
+    else:
+        grad_norm, momentum = _shared_sizes(gradient, adapter.exp_avg, shares)
     try:
         check_gradient_norm(grad_norm, adapter.step)
     except ValidationError:
@@ -74,7 +98,7 @@ def adamw_step(adapter: Trainable, params: AdamParams) -> dict[str, float]:
     state = [weights, gradient, exp_avg, exp_avg_sq]
     may_overflow = _may_overflow(max(momentum, grad_norm), adapter.step + 1, len(weights), params)
     kept = [tensor.clone() for tensor in state] if may_overflow else []
-    update_norm = _update_all(state, adapter.step + 1, scale, params)
+    update_norm = _update_all(state, adapter.step + 1, scale, params, shares)
     if kept:
         try:
             check_update_norm(update_norm, params, adapter.step)
@@ -95,6 +119,14 @@ def _sizes(gradient: Tensor, exp_avg: Tensor | None) -> tuple[float, float]:
     return grad_norm, momentum
 
 
+def _shared_sizes(gradient: Tensor, exp_avg: Tensor | None, shares: Shares) -> tuple[float, float]:
+    """The same of the whole vectors."""
+    own, momentum = _sizes(
+        torch.cat([gradient[piece] for piece, counts in shares.pieces if counts]), exp_avg
+    )
+    return math.sqrt(shares.total(own**2)), shares.largest(momentum)
+
+
 def _may_overflow(momentum: float, step: int, num_weights: int, params: AdamParams) -> bool:
     """Whether the update could be beyond all bounds; only then is it worth a copy to undo it.
 
@@ -106,12 +138,19 @@ def _may_overflow(momentum: float, step: int, num_weights: int, params: AdamPara
     return not bound <= LARGEST_NORM or params.learning_rate * params.weight_decay > 1
 
 
-def _update_all(state: list[Tensor], step: int, scale: float, params: AdamParams) -> float:
+def _update_all(
+    state: list[Tensor], step: int, scale: float, params: AdamParams, shares: Shares | None
+) -> float:
     """Update weights, gradient and moments in place; the norm of the change in the weights."""
     weights = state[0]
     is_cpu = weights.device.type == "cpu"
     chunk = CHUNK if is_cpu else _DEVICE_CHUNK
-    parts = [slice(start, start + chunk) for start in range(0, len(weights), chunk)]
+    pieces = [(slice(0, len(weights)), True)] if shares is None else shares.pieces
+    parts = [
+        (slice(start, min(start + chunk, piece.stop)), counts)
+        for piece, counts in pieces
+        for start in range(piece.start, piece.stop, chunk)
+    ]
 
     def update(some: list[slice]) -> list[Tensor]:
         # One for all of them: memory that is new costs more to touch than to compute with.
@@ -122,11 +161,15 @@ def _update_all(state: list[Tensor], step: int, scale: float, params: AdamParams
         ]
 
     moved = weights.new_zeros(())
-    for change in _on_all_cores(update, parts) if is_cpu else update(parts):
-        moved += change
+    slices = [part for part, _ in parts]
+    changes = _on_all_cores(update, slices) if is_cpu else update(slices)
+    for change, (_, counts) in zip(changes, parts, strict=True):
+        if counts:
+            moved += change
     # The fused kernels do not count as a change to the weights, and copies of them go by that.
     torch.autograd.graph.increment_version(weights)
-    return math.sqrt(moved.item()) if moved.isfinite() else math.inf
+    square = moved.item() if shares is None else shares.total(moved.item())
+    return math.sqrt(square) if math.isfinite(square) else math.inf
 
 
 def _on_all_cores(

@@ -42,6 +42,7 @@ from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.inputs import Input, Seen
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments, GradientBuffer, Run
 from tinsmith.engine.local.model.unembedding import TargetLogprobs
+from tinsmith.engine.local.ranks.group import Ranks
 from tinsmith.engine.local.train.custom_loss import CompiledLoss, compile_loss
 from tinsmith.engine.local.train.losses import LARGEST, combine_metrics, datum_loss
 from tinsmith.errors import ValidationError
@@ -119,6 +120,7 @@ def run_passes(
             is_to_split = len(involved) > 1 or (may_split and _is_out_of_memory(error))
             is_unreadable = isinstance(error, ValidationError)
             if not is_unreadable:
+                decoder.ranks.give_up(error)
                 logger.warning("a micro-batch of %d sequences failed", len(wanted), exc_info=error)
             if not is_to_split:
                 for state in involved:
@@ -188,7 +190,7 @@ def _finished(
     """Take out the passes that are done."""
     for index in [index for index, state in progress.items() if state.is_done]:
         state = progress.pop(index)
-        result, seconds = state.finish(), state.seconds
+        result, seconds = state.finish(decoder.ranks), state.seconds
         if state.is_gradient_broken and state.had_company:
             # Passes that share products share an overflow, too; alone it shows whose it was.
             (again,) = filter(None, run_passes([state.request], adapters, decoder, config))
@@ -215,7 +217,7 @@ class _Limits:
         score_rows = logits_rows
         if is_cuda and config.logits_bytes is None:
             # Losses are worked out on the CPU: the fewer times the device waits for it, the better.
-            unused = device_memory.unused(decoder.device)
+            unused = int(min(decoder.ranks.numbers(device_memory.unused(decoder.device))))
             row_bytes = decoder.dtype.itemsize * decoder.config.vocab_size
             score_rows = max(logits_rows, min(4 * logits_bytes, unused // 4) // row_bytes)
         return cls(
@@ -290,10 +292,10 @@ class _Progress:
             self.failure = Failure(message, "user" if category == "user" else "server")
         self.gradient = None
 
-    def finish(self) -> ForwardBackwardOutput | Failure:
+    def finish(self, ranks: Ranks) -> ForwardBackwardOutput | Failure:
         """Let the gradient take effect and put the result together."""
         if self.failure is None and self.gradient is not None:
-            self._commit(self.gradient.flat)
+            self._commit(self.gradient.flat, ranks)
         if self.failure is not None:
             return self.failure
         order = range(len(self.request.data))
@@ -303,9 +305,9 @@ class _Progress:
             metrics=combine_metrics([self.stats[i] for i in order]),
         )
 
-    def _commit(self, flat: Tensor) -> None:
+    def _commit(self, flat: Tensor, ranks: Ranks) -> None:
         smallest, largest = torch.aminmax(flat)
-        if not (smallest.isfinite() and largest.isfinite()):
+        if not all(ranks.everywhere([bool(smallest.isfinite() and largest.isfinite())])):
             self.is_gradient_broken = True
             self.fail("the gradient of the pass is not finite; nothing was accumulated", "user")
         elif self.adapter.grad is None or self.gradient_includes_pending:
@@ -417,7 +419,7 @@ def _score(
             )
         # Losses are small and made of many steps: the CPU is the quicker place for them.
         parts = scores.values.cpu().split([item.length for item in group])
-        losses = yield from _losses(group, progress, parts)
+        losses = yield from _losses(group, progress, parts, decoder.ranks)
         if not items[0].forward_only:
             with torch.no_grad():
                 grads = _loss_gradients(group, progress, losses, parts)
@@ -427,7 +429,10 @@ def _score(
 
 
 def _losses(
-    items: Sequence[Item], progress: Mapping[int, _Progress], parts: Sequence[Tensor]
+    items: Sequence[Item],
+    progress: Mapping[int, _Progress],
+    parts: Sequence[Tensor],
+    ranks: Ranks,
 ) -> Generator[Future[list[_Loss | None]], None, list[_Loss | None]]:
     """The loss of each item, in the thread for uploaded ones where it is one."""
     state = progress[items[0].pass_index]
@@ -436,12 +441,17 @@ def _losses(
         return [_timed_loss(item, progress[item.pass_index], part) for item, part in pairs]
     running = _loss_threads().submit(_uploaded_losses, items, state, parts)
     try:
-        while not running.done():
+        # Each rank works out the loss; whether it takes too long is for the first to say.
+        while not ranks.first(running.done):
             yield running
+        if ranks.first(lambda: state.failure is not None):
+            state.custom.give_up()
     except GeneratorExit:
         state.custom.give_up()
         raise
-    return running.result()
+    losses = running.result()
+    state.failure = ranks.first(lambda: state.failure)
+    return losses if state.failure is None else [None] * len(items)
 
 
 def _uploaded_losses(
