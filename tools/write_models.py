@@ -29,12 +29,14 @@ adapter.
 TITLES = {
     "decoder": (
         "Our own decoder",
-        "Packed sequences and many adapters in every product, kernels and CUDA graphs on CUDA.",
+        "Packed sequences and many adapters in every product, kernels and CUDA graphs on CUDA. "
+        "Can be [divided among several devices](../how-to/several-devices.md).",
     ),
     "transformers": (
         "Modules of transformers",
         "With our attention, cache, experts, recurrent layers and adapters: the same results, "
-        "slower. They have no kernels of their own on CUDA yet.",
+        "slower. They have no kernels of their own on CUDA yet, and are refused with several "
+        "ranks.",
     ),
 }
 

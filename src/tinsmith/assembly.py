@@ -74,7 +74,7 @@ def _fake_factory(config: ServerConfig) -> EngineFactory:
 def _local_factory(config: ServerConfig, cluster: RemoteCluster | None) -> EngineFactory:
     from tinsmith.engine.local.boundary.messages import Patience, Start
     from tinsmith.engine.local.config import LocalEngineConfig
-    from tinsmith.engine.local.engine import CORE, LocalEngine
+    from tinsmith.engine.local.engine import LocalEngine, core_of
 
     passed_on: dict[str, Any] = {
         "device": config.device,
@@ -90,9 +90,11 @@ def _local_factory(config: ServerConfig, cluster: RemoteCluster | None) -> Engin
     async def start_in_cluster(plan: SlotPlan) -> Engine:
         assert cluster is not None, "it is asked for where there is one"
         threads = settings.num_threads or (None if settings.deterministic else config.engine_cpus)
-        own: dict[str, Any] = {"device": plan.device, "num_threads": threads}
+        device = plan.device.partition("+")[0]
+        own: dict[str, Any] = {"device": device, "num_threads": threads}
         config_of_slot = dataclasses.replace(settings, **own)
-        return await cluster.start(plan.number, Start(CORE, config_of_slot, patience))
+        start = Start(core_of(settings), config_of_slot, patience)
+        return await cluster.start(plan.number, start)
 
     async def start(plan: SlotPlan) -> Engine:
         devices = [device.partition(":") for device in plan.device.split("+")]

@@ -59,9 +59,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> LocalEngineConfig:
         build_reference(variant, **changes).save_pretrained(folder / name)
         save_tokenizer(folder / name, 97)
         models[name] = str(folder / name)
-    build_reference("llama", num_attention_heads=3, num_key_value_heads=3).save_pretrained(
-        folder / "three_heads"
-    )
+    build_reference(
+        "llama", hidden_size=48, num_attention_heads=3, num_key_value_heads=3
+    ).save_pretrained(folder / "three_heads")
     save_tiny("qwen3_moe", folder / "experts")
     refused = {name: str(folder / name) for name in ("three_heads", "experts")}
     return LocalEngineConfig(
@@ -248,7 +248,7 @@ async def test_samples_are_those_of_one_rank(
         job = SampleJob(
             job_id=next(_names),
             base_model=base_model,
-            sampler_id=sampler,
+            weights_id=sampler,
             prompt=ModelInput.from_ints(SENTENCES[0]),
             params=SamplingParams(max_tokens=12, seed=5, temperature=0.8, stop=[]),
             num_samples=3,
@@ -268,7 +268,7 @@ async def test_a_sample_without_a_seed_has_one_seed_on_both_ranks(two: LocalEngi
     job = SampleJob(
         job_id=next(_names),
         base_model="llama",
-        sampler_id=None,
+        weights_id=None,
         prompt=ModelInput.from_ints(SENTENCES[0]),
         params=SamplingParams(max_tokens=20, temperature=2.0, stop=[]),
     )
@@ -284,7 +284,7 @@ async def test_models_that_cannot_be_divided_are_refused_with_the_reason(
     reasons = {model.name: model.reason for model in capabilities.refused}
     assert [model.name for model in capabilities.models] == list(VARIANTS)
     assert "3 attention heads cannot be divided evenly" in reasons["three_heads"]
-    assert "not divided among 2 ranks; serve it with ranks = 1" in reasons["experts"]
+    assert "are not divided among 2 ranks, so serve it with ranks = 1" in reasons["experts"]
 
 
 async def test_weights_in_few_bits_are_refused(config: LocalEngineConfig) -> None:

@@ -94,6 +94,7 @@ def check(output: Output, folder: Path, rank: int) -> None:
         ["Runs on", _RUNS_ON[found.runs_on]],
         ["Adapted", ", ".join(found.adapted)],
         ["Max context", text_of(found.max_context_length)],
+        ["Ranks", ", ".join(map(str, (1, *found.ranks)))],
         ["Parameters", f"{found.num_parameters:,}"],
         ["Device", f"{found.device}, {found.dtype}"],
         ["Weights", size_text(found.weights_bytes)],

@@ -76,7 +76,7 @@ class LocalEngine(WatchedEngine):
         ranks have them in that order.
         """
         patience = patience or Patience()
-        core = core or (LEADING_CORE if config.ranks > 1 else CORE)
+        core = core or core_of(config)
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -204,6 +204,11 @@ class LocalEngine(WatchedEngine):
                 self._last_lines.append(text)
                 if not progress.hand_on(text):
                     logger.info("engine process %d: %s", self.pid, text)
+
+
+def core_of(config: LocalEngineConfig) -> str:
+    """Where the core of an engine with this configuration is."""
+    return LEADING_CORE if config.ranks > 1 else CORE
 
 
 def _visible(cuda_devices: Sequence[int]) -> dict[str, str]:

@@ -129,9 +129,9 @@ class BaseModels:
             try:
                 config = read_config(folder)
             except UnsupportedModelError as error:
-                config = foreign.read_config(folder, error)
                 if self._config.ranks > 1:
-                    raise EngineError(foreign_refusal(config, self._config.ranks)) from None
+                    raise EngineError(foreign_refusal(self._config.ranks, error)) from None
+                config = foreign.read_config(folder, error)
             else:
                 if self._config.ranks > 1:
                     cut_config(config, 0, self._config.ranks)

@@ -13,6 +13,7 @@ from tinsmith.engine.local.model.families import read_settings
 from tinsmith.engine.local.model.foreign import is_foreign
 from tinsmith.engine.local.model.lora import Layout
 from tinsmith.engine.local.model.model_types import Path as RunsOn
+from tinsmith.engine.local.ranks.models import why_not
 from tinsmith.engine.local.sample.kvcache import CacheShape
 from tinsmith.engine.stored_tensors import num_elements, stored_tensors, weight_files
 from tinsmith.memory import machine_bytes
@@ -20,6 +21,8 @@ from tinsmith.types import LoraConfig
 
 _TRAINING_VECTORS = 4
 """Of an adapter in float32: weights, gradient and two moments."""
+
+_RANKS = (2, 3, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,9 @@ class ModelCheck:
     """Last parts of the names of the modules that adapters extend."""
 
     max_context_length: int
+    ranks: tuple[int, ...]
+    """Of a few usual numbers of ranks, those among which it can be divided."""
+
     image_tokens: int
     """Most tokens of one image; 0 where it reads none."""
 
@@ -73,6 +79,7 @@ def check_model(folder: Path, rank: int) -> ModelCheck:
         runs_on="transformers" if is_foreign(config) else "decoder",
         adapted=tuple(dict.fromkeys(module.rpartition(".")[2] for module in modules)),
         max_context_length=config.max_context_length,
+        ranks=() if is_foreign(config) else tuple(n for n in _RANKS if not why_not(config, n)),
         image_tokens=0 if config.images is None else config.images.max_tokens,
         num_parameters=size,
         device=str(device),

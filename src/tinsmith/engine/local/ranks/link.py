@@ -31,8 +31,8 @@ _MODULE = "tinsmith.engine.local.ranks.process"
 class Begin(NamedTuple):
     """The first thing that a rank hears."""
 
-    index: int
-    count: int
+    rank: int
+    num_ranks: int
     folder: Path
     """In which the ranks find each other."""
 

@@ -37,7 +37,7 @@ from tinsmith.engine.local.ranks.group import JoinedRanks, Ranks
 from tinsmith.engine.local.ranks.link import Link, Others
 from tinsmith.engine.local.sample.choosing import fresh_seed
 from tinsmith.errors import EngineError
-from tinsmith.types import SampleResponse
+from tinsmith.types import ForwardBackwardOutput, SampleResponse
 
 _BEGIN, _ADVANCE, _CLOSE = "begin_passes", "advance_passes", "close_passes"
 
@@ -167,9 +167,9 @@ def _ending(value: object) -> object:
     if isinstance(value, Failure):
         return (value.category, value.message)
     if isinstance(value, FinishedPass):
-        result = value.result
-        is_failure = isinstance(result, Failure)
-        return (value.index, _ending(result) if is_failure else repr(result.metrics))
+        return (value.index, _ending(value.result))
+    if isinstance(value, ForwardBackwardOutput):
+        return repr(value.metrics)
     if isinstance(value, Capabilities):
         return ([model.name for model in value.models], [model.name for model in value.refused])
     if isinstance(value, SampleResponse):

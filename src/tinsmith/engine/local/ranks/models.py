@@ -49,11 +49,11 @@ def why_not(config: DecoderConfig, count: int) -> str | None:
     return None
 
 
-def foreign_refusal(config: DecoderConfig, count: int) -> str:
-    """Why a model that runs on `transformers`' modules is not served with several ranks."""
+def foreign_refusal(count: int, problem: Exception) -> str:
+    """Why a model that our own decoder does not run is not served with several ranks."""
     return (
-        f"{config.architecture} runs on transformers' own modules, which are not divided among "
-        f"{count} ranks; serve it with ranks = 1"
+        f"{problem}; the modules of transformers, which may run it, are not divided among "
+        f"{count} ranks, so serve it with ranks = 1"
     )
 
 

@@ -31,7 +31,7 @@ def main(fd: int) -> None:
     link = Link([socket.socket(fileno=fd)], lambda _: end(folder, status=0))
     begin: Begin = link.hear()
     folder = begin.folder
-    ranks = JoinedRanks(begin.index, begin.count, link)
+    ranks = JoinedRanks(begin.rank, begin.num_ranks, link)
     # How long an uploaded loss may take is for the first rank to say.
     config = dataclasses.replace(begin.config, custom_loss_seconds=math.inf)
     lockstep.choose_device(config, ranks)
