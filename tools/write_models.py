@@ -35,8 +35,8 @@ TITLES = {
     "transformers": (
         "Modules of transformers",
         "With our attention, cache, experts, recurrent layers and adapters: the same results, "
-        "slower. They have no kernels of their own on CUDA yet, and are refused with several "
-        "ranks.",
+        "slower. They have no kernels of their own on CUDA yet. With several ranks their experts "
+        "are divided; types without experts, with recurrent layers or images are refused.",
     ),
 }
 

@@ -100,7 +100,7 @@ class EngineCore:
             models=tuple(infos),
             max_lora_rank=self._config.max_lora_rank,
             refused=tuple(refused),
-            device=f"{self._device}, {str(dtype_of(self._config)).removeprefix('torch.')}",
+            device=_describe(self._device, dtype_of(self._config), self._ranks.count),
         )
 
     def health(self) -> Health:
@@ -396,6 +396,11 @@ class EngineCore:
                 decoder, self._config, read_detokenize(folder), tokens
             )
         return self._generators[base_model]
+
+
+def _describe(device: torch.device, dtype: torch.dtype, num_ranks: int) -> str:
+    words = [str(device), str(dtype).removeprefix("torch.")]
+    return ", ".join(words if num_ranks == 1 else [*words, f"{num_ranks} ranks"])
 
 
 def _without_paths(text: str) -> str:

@@ -24,7 +24,7 @@ from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.sources import Progress, model_folder, no_progress, weights_nbytes
 from tinsmith.engine.local.model.verification import verify
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
-from tinsmith.engine.local.ranks.models import cut_config, foreign_refusal
+from tinsmith.engine.local.ranks.models import cut_config
 from tinsmith.errors import EngineError
 from tinsmith.memory import machine_bytes
 
@@ -129,14 +129,12 @@ class BaseModels:
             try:
                 config = read_config(folder)
             except UnsupportedModelError as error:
-                if self._config.ranks > 1:
-                    raise EngineError(foreign_refusal(self._config.ranks, error)) from None
                 config = foreign.read_config(folder, error)
             else:
-                if self._config.ranks > 1:
-                    cut_config(config, 0, self._config.ranks)
                 if self._config.verify_models:
                     self._ranks.first(lambda: self._verify(name, config))
+            if self._config.ranks > 1:
+                cut_config(config, 0, self._config.ranks)
             self._configs[place] = config
         return self._configs[place]
 
@@ -181,7 +179,9 @@ class BaseModels:
             image_bytes = self._config.image_cache_bytes or (
                 2**31 if self._device.type == "cuda" else 2**28
             )
-            return foreign.load(folder, config, self._device, self._dtype, kind, image_bytes)
+            return foreign.load(
+                folder, config, self._device, self._dtype, kind, image_bytes, self._ranks
+            )
         return Decoder.load(folder, self._device, self._dtype, kind, self._ranks)
 
     def pin(self, name: str) -> Decoder:

@@ -79,7 +79,7 @@ def check_model(folder: Path, rank: int) -> ModelCheck:
         runs_on="transformers" if is_foreign(config) else "decoder",
         adapted=tuple(dict.fromkeys(module.rpartition(".")[2] for module in modules)),
         max_context_length=config.max_context_length,
-        ranks=() if is_foreign(config) else tuple(n for n in _RANKS if not why_not(config, n)),
+        ranks=tuple(n for n in _RANKS if not why_not(config, n)),
         image_tokens=0 if config.images is None else config.images.max_tokens,
         num_parameters=size,
         device=str(device),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tinsmith.engine.local.model.adapted_linear import add_product
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments, GradientBuffer
+from tinsmith.engine.local.ranks.group import ALONE, Ranks
 
 _Key = tuple[int | None, str]
 
@@ -84,10 +85,21 @@ class ExpertWeights:
 
 
 def expert_linear(
-    x: Tensor, weights: ExpertWeights, routing: Routing, adapters: AdapterSegments, key: _Key
+    x: Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    adapters: AdapterSegments,
+    key: _Key,
+    *,
+    input_ranks: Ranks = ALONE,
+    output_ranks: Ranks = ALONE,
 ) -> Tensor:
-    """x W + bias + scale · (x Aᵀ) Bᵀ of x (S, inputs), with the W, A and B of each row's expert."""
-    product = _Product(weights, routing, adapters, key)
+    """x W + bias + scale · (x Aᵀ) Bᵀ of x (S, inputs), with the W, A and B of each row's expert.
+
+    Inputs may be divided among some ranks, or outputs: what each has a part of is then summed, the
+    product or the gradient for x.
+    """
+    product = _Product(weights, routing, adapters, key, input_ranks, output_ranks)
     if not torch.is_grad_enabled():
         return product.forward(x)[0]
     # Empty, and only there to make autograd call `backward` when x needs no gradient itself.
@@ -129,8 +141,16 @@ class _Product:
     """The product of one batch: its rows, and the adapters that they are under."""
 
     def __init__(
-        self, weights: ExpertWeights, routing: Routing, adapters: AdapterSegments, key: _Key
+        self,
+        weights: ExpertWeights,
+        routing: Routing,
+        adapters: AdapterSegments,
+        key: _Key,
+        input_ranks: Ranks,
+        output_ranks: Ranks,
     ) -> None:
+        self._input_ranks = input_ranks
+        self._output_ranks = output_ranks
         self._weights = weights
         self._routing = routing
         self._key = key
@@ -142,7 +162,8 @@ class _Product:
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The product (S, outputs), and scale · x Aᵀ of each run."""
         y = _grouped(x, self._weights.weight, self._routing.stops)
-        if self._weights.bias is not None:
+        # Of a sum over ranks, the bias is added by one of them.
+        if self._weights.bias is not None and self._input_ranks.index == 0:
             y += self._weights.bias.index_select(0, self._routing.experts)
         inners = []
         for run in self._runs:
@@ -154,24 +175,30 @@ class _Product:
             ]
             _add_rows(y, run.rows, self._joined(parts))
             inners.append(inner)
+        self._input_ranks.sum_(y, *inners)
         return y, inners
 
     def backward(self, grad: Tensor, x: Tensor, inners: Sequence[Tensor]) -> Tensor:
         """The gradient for x (S, inputs); those of A and B go to the runs' buffers."""
         grad_x = _grouped(grad, self._weights.weight.transpose(1, 2), self._routing.stops)
-        for run, inner in zip(self._runs, inners, strict=True):
+        inner_grads = []
+        for run in self._runs:
             a, b = run.adapter.weights()[self._key]
             grads = [run.take(grad[:, columns]) for columns in self._weights.columns]
             inner_grad = torch.cat(
                 [_grouped(g, b_of, run.stops) for g, b_of in zip(grads, b, strict=True)], dim=1
             ).mul_(run.adapter.scale)
             _add_rows(grad_x, run.rows, _grouped(inner_grad, a, run.stops))
+            inner_grads.append(inner_grad)
+        self._output_ranks.sum_(grad_x, *inner_grads)
+        for run, inner, inner_grad in zip(self._runs, inners, inner_grads, strict=True):
             if run.buffer is None:
                 continue
             into = run.buffer.views[self._key]
             _add_outer(into.a, inner_grad, run.take(x), run.stops)
-            for into_b, g, inner_of in zip(into.b, grads, inner.chunk(len(b), dim=1), strict=True):
-                _add_outer(into_b, g, inner_of, run.stops)
+            parts = zip(into.b, self._weights.columns, inner.chunk(len(into.b), dim=1), strict=True)
+            for into_b, columns, inner_of in parts:
+                _add_outer(into_b, run.take(grad[:, columns]), inner_of, run.stops)
         return grad_x
 
     def _joined(self, parts: list[Tensor]) -> Tensor:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tinsmith.engine.local.model.expert_linear import ExpertWeights, Routing, expert_linear
 from tinsmith.engine.local.model.families import ExpertFactors, Projection
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.rope import UnsupportedModelError
+from tinsmith.engine.local.ranks.group import ALONE, Ranks
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -59,19 +61,51 @@ class Experts:
         )
         return up, down
 
-    def run(self, x: Tensor, choices: Tensor, shares: Tensor, adapters: AdapterSegments) -> Tensor:
-        """(T, hidden) from x (T, hidden) and each token's experts and their shares (T, k)."""
+    def run(
+        self,
+        x: Tensor,
+        choices: Tensor,
+        shares: Tensor,
+        adapters: AdapterSegments,
+        ranks: Ranks = ALONE,
+    ) -> Tensor:
+        """(T, hidden) from x (T, hidden) and each token's experts and their shares (T, k).
+
+        `ranks` are those among which the inner columns of every expert are divided.
+        """
         up, down, module = self._up, self._down, self._module
         routing = Routing(choices, len(up.weight))
         # Dispatch: (T, hidden) to (S, hidden), sorted by expert.
         rows = x.index_select(0, routing.tokens)
         # Up and down: (S, hidden) to (S, inner) to (S, hidden).
-        rows = expert_linear(rows, up, routing, adapters, (None, f"{self._name}.up"))
+        key = (None, f"{self._name}.up")
+        rows = expert_linear(rows, up, routing, adapters, key, output_ranks=ranks)
         rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
-        rows = expert_linear(rows, down, routing, adapters, (None, f"{self._name}.down"))
+        key = (None, f"{self._name}.down")
+        rows = expert_linear(rows, down, routing, adapters, key, input_ranks=ranks)
         # Combine: (S, hidden) to (T, k, hidden), weighed and summed to (T, hidden).
         parts = routing.restored(rows).view(*choices.shape, -1)
         return (parts * shares[..., None]).sum(dim=1).to(x.dtype)
+
+    def keep(self, inner: range) -> None:
+        """Forget all inner columns of every expert but these."""
+        up, down = self._up, self._down
+        outputs = torch.arange(up.weight.shape[2], device=up.weight.device)
+        kept = torch.cat([outputs[each][inner.start : inner.stop] for each in up.columns])
+        kept = kept.sort().values
+        name = "gate_up_proj" if self._module.has_gate else "up_proj"
+        self._replace(name, up.weight.index_select(2, kept))
+        if up.bias is not None:
+            self._set(f"{name}_bias", up.bias.index_select(1, kept))
+        self._replace("down_proj", down.weight[:, inner.start : inner.stop])
+
+    def _replace(self, name: str, weight: Tensor) -> None:
+        self._set(name, weight if self._module.is_transposed else weight.transpose(1, 2))
+
+    def _set(self, name: str, tensor: Tensor) -> None:
+        # A copy, so that what it is a part of can go.
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+        setattr(self._module, name, nn.Parameter(copy, requires_grad=False))
 
     def matrix(self, projection: str, expert: int) -> Tensor:
         """One expert's (inputs, outputs) of `gate_proj`, `up_proj` or `down_proj`, as a view."""

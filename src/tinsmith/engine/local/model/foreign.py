@@ -52,6 +52,8 @@ from tinsmith.engine.local.model.recurrent.layers import RecurrentLayer, recurre
 from tinsmith.engine.local.model.recurrent.recurrence import StateShape
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.sources import quiet_transformers
+from tinsmith.engine.local.ranks.group import ALONE, Ranks
+from tinsmith.engine.local.ranks.models import cut_config
 
 ATTENTION_NAME = "tinsmith"
 """What our attention is called among `transformers`' attention functions."""
@@ -107,10 +109,12 @@ def load(
     dtype: torch.dtype,
     base_weights: BaseWeights = "full",
     image_cache_bytes: int = 0,
+    ranks: Ranks = ALONE,
 ) -> ForeignDecoder:
     """The model in memory, after its logits were found equal to those of its own code.
 
-    Weights in few bits come after that, so that for a moment it is there in full.
+    Weights in few bits come after that, so that for a moment it is there in full. Of several ranks
+    each reads the whole model, on the CPU, and keeps its part.
     """
     with quiet_transformers():
         settings = _transformers_config(folder)
@@ -122,10 +126,16 @@ def load(
             experts_implementation="eager",
             trust_remote_code=False,
         )
-    model = model.to(device).eval().requires_grad_(False)
+    model = model.eval().requires_grad_(False)
+    if ranks.count == 1:
+        model = model.to(device)
     expected = own_logits(model, config)
-    decoder = ForeignDecoder(config, model, image_cache_bytes)
-    if not agree(our_logits(decoder), expected, dtype):
+    if ranks.count > 1:
+        config = cut_config(config, ranks.index, ranks.count)
+        _keep_part(model, config)
+        model = model.to(device)
+    decoder = ForeignDecoder(config, model, image_cache_bytes, ranks)
+    if not agree(our_logits(decoder), expected.to(device), dtype):
         raise UnsupportedModelError(
             f"{config.architecture} does more between hidden states and logits, or in its "
             f"attention, than we know of; supported model types: {', '.join(FAMILIES)}"
@@ -139,8 +149,15 @@ class ForeignDecoder(Decoder):
 
     config: ForeignConfig
 
-    def __init__(self, config: ForeignConfig, model: Any, image_cache_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        config: ForeignConfig,
+        model: Any,
+        image_cache_bytes: int = 0,
+        ranks: Ranks = ALONE,
+    ) -> None:
         self.config = config
+        self.ranks = ranks
         self.device = model.device
         self.dtype = model.dtype
         self._model = model
@@ -198,7 +215,7 @@ class ForeignDecoder(Decoder):
             inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
         else:
             inputs = self._with_images(tokens, positions, seen)
-        with _calling(_ForwardCall(self.config, attention, adapters)):
+        with _calling(_ForwardCall(self.config, attention, adapters, self.ranks)):
             output = self._text(**inputs, use_cache=False)
         return output.last_hidden_state[0]
 
@@ -236,11 +253,16 @@ class _ForwardCall:
     """What the modules need to know during one forward pass."""
 
     def __init__(
-        self, config: ForeignConfig, attention: Attention, adapters: AdapterSegments
+        self,
+        config: ForeignConfig,
+        attention: Attention,
+        adapters: AdapterSegments,
+        ranks: Ranks,
     ) -> None:
         self.config = config
         self.attention = attention
         self.adapters = adapters
+        self.ranks = ranks
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
@@ -251,7 +273,7 @@ class _ForwardCall:
         return self.attention(layer, q, k, v, options.get("s_aux"))[None, ..., :size]
 
     def run_experts(self, experts: Experts, x: Tensor, choices: Tensor, shares: Tensor) -> Tensor:
-        return experts.run(x, choices, shares, self.adapters)
+        return experts.run(x, choices, shares, self.adapters, self.ranks)
 
     def recur(self, layer: RecurrentLayer, module: nn.Module, x: Tensor) -> Tensor:
         place = self.config.recurring.index(_number(module))
@@ -367,6 +389,14 @@ def _replace_experts(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if is_experts(module):
             module.forward = functools.partial(_experts_forward, Experts(name, module))
+
+
+def _keep_part(model: nn.Module, config: ForeignConfig) -> None:
+    """Keep of each expert what is this rank's."""
+    assert config.cut is not None and config.cut.experts is not None, "experts are what is cut"
+    for name, module in model.named_modules():
+        if is_experts(module):
+            Experts(name, module).keep(config.cut.experts)
 
 
 def _experts_forward(experts: Experts, x: Tensor, choices: Tensor, shares: Tensor) -> Tensor:

@@ -60,7 +60,12 @@ def load(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
 
 def measure(adapter: Adapter) -> CutLayout | None:
     """What an optimizer step needs to know of the other ranks, where there are any."""
-    return adapter.layout if isinstance(adapter.layout, CutLayout) else None
+    layout = adapter.layout
+    if not isinstance(layout, CutLayout):
+        return None
+    if adapter.grad is not None and adapter.grad.is_cuda:
+        layout.align(adapter.grad)
+    return layout
 
 
 class CutLayout(Layout):
@@ -118,6 +123,20 @@ class CutLayout(Layout):
             setattr(adapter, name, None if vector is None else self.cut(vector).to(device))
         adapter.step = whole.step
 
+    def align(self, vector: Tensor) -> None:
+        """Give all ranks the first one's numbers, where all are to have the same. On CUDA they may
+        differ in last bits, which would add up: kernels need not add in the same order."""
+        cut = self._parts[self.ranks.index][1]
+        alike = [
+            vector[piece]
+            for piece, module, is_a in self._named_pieces()
+            if (cut.inputs(module) if is_a else cut.outputs(module)) is None
+        ]
+        joined = torch.cat(alike)
+        self.ranks.copy_(joined)
+        for part, numbers in zip(alike, joined.split([len(p) for p in alike]), strict=True):
+            part.copy_(numbers)
+
     def total(self, number: float) -> float:
         return sum(self.ranks.numbers(number))
 
@@ -132,16 +151,22 @@ class CutLayout(Layout):
 
     def _pieces(self) -> Iterator[tuple[slice, bool]]:
         cut = self._parts[self.ranks.index][1]
-        is_first = cut.index == 0
+        for piece, module, is_a in self._named_pieces():
+            is_cut = (cut.inputs(module) if is_a else cut.outputs(module)) is not None
+            is_kv = not is_a and module.endswith(("k_proj", "v_proj"))
+            yield piece, cut.index == 0 or (is_cut and (cut.has_own_kv or not is_kv))
+
+    def _named_pieces(self) -> Iterator[tuple[slice, str, bool]]:
+        """The vector's matrices in order, each with its module, or one of them, and whether it
+        is an A."""
         for place in self.places.values():
             projection, start = place.projection, place.offset
-            stop = start + self.rank * len(projection.modules) * projection.inputs
-            yield slice(start, stop), is_first or cut.inputs(projection.modules[0]) is not None
+            num_a, num_b = projection.experts or (1, 1)
+            stop = start + self.rank * num_a * len(projection.modules) * projection.inputs
+            yield slice(start, stop), projection.modules[0], True
             for module, outputs in zip(projection.modules, projection.outputs, strict=True):
-                start, stop = stop, stop + self.rank * outputs
-                is_kv = module.endswith(("k_proj", "v_proj"))
-                is_own = cut.outputs(module) is not None and (cut.has_own_kv or not is_kv)
-                yield slice(start, stop), is_first or is_own
+                start, stop = stop, stop + self.rank * num_b * outputs
+                yield slice(start, stop), module, False
 
     def _pairs(
         self, part: Tensor, whole: Tensor, layout: Layout, cut: Cut
@@ -187,11 +212,11 @@ def _matrices(low_rank: LowRank) -> list[Tensor]:
 def _part(whole: LowRank, projection: Projection, cut: Cut) -> list[Tensor]:
     """Views of what a rank has of a projection's matrices."""
     columns = cut.inputs(projection.modules[0])
-    a = whole.a if columns is None else whole.a[:, columns.start : columns.stop]
+    a = whole.a if columns is None else whole.a[..., columns.start : columns.stop]
     b = []
     for module, matrix in zip(projection.modules, whole.b, strict=True):
         rows = cut.outputs(module)
-        b.append(matrix if rows is None else matrix[rows.start : rows.stop])
+        b.append(matrix if rows is None else matrix[..., rows.start : rows.stop, :])
     return [a, *b]
 
 

@@ -3,6 +3,9 @@
 Attention is cut by heads, the MLP by its inner columns, the unembedding by rows of the vocabulary.
 Norms and the embedding are on every rank. Where there are fewer key/value heads than ranks, several
 ranks have the same one; where the vocabulary cannot be divided, the unembedding is on every rank.
+
+Of a model that runs on the modules of `transformers`, experts are cut, each by its inner columns,
+so that every rank has as much to do whatever the router chooses; all else is on every rank.
 """
 
 from __future__ import annotations
@@ -23,6 +26,24 @@ class Cut:
     inner: range
     vocab: range
     is_head_cut: bool
+    experts: range | None = None
+    """The inner columns of each expert, where experts are what is cut."""
+
+    @classmethod
+    def of_experts(cls, index: int, count: int, inner: int) -> Cut:
+        whole = range(0)
+        return cls(
+            index=index,
+            count=count,
+            head_dim=0,
+            heads=whole,
+            num_kv_heads=count,
+            kv_heads=whole,
+            inner=whole,
+            vocab=whole,
+            is_head_cut=False,
+            experts=share_of(index, count, inner),
+        )
 
     @property
     def kv_copies(self) -> int:
@@ -36,7 +57,10 @@ class Cut:
 
     def outputs(self, module: str) -> range | None:
         """The rows that this rank has of a module's weight; None where it has all."""
-        match module.rpartition(".")[2]:
+        name = module.rpartition(".")[2]
+        if self.experts is not None:
+            return self.experts if name in ("w1", "w3") else None
+        match name:
             case "q_proj":
                 return _scaled(self.heads, self.head_dim)
             case "k_proj" | "v_proj":
@@ -49,7 +73,10 @@ class Cut:
 
     def inputs(self, module: str) -> range | None:
         """The columns that this rank has of a module's weight; None where it has all."""
-        match module.rpartition(".")[2]:
+        name = module.rpartition(".")[2]
+        if self.experts is not None:
+            return self.experts if name == "w2" else None
+        match name:
             case "o_proj":
                 return _scaled(self.heads, self.head_dim)
             case "down_proj":

@@ -41,6 +41,9 @@ class Ranks:
     def max_(self, tensor: Tensor) -> None:
         """Replace a tensor by its largest numbers over all ranks."""
 
+    def copy_(self, tensor: Tensor) -> None:
+        """Replace a tensor by the first rank's."""
+
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensor of every rank, in their order; all have the same shape."""
         return [tensor]
@@ -99,6 +102,9 @@ class JoinedRanks(Ranks):
 
     def max_(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
+
+    def copy_(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, 0)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         tensor = tensor.contiguous()

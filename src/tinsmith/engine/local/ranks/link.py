@@ -68,8 +68,8 @@ class Link:
         try:
             for value in frames.read(self._socks[number]):
                 self._heard[number].put(value)
-        except OSError as error:
-            logger.warning("the socket between two ranks failed: %s", error)
+        except Exception as error:  # whatever it is, nothing more is heard from there
+            logger.error("the socket between two ranks failed", exc_info=error)
         self._on_end(number)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,11 +12,18 @@ from tinsmith.engine.local.model.families import DecoderConfig, Projection
 from tinsmith.engine.local.ranks.cut import Cut, share_of
 from tinsmith.errors import EngineError
 
+Config = TypeVar("Config", bound=DecoderConfig)
 
-def cut_config(config: DecoderConfig, index: int, count: int) -> DecoderConfig:
+
+def cut_config(config: Config, index: int, count: int) -> Config:
     """The shape of one rank's part; a model that cannot be cut so is an `EngineError`."""
     if problem := why_not(config, count):
         raise EngineError(f"it cannot be served with {count} ranks: {problem}")
+    if _is_foreign(config):
+        (inner,) = _expert_sizes(config)
+        cut = Cut.of_experts(index, count, inner)
+        projections = tuple(_cut_projection(each, cut) for each in config.projections)
+        return replace(config, projections=projections, cut=cut)
     cut = Cut(
         index=index,
         count=count,
@@ -39,7 +46,9 @@ def cut_config(config: DecoderConfig, index: int, count: int) -> DecoderConfig:
 
 
 def why_not(config: DecoderConfig, count: int) -> str | None:
-    """Why a model of our own decoder cannot be cut into so many parts; None where it can."""
+    """Why a model cannot be cut into so many parts; None where it can."""
+    if _is_foreign(config):
+        return _why_not_foreign(config, count)
     if config.num_heads % count:
         return f"its {config.num_heads} attention heads cannot be divided evenly"
     if config.num_kv_heads % count and count % config.num_kv_heads:
@@ -49,12 +58,31 @@ def why_not(config: DecoderConfig, count: int) -> str | None:
     return None
 
 
-def foreign_refusal(count: int, problem: Exception) -> str:
-    """Why a model that our own decoder does not run is not served with several ranks."""
-    return (
-        f"{problem}; the modules of transformers, which may run it, are not divided among "
-        f"{count} ranks, so serve it with ranks = 1"
-    )
+def _is_foreign(config: DecoderConfig) -> bool:
+    """Whether it runs on the modules of `transformers`, where projections have no layer."""
+    return config.projections[0].layer is None
+
+
+def _why_not_foreign(config: DecoderConfig, count: int) -> str | None:
+    if config.state is not None:
+        return "recurrent layers are not divided"
+    if config.images is not None:
+        return "models that read images are not divided"
+    sizes = _expert_sizes(config)
+    if not sizes:
+        return "of the models that run on transformers' own modules, those with experts are divided"
+    if len(sizes) > 1:
+        return "its experts differ in size"
+    (inner,) = sizes
+    if inner % count:
+        return f"the {inner} inner columns of its experts cannot be divided evenly"
+    return None
+
+
+def _expert_sizes(config: DecoderConfig) -> set[int]:
+    """How many inner columns experts have."""
+    experts = [each for each in config.projections if each.experts is not None]
+    return {each.inputs for each in experts if each.modules[0].endswith(".w2")}
 
 
 def _kv_heads(index: int, count: int, total: int) -> range:

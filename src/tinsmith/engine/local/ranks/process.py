@@ -31,12 +31,21 @@ def main(fd: int) -> None:
     link = Link([socket.socket(fileno=fd)], lambda _: end(folder, status=0))
     begin: Begin = link.hear()
     folder = begin.folder
+    try:
+        _follow(begin, link)
+    except Exception:
+        # At once: the others wait, and threads of this process need not come to an end.
+        logging.getLogger(__name__).exception("rank %d failed", begin.rank)
+        end(folder, status=1)
+
+
+def _follow(begin: Begin, link: Link) -> None:
     ranks = JoinedRanks(begin.rank, begin.num_ranks, link)
     # How long an uploaded loss may take is for the first rank to say.
     config = dataclasses.replace(begin.config, custom_loss_seconds=math.inf)
     lockstep.choose_device(config, ranks)
     core = EngineCore(config, ranks)
-    ranks.join(folder, core.device)
+    ranks.join(begin.folder, core.device)
     lockstep.follow(core, link)
 
 
