@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,13 @@ from torch import Tensor
 from tinsmith.engine.base import SampleJob
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool
-from tinsmith.engine.local.sample.cached_attention import CachedAttention, SharedPrompt, SlabRows
 from tinsmith.engine.local.sample.generation import Generator
-from tinsmith.engine.local.sample.kvcache import CacheShape, Slab, Span
 from tinsmith.types import ModelInput, SampleResponse, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
-HEAD_DIM = 32
-CUDA = LocalEngineConfig(device="cuda")
+CUDA = LocalEngineConfig(device="cuda", kv_cache_bytes=1 << 28)
 
 
 def job_of(number: int, **params: Any) -> SampleJob:
@@ -87,7 +84,7 @@ def test_more_sequences_and_adapters_than_one_step_has_room_for(
     """Adapters with a row each leave no spare tiles, and take over one another's slots."""
     jobs = mixed_jobs(decoder, new_adapter, 40)
     together = sample(Generator(decoder, CUDA), jobs)
-    generator = Generator(decoder, LocalEngineConfig(device="cuda", max_running_samples=4))
+    generator = Generator(decoder, replace(CUDA, max_running_samples=4))
     for job, adapter in jobs[:12]:
         (alone,) = sample(generator, [(job, adapter)]).values()
         for (tokens, logprobs), (wanted, theirs) in zip(alone, together[job.job_id], strict=True):
@@ -96,62 +93,6 @@ def test_more_sequences_and_adapters_than_one_step_has_room_for(
             same = next((n for n, (left, right) in pairs if left != right), len(tokens))
             assert same > 5
             np.testing.assert_allclose(logprobs[:same], theirs[:same], atol=2e-4)
-
-
-@pytest.mark.parametrize("num_rows", [1, 300])
-@pytest.mark.parametrize(
-    ("window", "softcap"), [(None, None), (20, None), (None, 5.0)], ids=["plain", "window", "cap"]
-)
-def test_attention_finds_what_plain_attention_finds(
-    cuda: torch.device, num_rows: int, window: int | None, softcap: float | None
-) -> None:
-    """One row splits its scan; many do not. Every third row shares a prompt."""
-    from tinsmith.engine.local.kernels.decode_attention import Heads, attend, num_splits
-
-    torch.manual_seed(0)
-    heads = Heads(6, 2, HEAD_DIM)
-    spec = AttentionSpec(scale=0.2, rope=None, window=window, softcap=softcap)
-    config: Any = DecoderConfig(
-        architecture="",
-        vocab_size=8,
-        hidden_size=8,
-        intermediate_size=8,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=HEAD_DIM,
-        max_context_length=256,
-        norm_eps=1e-6,
-        layers=(spec, spec),
-    )
-    shape = CacheShape.of(config, cuda, torch.float32)
-    slab, span = Slab(shape, 128), Span(shape, 45)
-    slab.resize(num_rows)
-    for tensor in (slab.keys, slab.values, span.keys, span.values):
-        tensor.normal_()
-    own = [(37 * row) % 120 for row in range(num_rows)]
-    shares = [row % 3 == 0 for row in range(num_rows)]
-    qkv = torch.randn(num_rows, 10 * HEAD_DIM, device=cuda)
-    q, k, v = qkv.view(num_rows, 10, HEAD_DIM).split((6, 2, 2), dim=1)
-    part = SlabRows(slab, 0, list(range(num_rows)), own)
-    part.num_shared = [45 if is_shared else 0 for is_shared in shares]
-    part.prompts = [SharedPrompt(span, [row for row in range(num_rows) if shares[row]])]
-    # The plain form also writes the new keys and values, which the kernel then finds.
-    wanted = CachedAttention(config, cuda, [], [part])(1, q, k, v)
-
-    places = torch.zeros(10, num_rows + 3, dtype=torch.int64)
-    for row in range(num_rows):
-        step = slab.keys.stride(1) * 4
-        addresses = (slab.keys.data_ptr() + row * step, slab.values.data_ptr() + row * step)
-        strides = (slab.keys.stride(0), slab.keys.stride(2))
-        places[:5, row] = torch.tensor([*addresses, *strides, own[row]])
-        if shares[row]:
-            places[5:, row] = torch.tensor(
-                [span.keys.data_ptr(), span.values.data_ptr(), *span.keys.stride()[:2], 45]
-            )
-    padded = torch.cat([qkv, torch.randn(3, 10 * HEAD_DIM, device=cuda)])
-    assert (num_splits(num_rows + 3, 2) > 1) == (num_rows == 1)
-    found = attend(padded, places.to(cuda), spec, 1, heads)[:num_rows]
-    torch.testing.assert_close(found.view_as(wanted), wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

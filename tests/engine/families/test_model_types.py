@@ -16,7 +16,7 @@ from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.checking import check_model
 from tinsmith.engine.local.model.images.settings import SEEING_TYPES
 from tinsmith.engine.local.model.model_types import MODEL_TYPES, nearest_type
-from tinsmith.engine.local.sample.kvcache import CacheShape, Span
+from tinsmith.engine.local.sample.kvcache import CacheShape
 from tinsmith.errors import EngineError
 
 ROOT = Path(__file__).parents[3]
@@ -56,8 +56,10 @@ def test_a_check_counts_the_memory_that_the_model_takes(
     # The files also have buffers, such as a router's bias.
     assert decoder.nbytes <= found.weights_bytes <= 1.01 * decoder.nbytes
     assert found.fits
-    span = Span(CacheShape.of(decoder.config, decoder.device, decoder.dtype), num_tokens=10)
-    assert found.sequence_bytes + 10 * found.token_bytes == span.nbytes
+    shape = CacheShape.of(decoder.config, decoder.device, decoder.dtype)
+    blocks = 2 * shape.zero_blocks(3).nbytes
+    assert 3 * shape.block_tokens * found.token_bytes == blocks
+    assert found.sequence_bytes == shape.zero_states(1).nbytes
 
 
 def test_a_model_that_cannot_be_served_is_refused_with_the_nearest_type(tmp_path: Path) -> None:

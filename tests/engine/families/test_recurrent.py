@@ -150,7 +150,7 @@ def test_a_prompt_that_is_only_scored_ends_though_nothing_is_left_to_read(
 def test_with_little_memory_sequences_give_way_and_go_on_with_the_trainers_logprobs(
     decoder: Decoder, new_adapter: NewAdapter
 ) -> None:
-    """Two scopes take rows from each other, and slots have to be given up and read again."""
+    """Two scopes take rows from each other, and blocks have to be given up and read again."""
     state, config = decoder.config.state, decoder.config
     assert state is not None
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
@@ -178,13 +178,13 @@ def test_with_little_memory_sequences_give_way_and_go_on_with_the_trainers_logpr
 
 
 def test_the_memory_of_states_is_counted(decoder: Decoder) -> None:
-    """A remembered prompt of 20 tokens holds those that were read, and one state."""
+    """A remembered prompt of 20 tokens holds two blocks of 16, and one state."""
     generator = Generator(decoder, CPU)
     config, state = decoder.config, decoder.config.state
     assert state is not None
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
     answer(generator, job_of("a", tokens_of(20), num_samples=3))
-    assert generator.cache_bytes == 19 * per_token + state.nbytes
+    assert generator.cache_bytes == 2 * 16 * per_token + state.nbytes
     empty = Generator(decoder, CPU)
     answer(empty, job_of("b", tokens_of(1)))
     assert empty.cache_bytes == 0, "of a prompt of one token there is nothing to remember"
@@ -193,7 +193,7 @@ def test_the_memory_of_states_is_counted(decoder: Decoder) -> None:
 def test_an_adapter_that_has_diverged_fails_alone_and_leaves_no_trace(
     decoder: Decoder, new_adapter: NewAdapter
 ) -> None:
-    """Its slot is taken by others later on: nothing that is not finite may be left there."""
+    """Its blocks are taken by others later on: nothing that is not finite may be left there."""
     generator = Generator(decoder, CPU)
     broken = new_adapter(decoder)
     broken.flat.fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""The cache's bookkeeping: rows without holes, growth, the budget, remembered prompts."""
+"""The cache: blocks that never move, who reads them, the budget, and what is remembered."""
 
 from __future__ import annotations
 
@@ -11,141 +11,140 @@ import torch
 
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.model.recurrent.recurrence import StateShape
-from tinsmith.engine.local.sample.kvcache import CacheShape, KVCache, Slot, Span
-from tinsmith.engine.local.sample.prefixes import Prefixes, Realm, shared_prefix
+from tinsmith.engine.local.sample.kvcache import BlockTable, CacheShape, KVCache
+from tinsmith.engine.local.sample.prefixes import NOTHING, Realm, shared_prefix
+from tinsmith.errors import EngineError
 
 SHAPE = CacheShape(2, 2, 4, 512, torch.device("cpu"), torch.float32)
-TOKEN = SHAPE.bytes_per_token
-
-
+SIZE = SHAPE.block_tokens
+STATE = StateShape(num_layers=3, taps=4, channels=6, num_heads=2, key_dim=4, value_dim=5)
+WITH_STATES = replace(SHAPE, state=STATE)
 BARE = Realm("", None)
 
 
-def cache_of(num_tokens: int, prefixes: Prefixes | None = None) -> KVCache:
-    """A cache with room for so many tokens."""
-
-    def evict() -> bool:
-        span = prefixes.evict() if prefixes is not None else None
-        if span is not None:
-            cache.drop_span(span)
-        return span is not None
-
-    cache = KVCache(SHAPE, num_tokens * TOKEN, evict)
-    return cache
+def cache_of(num_blocks: int, shape: CacheShape = SHAPE) -> KVCache:
+    """A cache with room for so many blocks, and half as much again in states if it has any."""
+    share = 2 if shape.state_bytes else 1
+    return KVCache(shape, share * num_blocks * shape.block_bytes)
 
 
-def write(slot: Slot, number: float, num_tokens: int) -> None:
-    slot.slab.keys[:, slot.row, :, :num_tokens] = number
-    slot.slab.values[:, slot.row, :, :num_tokens] = -number
-    slot.num_tokens = num_tokens
+def table_of(cache: KVCache, num_tokens: int) -> BlockTable:
+    """A prompt of so many tokens that has been read."""
+    table = cache.new_table(num_tokens, NOTHING, num_samples=1, force=True)
+    assert table is not None
+    table.num_tokens = num_tokens
+    return table
 
 
-def content(slot: Slot) -> set[float]:
-    keys = slot.slab.keys[:, slot.row, :, : slot.num_tokens]
-    values = slot.slab.values[:, slot.row, :, : slot.num_tokens]
-    assert torch.equal(keys, -values)
-    return set(keys.flatten().tolist())
+def write(cache: KVCache, table: BlockTable, number: float) -> None:
+    cache.keys[:, table.blocks] = number
+    cache.values[:, table.blocks] = -number
 
 
-def test_rows_stay_without_holes_and_keep_their_content() -> None:
-    cache = cache_of(10_000)
-    slots = [cache.new_slot(10) for _ in range(5)]
-    for number, slot in enumerate(slots, 1):
-        assert slot is not None
-        write(slot, number, 10)
-    first, second, third, fourth, fifth = (slot for slot in slots if slot)
-    cache.free_slot(second)
-    cache.free_slot(fifth if fifth.row == 3 else fourth)
-    rest = [slot for slot in (first, third, fourth, fifth) if slot in slot.slab.slots]
-    assert sorted(slot.row for slot in rest) == [0, 1, 2]
-    for slot in rest:
-        assert content(slot) == {slots.index(slot) + 1.0}
+def content(cache: KVCache, table: BlockTable) -> set[float]:
+    assert torch.equal(cache.keys[:, table.blocks], -cache.values[:, table.blocks])
+    return set(cache.keys[:, table.blocks].flatten().tolist())
 
 
-def test_a_full_slot_grows_into_a_larger_one_with_the_same_content() -> None:
-    cache = cache_of(10_000)
-    slot = cache.new_slot(0)
-    assert slot is not None
-    write(slot, 3.0, slot.slab.capacity)
-    grown = cache.grow(slot)
-    assert grown is not None
-    assert grown.slab.capacity == 128
-    assert content(grown) == {3.0}
-    assert cache.grow(grown) is grown
-    assert [slab.capacity for slab in cache.slabs] == [128]
+def prompt(token: int, num_blocks: int) -> np.ndarray:
+    return np.full(num_blocks * SIZE, token)
 
 
-def test_states_count_as_memory() -> None:
-    """A span and the slots that follow it need one each, and so does every row of a slab."""
-    state = StateShape(num_layers=3, taps=4, channels=6, num_heads=2, key_dim=4, value_dim=5)
-    shape = replace(SHAPE, state=state)
-    needed = (10 + 2 * 64) * TOKEN + 3 * state.nbytes
-    for room, is_enough in ((needed, True), (needed - 1, False)):
-        cache = KVCache(shape, room, lambda: False)
-        span = cache.new_span(10, num_slots=2)
-        assert (span is not None) == is_enough
-    cache = KVCache(shape, needed, lambda: False)
-    assert cache.new_span(10, num_slots=2) is not None
-    slot = cache.new_slot(0)
-    assert slot is not None
-    slab = slot.slab
-    held = slab.keys.nbytes + slab.values.nbytes + slab.states.nbytes
-    assert cache.nbytes == 10 * TOKEN + state.nbytes + held
-    assert held == cache.bytes_for_slot(0)
-    assert cache.new_slot(0) is not None and cache.new_slot(0) is None
+def remember(cache: KVCache, realm: Realm, tokens: np.ndarray) -> BlockTable:
+    table = table_of(cache, len(tokens))
+    cache.remember(realm, tokens, table)
+    return table
 
 
-def test_no_slot_is_larger_than_the_context() -> None:
-    assert CacheShape(1, 1, 1, 100, torch.device("cpu"), torch.float32).slot_capacity(90) == 100
+# Blocks
+
+
+def test_a_sequence_grows_by_a_block_at_a_time_and_nothing_moves() -> None:
+    cache = cache_of(10)
+    table = table_of(cache, SIZE)
+    write(cache, table, 3.0)
+    before, address = list(table.blocks), cache.keys.data_ptr()
+    for num_tokens in range(SIZE, 3 * SIZE):
+        table.num_tokens = num_tokens
+        assert cache.extend(table, num_tokens + 1)
+    assert len(table.blocks) == 3
+    assert (table.blocks[:1], cache.keys.data_ptr()) == (before, address)
+    assert set(cache.keys[:, before].flatten().tolist()) == {3.0}
+
+
+def test_samples_share_full_blocks_and_copy_the_last_when_they_write_to_it() -> None:
+    cache = cache_of(10)
+    table = table_of(cache, 2 * SIZE + 5)
+    write(cache, table, 7.0)
+    samples = [cache.fork(table) for _ in range(3)]
+    cache.free(table)
+    assert cache.nbytes == 3 * SHAPE.block_bytes, "all of it is shared"
+    for sample in samples:
+        assert cache.extend(sample, sample.num_tokens + 1)
+        assert content(cache, sample) == {7.0}
+    assert len({tuple(sample.blocks[:2]) for sample in samples}) == 1
+    assert len({sample.blocks[2] for sample in samples}) == 3
+    assert cache.nbytes == 5 * SHAPE.block_bytes, "the last who reads a block needs no copy"
+    for sample in samples:
+        cache.free(sample)
+    assert cache.nbytes == 0
+
+
+def test_states_are_copied_when_they_are_changed_and_count_as_memory() -> None:
+    cache = cache_of(10, WITH_STATES)
+    table = table_of(cache, 5)
+    assert table.state is not None
+    cache.states[:, table.state] = 1.0
+    sample = cache.fork(table)
+    assert cache.nbytes == SHAPE.block_bytes + STATE.nbytes
+    assert cache.extend(sample, 6)
+    assert sample.state is not None
+    assert sample.state != table.state
+    cache.states[:, sample.state] = 2.0
+    assert (cache.states[:, table.state] == 1.0).all()
+    assert cache.nbytes == 2 * (SHAPE.block_bytes + STATE.nbytes)
+    cache.free(sample)
+    cache.free(table)
+    assert cache.nbytes == 0
+    fresh = table_of(cache, 5)
+    assert not cache.states[:, fresh.state].any(), "a sequence begins in a state of zeros"
 
 
 def test_the_budget_is_kept_unless_forced() -> None:
-    cache = cache_of(128)
-    slot = cache.new_slot(0)
-    assert slot is not None
-    write(slot, 1.0, 64)
-    assert cache.grow(slot) is None
-    assert cache.new_slot(100) is None
-    assert cache.new_span(65, num_slots=1) is None
-    assert cache.nbytes <= cache.max_bytes
-    grown = cache.grow(slot, force=True)
-    assert grown is not None
-    assert content(grown) == {1.0}
+    cache = cache_of(4)
+    table = table_of(cache, 3 * SIZE)
+    assert cache.new_table(SIZE, NOTHING, num_samples=1) is None, "nor the token that follows"
+    assert cache.extend(table, 3 * SIZE + 1)
+    assert not cache.extend(table, 4 * SIZE + 1)
+    assert cache.nbytes == cache.max_bytes
+    assert cache.extend(table, 4 * SIZE + 1, force=True)
 
 
-def test_unused_rows_are_given_up_when_memory_is_short() -> None:
-    cache = cache_of(64 * 4)
-    slots = [cache.new_slot(0) for _ in range(3)]  # rows double: room for four is taken
-    assert cache.nbytes == 64 * 4 * TOKEN
-    for slot in slots[:2]:
-        assert slot is not None
-        cache.free_slot(slot)
-    assert cache.new_slot(100) is not None
+def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
+    """Where memory is taken as a whole, nobody goes beyond it."""
+    shape = replace(SHAPE, device=torch.device("meta"))
+    cache = KVCache(shape, 4 * shape.block_bytes, has_padding=False)
+    table = cache.new_table(3 * SIZE, NOTHING, num_samples=1, force=True)
+    assert table is not None
+    table.num_tokens = 4 * SIZE
+    with pytest.raises(EngineError, match=rf"{4 * SIZE + 1} tokens .*{cache.max_bytes:,}.*raise"):
+        cache.extend(table, 4 * SIZE + 1, force=True)
+    cache.free(table)
+    with pytest.raises(EngineError, match="raise kv_cache_bytes"):
+        cache.new_table(4 * SIZE, NOTHING, num_samples=1, force=True)
+    assert cache.nbytes == 0, "what failed holds nothing"
 
 
-def test_bytes_are_counted_back_to_zero() -> None:
-    cache = cache_of(10_000)
-    span = cache.new_span(100, num_slots=1)
-    slots = [cache.new_slot(count) for count in (0, 70, 200)]
-    assert span is not None
-    cache.drop_span(span)
-    for slot in slots:
-        assert slot is not None
-        cache.free_slot(slot)
-    assert cache.nbytes == 0
-    assert cache.slabs == []
+def test_a_block_that_is_used_again_holds_nothing_of_its_past() -> None:
+    cache = cache_of(2)
+    broken = table_of(cache, SIZE)
+    write(cache, broken, float("nan"))
+    cache.free(broken)
+    for _ in range(2):
+        assert content(cache, table_of(cache, 1)) == {0.0}
 
 
-def test_a_wiped_row_holds_nothing_of_its_past() -> None:
-    cache = cache_of(1000)
-    slots = [cache.new_slot(0), cache.new_slot(0)]
-    broken, other = (slot for slot in slots if slot)
-    write(broken, float("nan"), 64)
-    write(other, 1.0, 5)
-    slab = broken.slab
-    cache.free_slot(broken, wipe=True)
-    assert torch.isfinite(slab.keys).all()
-    assert torch.isfinite(slab.values).all()
+# Remembered prompts
 
 
 @pytest.mark.parametrize(
@@ -156,97 +155,121 @@ def test_the_shared_prefix_is_counted(left: list[int], right: list[int], wanted:
     assert shared_prefix(np.array(left), np.array(right)) == wanted
 
 
-def test_the_longest_match_of_the_same_adapter_is_found() -> None:
-    prefixes, cache = Prefixes(), cache_of(10_000)
-    spans = [cache.new_span(4, num_slots=1) for _ in range(3)]
-    one, two, three = (span for span in spans if span)
+def test_the_blocks_that_a_prompt_begins_with_are_found_under_the_same_adapter() -> None:
+    cache = cache_of(100)
     other = Realm("", cast(Adapter, object()))
-    prefixes.remember(BARE, np.array([1, 2, 3, 4]), one)
-    prefixes.remember(BARE, np.array([1, 2, 9, 9]), two)
-    prefixes.remember(other, np.array([1, 2, 9, 8]), three)
-    assert prefixes.find(BARE, np.array([1, 2, 9, 8])) == (two, 3)
-    assert prefixes.find(other, np.array([1, 2, 9, 8])) == (three, 4)
-    assert prefixes.find(BARE, np.array([7])) == (None, 0)
+    one = remember(cache, BARE, np.concatenate([prompt(1, 2), prompt(2, 1)]))
+    two = remember(cache, other, prompt(1, 3))
+    assert cache.known(BARE, prompt(1, 4)).blocks == one.blocks[:2]
+    assert cache.known(other, prompt(1, 4)).blocks == two.blocks
+    assert cache.known(BARE, prompt(1, 2)[:-1]).num_tokens == SIZE, "full blocks only"
+    assert cache.known(BARE, np.concatenate([prompt(2, 1), prompt(1, 1)])) == ([], 0, None)
 
 
 def test_a_prompt_of_another_scope_is_never_found() -> None:
-    prefixes, cache = Prefixes(), cache_of(10_000)
-    span = cache.new_span(4, num_slots=1)
-    assert span is not None
-    prefixes.remember(Realm("ann", None), np.array([1, 2, 3, 4]), span)
-    assert prefixes.find(Realm("bob", None), np.array([1, 2, 3, 4])) == (None, 0)
-    assert prefixes.find(Realm("ann", None), np.array([1, 2, 3, 4])) == (span, 4)
+    cache = cache_of(100)
+    table = remember(cache, Realm("ann", None), prompt(1, 2))
+    assert cache.known(Realm("bob", None), prompt(1, 2)) == NOTHING
+    assert cache.known(Realm("ann", None), prompt(1, 2)).blocks == table.blocks
 
 
-def test_the_scope_that_remembers_most_gives_way_first() -> None:
-    prefixes = Prefixes()
-    cache = cache_of(100_000, prefixes)
-    spans = {}
+def test_a_prompt_takes_what_is_known_and_needs_room_for_the_rest() -> None:
+    cache = cache_of(6)
+    first = remember(cache, BARE, prompt(1, 3))
+    known = cache.known(BARE, prompt(1, 3))
+    table = cache.new_table(5 * SIZE, known, num_samples=1)
+    assert table is not None
+    assert table.blocks[:3] == first.blocks
+    assert (table.num_tokens, cache.nbytes) == (3 * SIZE, 5 * SHAPE.block_bytes)
+
+
+def test_the_scope_that_keeps_most_gives_way_first_with_what_it_used_least_recently() -> None:
+    cache = cache_of(7)
     for scope, token in [("bob", 0), *[("ann", token) for token in range(1, 6)]]:
-        spans[token] = cache.new_span(64, num_slots=1)
-        spans[token].num_users = 0
-        prefixes.remember(Realm(scope, None), np.full(64, token), spans[token])
-    gone = [prefixes.evict() for _ in range(4)]
-    assert gone == [spans[token] for token in (1, 2, 3, 4)], "bob's is the oldest, and stays"
-
-
-def test_the_least_recently_used_idle_prompt_gives_way() -> None:
-    prefixes = Prefixes()
-    cache = cache_of(340, prefixes)
-    spans = []
-    for token in (1, 2, 3):
-        span = cache.new_span(64, num_slots=1)
-        assert span is not None
-        prefixes.remember(BARE, np.full(64, token), span)
-        spans.append(span)
-    for span in (spans[0], spans[2]):
-        span.num_users = 0
-    prefixes.find(BARE, np.full(64, 1))
-    assert cache.new_span(64, num_slots=1) is not None
-    assert [span in prefixes for span in spans] == [True, True, False]
-
-
-def test_a_prompt_that_contains_an_idle_one_replaces_it() -> None:
-    prefixes, cache = Prefixes(), cache_of(10_000)
-    short, long = cache.new_span(2, num_slots=1), cache.new_span(3, num_slots=1)
-    assert short is not None
-    assert long is not None
-    prefixes.remember(BARE, np.array([1, 2]), short)
-    short.num_users = 0
-    assert prefixes.remember(BARE, np.array([1, 2, 3]), long) == [short]
-    assert len(prefixes) == 1
-
-
-def test_forgetting_an_adapter_leaves_spans_that_are_still_read() -> None:
-    prefixes, cache = Prefixes(), cache_of(10_000)
-    read, idle = cache.new_span(2, num_slots=1), cache.new_span(2, num_slots=1)
+        cache.free(remember(cache, Realm(scope, None), prompt(token, 1)))
+    read = cache.new_table(SIZE, cache.known(Realm("ann", None), prompt(1, 1)), num_samples=0)
     assert read is not None
-    assert idle is not None
-    idle.num_users = 0
-    prefixes.remember(BARE, np.array([1, 2]), read)
-    prefixes.remember(BARE, np.array([3, 4]), idle)
-    assert prefixes.forget(None) == [idle]
-    assert len(prefixes) == 0
+    cache.free(read)
+    assert cache.new_table(3 * SIZE, NOTHING, num_samples=1) is not None
+    kept = [token for token in range(1, 6) if cache.known(Realm("ann", None), prompt(token, 1))[1]]
+    assert kept == [1, 5], "2, 3 and 4 were used before 5, and 1 after"
+    assert cache.known(Realm("bob", None), prompt(0, 1)).num_tokens, "the oldest, and bob's only"
 
 
-def test_whatever_was_remembered_the_longest_match_is_found_and_covered_prompts_go() -> None:
-    """Against a look at every entry, over many short prompts of few tokens."""
+def test_what_is_read_is_not_forgotten_and_of_a_prompt_the_end_goes_first() -> None:
+    cache = cache_of(5)
+    read = remember(cache, BARE, prompt(1, 2))
+    cache.free(remember(cache, BARE, prompt(2, 3)))
+    assert cache.new_table(SIZE, NOTHING, num_samples=0) is not None
+    assert cache.known(BARE, prompt(2, 3)).num_tokens == 2 * SIZE
+    assert cache.new_table(3 * SIZE, NOTHING, num_samples=0) is None
+    assert cache.known(BARE, prompt(1, 2)).blocks == read.blocks
+
+
+def test_forgetting_an_adapter_leaves_blocks_that_are_still_read() -> None:
+    cache = cache_of(10)
+    read = remember(cache, BARE, prompt(1, 2))
+    cache.free(remember(cache, BARE, prompt(2, 2)))
+    cache.forget(None)
+    assert cache.nbytes == 2 * SHAPE.block_bytes
+    assert cache.known(BARE, prompt(1, 2)) == NOTHING
+    cache.free(read)
+    assert cache.nbytes == 0
+
+
+def test_with_states_the_longest_whole_prompt_is_found_and_may_be_continued() -> None:
+    cache = cache_of(20, WITH_STATES)
+    short, long = np.arange(SIZE + 3), np.arange(2 * SIZE + 3)
+    for tokens in (short, long):
+        table = remember(cache, BARE, tokens)
+        cache.states[:, table.state] = float(len(tokens))
+        cache.free(table)
+    known = cache.known(BARE, np.arange(2 * SIZE))
+    assert known.num_tokens == len(short)
+    longer = cache.new_table(2 * SIZE, known, num_samples=1)
+    assert longer is not None
+    assert (cache.states[:, longer.state] == len(short)).all()
+    assert (longer.state, longer.blocks[1]) != (known.state, known.blocks[1]), "its own to change"
+    assert longer.blocks[0] == known.blocks[0]
+    assert cache.known(BARE, short[:-1]) == NOTHING
+    cache.free(longer)
+    cache.forget(None)
+    assert cache.nbytes == 0
+
+
+def test_with_states_the_oldest_prompt_of_the_scope_with_most_gives_way() -> None:
+    cache = cache_of(4, WITH_STATES)
+    ann, bob = Realm("ann", None), Realm("bob", None)
+    for realm, token in ((bob, 0), (ann, 1), (ann, 2), (ann, 3)):
+        table = cache.new_table(SIZE, NOTHING, num_samples=1)
+        assert table is not None
+        table.num_tokens = SIZE
+        cache.remember(realm, prompt(token, 1), table)
+        cache.free(table)
+    assert [bool(cache.known(ann, prompt(token, 1)).num_tokens) for token in (1, 2, 3)] == [
+        False,
+        True,
+        True,
+    ]
+    assert cache.known(bob, prompt(0, 1)).num_tokens, "the oldest, and bob's only one"
+
+
+def test_whatever_was_remembered_the_longest_beginning_is_found() -> None:
+    """Against a look at every prompt, over many prompts of few tokens."""
     random = np.random.default_rng(0)
-    for _ in range(50):
-        prefixes = Prefixes()
-        kept: list[tuple[np.ndarray, Span]] = []
-        for _ in range(30):
-            tokens, asked = (random.integers(0, 3, random.integers(1, 8)) for _ in range(2))
-            span = Span(SHAPE, len(tokens))
-            span.num_users = int(random.integers(0, 2))
-            covered = [
-                old
-                for known, old in kept
-                if not old.num_users and shared_prefix(known, tokens) == len(known)
-            ]
-            gone = prefixes.remember(BARE, tokens, span)
-            assert {id(old) for old in gone} == {id(old) for old in covered}
-            kept = [(known, old) for known, old in kept if old not in gone] + [(tokens, span)]
-            _, num_shared = prefixes.find(BARE, asked)
-            assert num_shared == max(shared_prefix(known, asked) for known, _ in kept)
-            assert len(prefixes) == len(kept)
+    cache = cache_of(10_000)
+    kept: list[np.ndarray] = []
+    for _ in range(200):
+        tokens, asked = (
+            np.repeat(random.integers(0, 2, random.integers(1, 6)), SIZE // 2) for _ in range(2)
+        )
+        cache.free(remember(cache, BARE, tokens))
+        kept.append(tokens)
+        longest = max(shared_prefix(known[: len(known) // SIZE * SIZE], asked) for known in kept)
+        assert cache.known(BARE, asked).num_tokens == longest // SIZE * SIZE
+    distinct = {block.tobytes() for t in kept for block in ends_of_blocks(t)}
+    assert cache.nbytes == len(distinct) * SHAPE.block_bytes, "each block is kept once"
+
+
+def ends_of_blocks(tokens: np.ndarray) -> list[np.ndarray]:
+    return [tokens[:stop] for stop in range(SIZE, len(tokens) + 1, SIZE)]

@@ -93,14 +93,14 @@ def test_a_prompt_is_found_again_only_with_the_same_image(decoder: Decoder) -> N
     generator = Generator(decoder, CPU)
 
     def ask(name: str, seed: int, scope: str = "") -> SampleResponse:
-        chunks = ([1, 2, 3], image_chunk(3, 3, seed), [4, 5])
+        chunks = ([1, 2, 3] * 6, image_chunk(3, 3, seed), [4, 5] * 4)
         return answer(generator, job_of(name, with_images(*chunks), scope=scope))
 
     first, same, other = ask("first", 1), ask("same", 1), ask("other", 2)
     assert first.prompt_cache_hit_tokens == 0
-    assert same.prompt_cache_hit_tokens == 13, "all but the last"
+    assert same.prompt_cache_hit_tokens == 32, "two full blocks of 35 tokens"
     assert same.sequences[0].tokens == first.sequences[0].tokens
-    assert other.prompt_cache_hit_tokens == 3, "the text before the image"
+    assert other.prompt_cache_hit_tokens == 16, "of the text before the image"
     assert ask("stranger", 1, scope="b").prompt_cache_hit_tokens == 0
 
 

@@ -2,20 +2,22 @@
 
 A step mixes two kinds of rows: chunks of prompts, and one new token for each running sequence. The
 new keys and values are written to the cache first, then every row attends to what its sequence
-holds. Running sequences are taken a slab at a time, in one call over padded rows; on the CPU in
-float32 that is torch's own kernel, where the heads that share keys are rows of one product (two
-cores, 16 sequences of 100 tokens: 0.14 ms a layer, and 0.26 ms as batched products). What counts
-there is how often keys and values are read, so the samples of one prompt attend to it together; the
-two partial results are then weighed by the probability each part holds.
+holds. Blocks lie anywhere, so what is read is first copied together. Running sequences of like
+length are taken at once, in one call over padded rows; on the CPU in float32 that is torch's own
+kernel, where the heads that share keys are rows of one product (two cores, 16 sequences of 100
+tokens: 0.14 ms a layer, and 0.26 ms as batched products). What counts there is how often keys and
+values are read, so the samples of one prompt attend to it together; the two partial results are
+then weighed by the probability each part holds.
 
-Shapes: N rows of the step, B sequences in a slab, H query heads, K key/value heads, G = H / K,
-D head size, T tokens of a chunk or span, R slots of a slab, C its capacity in tokens.
+Shapes: N rows of the step, B sequences of like length, H query heads, K key/value heads,
+G = H / K, D head size, T tokens of a chunk, S of a block, M blocks of each sequence.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,115 +34,128 @@ from tinsmith.engine.local.model.batch import (
 )
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
 from tinsmith.engine.local.sample.cached_states import CachedStates
-from tinsmith.engine.local.sample.kvcache import Slab, Span
+from tinsmith.engine.local.sample.kvcache import BlockTable, KVCache
 
 _MASKED = -1e30
 """Finite, so that a row whose every key is masked gives a weight of zero and not a NaN."""
 
 
-@dataclass(slots=True)
-class PromptChunk:
-    """Rows start to stop hold tokens `num_past` and following of the prompt in `span`."""
+class Rows(NamedTuple):
+    """Rows start to stop of the step hold the tokens that follow those in `table`."""
 
     start: int
     stop: int
-    span: Span
-    num_past: int
+    table: BlockTable
 
+    @property
+    def num_past(self) -> int:
+        return self.table.num_tokens
 
-@dataclass(slots=True)
-class SharedPrompt:
-    """Which rows of a slab part continue the prompt in `span`."""
-
-    span: Span
-    members: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class SlabRows:
-    """The sequences in consecutive rows of a slab, one new token each."""
-
-    slab: Slab
-    first: int
-    rows: list[int] = field(default_factory=list)
-    """For each sequence, the step's row that holds its new token."""
-    num_own: list[int] = field(default_factory=list)
-    """For each, how many tokens its slot held before."""
-    num_shared: list[int] = field(default_factory=list)
-    """For each, how many tokens precede the slot's in a shared prompt."""
-    prompts: list[SharedPrompt] = field(default_factory=list)
+    @property
+    def end(self) -> int:
+        """How many tokens the table holds after the step."""
+        return self.num_past + self.stop - self.start
 
 
 class CachedAttention:
     """The `Attention` of one step. Lengths are those before it; the caller counts up after."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        device: torch.device,
-        prompts: list[PromptChunk],
-        running: list[SlabRows],
-    ) -> None:
-        self._parts = prompts, running, device
+    def __init__(self, config: DecoderConfig, prompts: list[Rows], running: list[Rows]) -> None:
+        """A row of `running` is one sequence's new token."""
+        self._sequences = sorted([*prompts, *running])
         self._layers = config.layers
-        self._num_kv_heads = config.num_kv_heads
-        num_rows = sum(part.stop - part.start for part in prompts)
-        num_rows += sum(len(part.rows) for part in running)
+        self._cache = cache = self._sequences[0].table.cache
+        self._places = _places(cache, self._sequences)
         self._packed: _PackedPrompts | None = None
-        if prompts and not running and kernels.are_usable(prompts[0].span.keys):
-            self._packed = _PackedPrompts(config, prompts, device)
-        self._prompts = [_PromptRows(part, device) for part in prompts]
-        self._running = [_RunningRows(part, config.num_kv_heads, device) for part in running]
-        self._is_whole = (
-            not prompts and len(running) == 1 and self._running[0].is_in_order(num_rows)
-        )
+        if prompts and not running and kernels.are_usable(cache.keys):
+            self._packed = _PackedPrompts(config, cache, sorted(prompts))
+        self._prompts = [_PromptRows(rows, cache) for rows in prompts]
+        self._running = [_RunningRows(rows, cache) for rows in _of_like_length(running)]
+        self._is_whole = not prompts and len(self._running) == 1 and self._running[0].are_in_order
 
     @functools.cached_property
     def sequences(self) -> CachedStates:
-        return CachedStates(*self._parts)
+        return CachedStates(self._cache.states, self._sequences)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         spec = self._layers[layer]
+        # KV cache first: k and v (N, K, D) to the vectors (D,) of the layer's blocks.
+        head_dim = k.shape[-1]
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys.view(-1, head_dim).index_copy_(0, self._places, k.reshape(-1, head_dim))
+        values.view(-1, head_dim).index_copy_(0, self._places, v.reshape(-1, head_dim))
         # Only prefill, on CUDA.
         if self._packed is not None:
             return self._packed.attend(layer, spec, q, k, v, sinks)
-        # Only decode, in the order of one slab: no rows to pick.
+        # Only decode, all at once: no rows to pick.
         if self._is_whole:
-            return self._running[0].attend(layer, spec, q, k, v, sinks)
+            return self._running[0].attend(layer, spec, q, sinks)
         # Mixed: each part takes its rows of (N, H, D).
         out = torch.empty_like(q)
         for prompt in self._prompts:
             rows = prompt.rows
-            prompt.write(layer, k[rows], v[rows])
-            out[rows] = prompt.attend(layer, spec, q[rows], sinks)
+            out[rows] = prompt.attend(layer, spec, q[rows], k[rows], v[rows], sinks)
         for part in self._running:
-            index = part.rows
-            out[index] = part.attend(layer, spec, q[index], k[index], v[index], sinks)
+            out[part.rows] = part.attend(layer, spec, q[part.rows], sinks)
         return out
+
+
+def _places(cache: KVCache, sequences: list[Rows]) -> Tensor:
+    """(N · K,) which vectors of a layer's blocks (N, K, S, D), in a row, the new tokens get."""
+    size, num_heads = cache.shape.block_tokens, cache.shape.num_kv_heads
+    firsts = []
+    for rows in sequences:
+        position = np.arange(rows.num_past, rows.end)
+        first = rows.num_past // size
+        blocks = np.array(rows.table.blocks[first : (rows.end - 1) // size + 1], dtype=np.int64)
+        firsts.append(blocks[position // size - first] * (num_heads * size) + position % size)
+    heads = np.arange(num_heads) * size
+    places = np.concatenate(firsts)[:, None] + heads
+    return torch.from_numpy(places.ravel()).to(cache.shape.device)
+
+
+class _Gathered:
+    """Copies of blocks of B sequences, M of each, with the tokens of a head in a row."""
+
+    def __init__(self, cache: KVCache, blocks: np.ndarray) -> None:
+        """`blocks` (B, M)."""
+        self._cache = cache
+        shape = cache.shape
+        heads = np.arange(shape.num_kv_heads)
+        # (B, K, M): where the S · D numbers of a head lie in a layer's blocks.
+        places = blocks[:, None, :] * shape.num_kv_heads + heads[None, :, None]
+        self._places = torch.from_numpy(places.ravel()).to(shape.device)
+        self._size = (len(blocks) * shape.num_kv_heads, -1, shape.head_dim)
+        numbers = (len(self._places), shape.block_tokens * shape.head_dim)
+        # Used again for each layer: fresh memory would take longer than the copy.
+        self._keys = torch.empty(numbers, dtype=shape.dtype, device=shape.device)
+        self._values = torch.empty_like(self._keys)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (B · K, M · S, D), good until the next layer is read."""
+        for source, target in (
+            (self._cache.keys[layer], self._keys),
+            (self._cache.values[layer], self._values),
+        ):
+            torch.index_select(source.view(-1, target.shape[1]), 0, self._places, out=target)
+        return self._keys.view(self._size), self._values.view(self._size)
 
 
 class _PackedPrompts:
     """All chunks of a step without running rows, on CUDA: few launches, whatever their number.
 
-    Keys and values are written by one kernel. Chunks at the start of their prompt then attend in
-    one call of a kernel for packed sequences, and those further on in another.
+    Chunks at the start of their prompt attend in one call of a kernel for packed sequences, and
+    those further on in another.
     """
 
-    def __init__(
-        self, config: DecoderConfig, chunks: list[PromptChunk], device: torch.device
-    ) -> None:
-        from tinsmith.engine.local.sample.decode_tables import prompt_places
-
-        chunks = sorted(chunks, key=lambda chunk: chunk.start)
-        parts = [(c.span, c.num_past, c.num_past + c.stop - c.start) for c in chunks]
-        self._places = prompt_places(parts, device)
+    def __init__(self, config: DecoderConfig, cache: KVCache, chunks: list[Rows]) -> None:
         fresh = [chunk for chunk in chunks if not chunk.num_past]
         later = [chunk for chunk in chunks if chunk.num_past]
-        self._later = _LaterRows(later, device) if later else None
+        self._later = _LaterRows(later, cache) if later else None
         self._attention = PackedAttention(config, [chunk.stop - chunk.start for chunk in fresh])
-        self._fresh = _rows_of(fresh, device) if fresh else None
+        self._fresh = _rows_of(fresh, cache.shape.device) if fresh else None
 
     def attend(
         self,
@@ -151,14 +166,10 @@ class _PackedPrompts:
         v: Tensor,
         sinks: Tensor | None,
     ) -> Tensor:
-        from tinsmith.engine.local.kernels.decode_attention import write
-
-        # KV cache first: k and v (N, K, D) go to their spans.
-        write(k, v, self._places, layer)
         if self._later is None:
             return self._attention(layer, q, k, v, sinks)
         out = torch.empty_like(q)
-        self._later.attend(layer, spec, q, out, sinks)
+        self._later.attend(layer, spec, q, k, v, out, sinks)
         if self._fresh is not None:
             rows = self._fresh
             out[rows] = self._attention(layer, q[rows], k[rows], v[rows], sinks)
@@ -172,33 +183,49 @@ class _LaterRows:
     the chunk.
     """
 
-    def __init__(self, chunks: list[PromptChunk], device: torch.device) -> None:
-        self._parts = [_PromptRows(chunk, device) for chunk in chunks]
-        self._rows = _rows_of(chunks, device)
-        lengths = [chunk.stop - chunk.start for chunk in chunks]
-        self._stops = [c.num_past + length for c, length in zip(chunks, lengths, strict=True)]
-        self._spans = [chunk.span for chunk in chunks]
-        self._queries = Bounds.of(lengths, device)
-        self._keys = Bounds.of(self._stops, device)
+    def __init__(self, chunks: list[Rows], cache: KVCache) -> None:
+        shape = cache.shape
+        self._cache = cache
+        self._parts = [_PromptRows(chunk, cache) for chunk in chunks]
+        self._rows = _rows_of(chunks, shape.device)
+        self._queries = Bounds.of([chunk.stop - chunk.start for chunk in chunks], shape.device)
+        self._keys = Bounds.of([chunk.end for chunk in chunks], shape.device)
+        # (sum of ends · K,): the vectors (D,) of all tokens so far, token by token.
+        size, heads = shape.block_tokens, np.arange(shape.num_kv_heads)
+        firsts = []
+        for chunk in chunks:
+            position = np.arange(chunk.end)
+            blocks = np.array(chunk.table.blocks, dtype=np.int64)[position // size]
+            firsts.append(blocks * (shape.num_kv_heads * size) + position % size)
+        places = np.concatenate(firsts)[:, None] + heads * size
+        self._places = torch.from_numpy(places.ravel()).to(shape.device)
 
     def attend(
-        self, layer: int, spec: AttentionSpec, q: Tensor, out: Tensor, sinks: Tensor | None
+        self,
+        layer: int,
+        spec: AttentionSpec,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         """From these rows of q (N, H, D) to the same of `out`."""
         if not has_packed_kernel(spec, q, sinks):
             for part in self._parts:
-                out[part.rows] = part.attend(layer, spec, q[part.rows], sinks)
+                rows = part.rows
+                out[rows] = part.attend(layer, spec, q[rows], k[rows], v[rows], sinks)
             return
-        ends = list(zip(self._spans, self._stops, strict=True))
-        # Pack what the spans hold: (K, T, D) each to (sum of T, K, D).
-        keys = torch.cat([span.keys[layer, :, :stop].transpose(0, 1) for span, stop in ends])
-        values = torch.cat([span.values[layer, :, :stop].transpose(0, 1) for span, stop in ends])
+        # Pack what the tables hold: (sum of T, K, D).
+        size = (-1, *k.shape[1:])
+        keys = self._cache.keys[layer].view(-1, k.shape[-1])[self._places].view(size)
+        values = self._cache.values[layer].view(-1, k.shape[-1])[self._places].view(size)
         out[self._rows] = packed_attention(
             spec, q[self._rows], keys, values, self._queries, self._keys
         )
 
 
-def _rows_of(chunks: list[PromptChunk], device: torch.device) -> Tensor:
+def _rows_of(chunks: list[Rows], device: torch.device) -> Tensor:
     """The step's rows that some chunks have."""
     rows = [np.arange(chunk.start, chunk.stop) for chunk in chunks]
     return torch.from_numpy(np.concatenate(rows)).to(device)
@@ -207,22 +234,30 @@ def _rows_of(chunks: list[PromptChunk], device: torch.device) -> Tensor:
 class _PromptRows:
     """One chunk of one prompt."""
 
-    def __init__(self, chunk: PromptChunk, device: torch.device) -> None:
+    def __init__(self, chunk: Rows, cache: KVCache) -> None:
         self.rows = slice(chunk.start, chunk.stop)
-        self._span = chunk.span
         self._past = chunk.num_past
-        self._stop = chunk.num_past + chunk.stop - chunk.start
-        self._device = device
+        self._stop = chunk.end
+        self._device = cache.shape.device
         self._bias: dict[tuple[int, int | None], Tensor] = {}
+        self._gathered: _Gathered | None = None
+        if chunk.num_past:
+            blocks = chunk.table.blocks[: cache.shape.blocks_for(chunk.end)]
+            self._gathered = _Gathered(cache, np.array([blocks], dtype=np.int64))
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Put k and v (T, K, D) into the span."""
-        self._span.keys[layer, :, self._past : self._stop] = k.transpose(0, 1)
-        self._span.values[layer, :, self._past : self._stop] = v.transpose(0, 1)
-
-    def attend(self, layer: int, spec: AttentionSpec, q: Tensor, sinks: Tensor | None) -> Tensor:
-        """q (T, H, D) to (T, H, D), over what the span holds."""
-        keys, values = self._span.keys[layer], self._span.values[layer]
+    def attend(
+        self,
+        layer: int,
+        spec: AttentionSpec,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """q (T, H, D) to (T, H, D), over its own k and v (T, K, D) and what the cache holds."""
+        keys, values = k.transpose(0, 1), v.transpose(0, 1)
+        if self._gathered is not None:
+            keys, values = self._gathered.read(layer)
         first = 0 if spec.window is None else max(0, self._past - spec.window + 1)
         keys, values = keys[:, first : self._stop], values[:, first : self._stop]
         is_plain = self._past == 0 and (spec.window is None or self._stop <= spec.window)
@@ -281,52 +316,61 @@ class _PromptRows:
         return self._bias[first, window]
 
 
-class _RunningRows:
-    """The sequences of one slab, and the prompts that some of them share."""
+class _Own(NamedTuple):
+    """A running sequence, and how many of its first blocks others of the step read too."""
 
-    def __init__(self, part: SlabRows, num_kv_heads: int, device: torch.device) -> None:
-        self._part = part
-        self._slab = part.slab
-        self._num_kv_heads = num_kv_heads
-        self._device = device
-        self.rows = torch.tensor(part.rows, device=device)
-        self._slots = slice(part.first, part.first + len(part.rows))
-        self._own = torch.tensor(part.num_own, device=device)
-        self._places = self._new_token_places()
-        self._longest = max(part.num_own) + 1
-        self._are_equal = min(part.num_own) + 1 == self._longest
+    rows: Rows
+    num_common: int
+
+
+def _of_like_length(running: list[Rows]) -> list[list[_Own]]:
+    """Sequences whose own blocks are about as many: padding is then less than what is read."""
+    num_readers = Counter(id(rows.table.common) for rows in running)
+    parts: dict[int, list[_Own]] = {}
+    for rows in running:
+        table = rows.table
+        num_common = len(table.common) if num_readers[id(table.common)] > 1 else 0
+        num_own = max(4, len(table.blocks) - num_common)
+        parts.setdefault((num_own - 1).bit_length(), []).append(_Own(rows, num_common))
+    return list(parts.values())
+
+
+class _RunningRows:
+    """Sequences of like length with a new token each, and the prompts that some of them share."""
+
+    def __init__(self, part: list[_Own], cache: KVCache) -> None:
+        shape = cache.shape
+        self._num_kv_heads = shape.num_kv_heads
+        self._device = shape.device
+        rows = [own.rows.start for own in part]
+        self.rows = torch.tensor(rows, device=shape.device)
+        self.are_in_order = rows == list(range(len(rows)))
+        """Whether they are the first rows of the step, in this order."""
+        num_own = [own.rows.num_past - own.num_common * shape.block_tokens for own in part]
+        self._own = torch.tensor(num_own, device=shape.device)
+        self._longest = max(num_own) + 1
+        self._are_equal = min(num_own) + 1 == self._longest
         self._own_bias: dict[int | None, Tensor | None] = {}
-        position = np.add(part.num_own, part.num_shared)
+        self._gathered = _Gathered(cache, _own_blocks(part, shape.blocks_for(self._longest)))
+        sharing: dict[int, list[int]] = {}
+        for member, own in enumerate(part):
+            if own.num_common:
+                sharing.setdefault(id(own.rows.table.common), []).append(member)
         self._prompts = [
-            _SharedRows(shared, position[shared.members], device) for shared in part.prompts
+            _SharedRows([part[member].rows for member in members], members, cache)
+            for members in sharing.values()
         ]
 
-    def is_in_order(self, num_rows: int) -> bool:
-        """Whether the step's rows are these sequences, in this order."""
-        return self._part.rows == list(range(num_rows))
-
-    def attend(
-        self,
-        layer: int,
-        spec: AttentionSpec,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """q (B, H, D), k and v (B, K, D) to (B, H, D)."""
+    def attend(self, layer: int, spec: AttentionSpec, q: Tensor, sinks: Tensor | None) -> Tensor:
+        """q (B, H, D) to (B, H, D)."""
         count, num_heads, head_dim = q.shape
         kv_heads = self._num_kv_heads
-        # 1. KV cache: k and v (B, K, D) go behind the slots' tokens, (R, K, C, D).
-        all_keys, all_values = self._slab.keys[layer], self._slab.values[layer]
-        all_keys.view(-1, head_dim).index_copy_(0, self._places, k.reshape(-1, head_dim))
-        all_values.view(-1, head_dim).index_copy_(0, self._places, v.reshape(-1, head_dim))
-        # 2. Each slot's own tokens: q to (B · K, G, D), over keys (B · K, longest, D).
-        keys = all_keys[self._slots, :, : self._longest].flatten(0, 1)
-        values = all_values[self._slots, :, : self._longest].flatten(0, 1)
+        # 1. Each sequence's own tokens: q to (B · K, G, D), over keys (B · K, longest, D).
+        keys, values = self._gathered.read(layer)
+        keys, values = keys[:, : self._longest], values[:, : self._longest]
         grouped = q.reshape(count * kv_heads, -1, head_dim)
         out, mass = _attend(grouped, keys, values, spec, self._bias(spec.window))
-        # 3. Shared prompts, blended by mass: (B, K, G).
+        # 2. Shared prompts, blended by mass: (B, K, G).
         if self._prompts:
             mass = mass.view(count, kv_heads, -1)
             out = out.view(count, kv_heads, -1, head_dim)
@@ -338,16 +382,9 @@ class _RunningRows:
         out = out.view(count, num_heads, head_dim)
         if sinks is None:
             return out
-        # 4. What the sinks leave of it: exp(mass) / (exp(mass) + exp(sink)).
+        # 3. What the sinks leave of it: exp(mass) / (exp(mass) + exp(sink)).
         share = torch.sigmoid(mass.reshape(count, num_heads) - sinks.float())
         return (out.float() * share[..., None]).to(out.dtype)
-
-    def _new_token_places(self) -> Tensor:
-        """(B · K,) which vectors of a layer of the slab, in a row, are to hold the new token's."""
-        num_heads, capacity = self._num_kv_heads, self._slab.capacity
-        slot = torch.arange(self._slots.start, self._slots.stop, device=self._device)
-        head = torch.arange(num_heads, device=self._device)
-        return ((slot[:, None] * num_heads + head) * capacity + self._own[:, None]).flatten()
 
     def _bias(self, window: int | None) -> Tensor | None:
         """(B · K, 1, longest), or None when every key is seen."""
@@ -369,25 +406,37 @@ class _RunningRows:
         return bias.repeat_interleave(self._num_kv_heads, 0)[:, None]
 
 
-class _SharedRows:
-    """The samples of one prompt: they attend to it together."""
+def _own_blocks(part: list[_Own], num_blocks: int) -> np.ndarray:
+    """(B, M): the last block of a sequence again where it has fewer."""
+    found = np.empty((len(part), num_blocks), dtype=np.int64)
+    for row, own in zip(found, part, strict=True):
+        blocks = own.rows.table.blocks[own.num_common : own.num_common + num_blocks]
+        row[: len(blocks)] = blocks
+        row[len(blocks) :] = blocks[-1]
+    return found
 
-    def __init__(self, shared: SharedPrompt, positions: np.ndarray, device: torch.device) -> None:
-        self._span = shared.span
-        self.members = torch.tensor(shared.members, device=device)
+
+class _SharedRows:
+    """The samples of one prompt: they attend together to the blocks they have in common."""
+
+    def __init__(self, rows: list[Rows], members: list[int], cache: KVCache) -> None:
+        device = cache.shape.device
+        self.members = torch.tensor(members, device=device)
+        positions = [each.num_past for each in rows]
         self._positions = torch.tensor(positions, device=device)
-        self._last = int(positions.max())
+        self._last = max(positions)
         self._device = device
+        self._gathered = _Gathered(cache, np.array([rows[0].table.common], dtype=np.int64))
 
     def blend(
         self, layer: int, spec: AttentionSpec, q: Tensor, own: Tensor, own_mass: Tensor
     ) -> Tensor:
         """Mix the prompt's part into `own` (B, K, G, D).
 
-        `own_mass` (B, K, G) is the log of the summed exponentials of the slot's scores; the answer
+        `own_mass` (B, K, G) is the log of the summed exponentials of the own scores; the answer
         (members, K, G) that of the prompt's.
         """
-        keys, values = self._span.keys[layer], self._span.values[layer]
+        keys, values = self._gathered.read(layer)
         kv_heads, num_tokens, head_dim = keys.shape
         count = len(self.members)
         # (members, K, G, D) to (K, members · G, D): one product for all samples of the prompt.

@@ -31,6 +31,7 @@ from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.model.pointwise import rms_norm
 from tinsmith.engine.local.model.rope import Rope
 from tinsmith.engine.local.sample.decode_tables import AdapterTable, StepTable
+from tinsmith.engine.local.sample.kvcache import KVCache
 from tinsmith.engine.local.sample.launched import Launched
 from tinsmith.engine.local.sample.next_tokens import next_tokens
 from tinsmith.engine.local.sample.sequences import Sequence
@@ -62,15 +63,17 @@ class StepOutput(NamedTuple):
 
 
 class DecodeStep:
-    """Steps of one base model. The caller's sequences have room in their slots."""
+    """Steps of one base model. The caller's sequences have room in their blocks."""
 
-    def __init__(self, decoder: Decoder, max_rows: int, *, use_graphs: bool = True) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, max_rows: int, *, use_graphs: bool = True
+    ) -> None:
         self._decoder = decoder
         self._max_rows = min(max_rows, _MAX_ROWS)
         self._use_graphs = use_graphs
         config, device = decoder.config, decoder.device
         self._heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
-        self._table = StepTable(self._max_rows, device)
+        self._table = StepTable(self._max_rows, cache)
         self._last = torch.zeros(max_rows, dtype=torch.int64, device=device)
         """The token drawn last for the sequence in each seat."""
         self._seats: dict[Sequence, int] = {}
@@ -92,7 +95,7 @@ class DecodeStep:
         """For kernels beside others; in a graph such a branch costs nothing to start."""
 
     def launch(self, running: list[Sequence]) -> Launched:
-        """Ask for the next token of each sequence. Its slot then holds the one it had."""
+        """Ask for the next token of each sequence. The cache then holds the one it had."""
         launched = Launched(running)
         self._take_seats(running)
         for start in range(0, len(running), self._max_rows):
@@ -112,7 +115,7 @@ class DecodeStep:
         }
 
     def _launch(self, rows: list[Sequence], launched: Launched) -> None:
-        # 1. Describe the step: rows, KV cache addresses and adapters go to the GPU in one copy.
+        # 1. Describe the step: rows, their blocks and adapters go to the GPU in one copy.
         tiles = self._adapters.tiles(rows)
         self._table.fill(rows, tiles.tiles, [self._seats[sequence] for sequence in rows])
         shape = self._shape(len(rows), len(tiles.tiles), tiles.max_rank, tiles.is_aligned)
@@ -120,8 +123,8 @@ class DecodeStep:
         logits, drawn = self._replay(shape) if self._use_graphs else self._forward(shape)
         self._last.index_copy_(0, self._table.seats[: len(rows)], drawn.tokens[: len(rows)])
         for sequence in rows:
-            assert sequence.slot is not None
-            sequence.slot.num_tokens += 1
+            assert sequence.table is not None
+            sequence.table.num_tokens += 1
             sequence.num_ahead += 1
         # 3. Rows with top-k, top-p or top log-probabilities choose again from their logits.
         others = [row for row, sequence in enumerate(rows) if not sequence.request.draws_whole]
@@ -164,7 +167,7 @@ class DecodeStep:
 
     def _forward(self, shape: StepShape) -> StepOutput:
         decoder, config, count = self._decoder, self._decoder.config, shape.num_rows
-        places = self._table.places[:, :count]
+        rows = self._table.rows(count)
         positions = self._table.positions[:count]
         rotations = {rope: self._rotation(rope, positions) for rope in self._frequencies}
         # Embedding: tokens (B,), from the table or else the row's seat, to the residual stream x
@@ -183,8 +186,8 @@ class DecodeStep:
             z = self._product(z, layer.qkv, index, "qkv", shape)
             # Rotate queries and keys, append keys and values to the KV cache, attend: (B, H · D).
             rotation = rotations[spec.rope]
-            prepare(z, places, rotation, layer.head_norms, config.norm_eps, index, self._heads)
-            z = attend(z, places, spec, index, self._heads)
+            prepare(z, rows, rotation, layer.head_norms, config.norm_eps, index, self._heads)
+            z = attend(z, rows, spec, index, self._heads)
             # Output projection: back to (B, hidden).
             y = self._product(z, layer.o, index, "o", shape)
             if layer.post_attention_norm is not None:

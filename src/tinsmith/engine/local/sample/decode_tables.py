@@ -1,10 +1,8 @@
 """What a decoding step on a GPU is told about its rows, as numbers in buffers that never move.
 
 Everything that differs between steps is written into one pinned buffer and copied over at once:
-tokens, positions, where keys and values lie, which rows an adapter has, how tokens are drawn.
-Kernels and captured graphs read it where it always lies.
-
-Shapes: L layers, R slots of a slab, K key/value heads, C capacity in tokens, D head size.
+tokens, positions, which blocks hold keys and values, which rows an adapter has, how tokens are
+drawn. Kernels and captured graphs read it where it always lies.
 """
 
 from __future__ import annotations
@@ -14,32 +12,52 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from tinsmith.engine.local.kernels.decode_attention import NUM_PLACE_FIELDS
+from tinsmith.engine.local.kernels.decode_attention import RowBlocks
 from tinsmith.engine.local.kernels.decode_lora import NUM_ADDRESSES, NUM_TILE_FIELDS, TILE_ROWS
 from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.lora import Adapter, LowRank
 from tinsmith.engine.local.sample.choosing import uniforms
-from tinsmith.engine.local.sample.kvcache import Slab, Span
+from tinsmith.engine.local.sample.kvcache import BlockTable, KVCache
 from tinsmith.engine.local.sample.sequences import Sequence
 
 _SMALLEST_RANK = 16
 """The matrix units take no smaller products."""
 
 
+_NUM_FIELDS = 7
+"""Of a row: token, position, temperature, number drawn, seat, length, where its blocks begin."""
+
+
 class StepTable:
     """The buffers of steps with up to `max_rows` rows."""
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
-        num_fields = 5 + NUM_PLACE_FIELDS + NUM_TILE_FIELDS
-        self._device = torch.zeros(num_fields, max_rows, dtype=torch.int64, device=device)
+    def __init__(self, max_rows: int, cache: KVCache) -> None:
+        device = cache.shape.device
+        self._size = (_NUM_FIELDS + NUM_TILE_FIELDS, max_rows)
+        self._num_fixed = self._size[0] * max_rows
+        # Numbers of 64 bits for the fields, then of 32 for the blocks of all rows, each as many as
+        # the longest sequence has, rounded up to a power of two.
+        max_width = _power_of_two(cache.shape.max_blocks)
+        num_numbers = self._num_fixed + max_rows * max_width // 2 + 1
+        self._device = torch.zeros(num_numbers, dtype=torch.int64, device=device)
+        self._cache = cache
         # A field per row of the buffer, a sequence per column; floats are stored by their bits.
-        self.tokens, self.positions = self._device[:2]
-        self.temperatures, self.uniforms = self._device[2:4].view(torch.float64)
-        self.seats = self._device[4]
-        self.places = self._device[5 : 5 + NUM_PLACE_FIELDS]
-        self.tiles = self._device[5 + NUM_PLACE_FIELDS :]
+        fields = self._device[: self._num_fixed].view(self._size)
+        self.tokens, self.positions = fields[:2]
+        self.temperatures, self.uniforms = fields[2:4].view(torch.float64)
+        self.seats, self._lengths, self._firsts = fields[4:7]
+        self.tiles = fields[_NUM_FIELDS:]
+        self._on_device = self._device[self._num_fixed :].view(torch.int32)
+        self._blocks = np.zeros((max_rows, 1), dtype=np.int32)
+        self._written: list[tuple[BlockTable, int] | None] = [None] * max_rows
+        """Which table each row of `_blocks` has, and how many of its blocks."""
+
+    def rows(self, count: int) -> RowBlocks:
+        """Where attention finds the first so many rows."""
+        keys, values = self._cache.keys, self._cache.values
+        lengths, firsts = self._lengths[:count], self._firsts[:count]
+        return RowBlocks(keys, values, lengths, firsts, self._on_device)
 
     def fill(
         self,
@@ -52,16 +70,14 @@ class StepTable:
         The step before may not have begun yet: each has a host buffer of its own, which is not
         used again before it has been copied.
         """
-        host = torch.zeros(self._device.shape, dtype=torch.int64, pin_memory=self._device.is_cuda)
-        numbers = host.numpy()
         count = len(rows)
-        places = _Places()
-        own = np.array([places.of(sequence) for sequence in rows], dtype=np.int64).T
-        shared = np.array([places.of_prompt(sequence) for sequence in rows], dtype=np.int64).T
-        # The token to read, unless it is in the seat, and its position: behind the shared prompt
-        # and the slot's tokens.
+        blocks = self._blocks_of(rows)
+        used = self._num_fixed + blocks.size // 2 + 1
+        host = torch.zeros(used, dtype=torch.int64, pin_memory=self._device.is_cuda)
+        numbers = host[: self._num_fixed].view(self._size).numpy()
+        # The token to read, unless it is in the seat, and its position: behind what the cache has.
         numbers[0, :count] = [-1 if s.num_ahead else s.tokens[-1] for s in rows]
-        numbers[1, :count] = own[4] + shared[4]
+        numbers[1, :count] = [sequence.num_past for sequence in rows]
         # How the next token is drawn.
         drawn = numbers[2:4].view(np.float64)
         drawn[0, :count] = [sequence.request.job.params.temperature for sequence in rows]
@@ -71,61 +87,33 @@ class StepTable:
             np.array([len(sequence.tokens) + sequence.num_ahead for sequence in rows]),
         )
         numbers[4, :count] = seats
-        # Where the KV cache lies: the sequence's slot, then the prompt it shares.
-        numbers[5:10, :count] = own
-        numbers[10:15, :count] = shared
+        # Which blocks of the KV cache it reads, the new token's included.
+        numbers[5, :count] = numbers[1, :count] + 1
+        numbers[6, :count] = np.arange(count) * blocks.shape[1]
+        host[self._num_fixed :].view(torch.int32).numpy()[: blocks.size] = blocks.ravel()
         if tiles:
-            numbers[15:, : len(tiles)] = np.array(tiles, dtype=np.int64).T
-        self._device.copy_(host, non_blocking=True)
+            numbers[_NUM_FIELDS:, : len(tiles)] = np.array(tiles, dtype=np.int64).T
+        self._device[:used].copy_(host, non_blocking=True)
+
+    def _blocks_of(self, rows: SequenceOf[Sequence]) -> np.ndarray:
+        """(B, width): the rows' blocks, kept from step to step, since few of them change."""
+        tables = [sequence.table for sequence in rows]
+        width = _power_of_two(max(len(table.blocks) for table in tables if table is not None))
+        if width != self._blocks.shape[1]:
+            self._blocks = np.zeros((len(self._written), width), dtype=np.int32)
+            self._written = [None] * len(self._written)
+        for row, table in enumerate(tables):
+            assert table is not None
+            written, count = self._written[row], len(table.blocks)
+            if written is None or written[0] is not table or written[1] != count:
+                self._blocks[row, :count] = table.blocks
+                self._written[row] = (table, count)
+        return self._blocks[: len(rows)]
 
 
-class _Places:
-    """Where sequences' keys and values lie; slabs and spans are asked once."""
-
-    def __init__(self) -> None:
-        self._slabs: dict[Slab, tuple[int, int, int, int, int]] = {}
-        self._spans: dict[Span, tuple[int, int, int, int, int]] = {}
-
-    def of(self, sequence: Sequence) -> tuple[int, int, int, int, int]:
-        """Addresses of keys and values, strides of layers and heads, and tokens in the slot."""
-        slot = sequence.slot
-        assert slot is not None
-        slab = slot.slab
-        if slab not in self._slabs:
-            keys, values = slab.keys, slab.values
-            # Keys of a slab: (L, R, K, C, D).
-            layer, row, head = keys.stride()[:3]
-            first = (keys.data_ptr(), values.data_ptr(), row * keys.element_size())
-            self._slabs[slab] = (*first, layer, head)
-        key, value, row, layer, head = self._slabs[slab]
-        return key + slot.row * row, value + slot.row * row, layer, head, slot.num_tokens
-
-    def of_prompt(self, sequence: Sequence) -> tuple[int, int, int, int, int]:
-        """The same for the prompt it shares with others; zeros where it shares none."""
-        span = sequence.prompt_span
-        if span is None:
-            return 0, 0, 0, 0, 0
-        if span not in self._spans:
-            # Keys of a span: (L, K, C, D).
-            layer, head = span.keys.stride()[:2]
-            addresses = (span.keys.data_ptr(), span.values.data_ptr())
-            self._spans[span] = (*addresses, layer, head, span.num_tokens)
-        return self._spans[span]
-
-
-def prompt_places(parts: SequenceOf[tuple[Span, int, int]], device: torch.device) -> Tensor:
-    """(4, N) int64 for `decode_attention.write`: tokens start to stop of each span in turn."""
-    columns = []
-    for span, start, stop in parts:
-        layer, head, token = span.keys.stride()[:3]
-        step = token * span.keys.element_size()
-        offsets = np.arange(start, stop, dtype=np.int64) * step
-        block = np.empty((4, stop - start), dtype=np.int64)
-        block[0] = span.keys.data_ptr() + offsets
-        block[1] = span.values.data_ptr() + offsets
-        block[2], block[3] = layer, head
-        columns.append(block)
-    return torch.from_numpy(np.concatenate(columns, axis=1)).to(device)
+def _power_of_two(number: int) -> int:
+    """The smallest that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from tinsmith.engine.local.model.foreign import is_foreign
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.choosing import NOT_FINITE
 from tinsmith.engine.local.sample.compiling import Compiling
-from tinsmith.engine.local.sample.kvcache import CacheShape
+from tinsmith.engine.local.sample.kvcache import CacheShape, KVCache
 from tinsmith.engine.local.sample.launched import Launched, Launches
 from tinsmith.engine.local.sample.mixed_step import Chunk, MixedStep, requests_of
 from tinsmith.engine.local.sample.next_tokens import NextToken
@@ -80,16 +80,23 @@ class Generator:
         self._detokenize = detokenize
         self._is_deterministic = config.deterministic
         is_cuda = decoder.device.type == "cuda"
-        self._scheduler = Scheduler(
+        uses_kernels = _can_use_kernels(decoder, config)
+        self._cache = KVCache(
             CacheShape.of(decoder.config, decoder.device, decoder.dtype),
-            cache_bytes=config.kv_cache_bytes or _default_cache_bytes(decoder),
+            config.kv_cache_bytes or _default_cache_bytes(decoder),
+            has_padding=not uses_kernels,
+        )
+        self._scheduler = Scheduler(
+            self._cache,
             max_running=config.max_running_samples,
             max_shared=None if is_cuda else _SHARED_ROWS,
             prefill_tokens=prefill_tokens or (8192 if is_cuda else 256),
             is_deterministic=config.deterministic,
             failing=self._failing,
         )
-        self._decode = decode or _decode_step(decoder, config, use_graphs)
+        if decode is None and uses_kernels:
+            decode = _decode_step(decoder, self._cache, config, use_graphs)
+        self._decode = decode
         self._launched: Launched | None = None
         self._compiling = Compiling(
             tokens or Tokens(None, decoder.config.vocab_size), decoder.ranks
@@ -115,12 +122,12 @@ class Generator:
     @property
     def max_cache_bytes(self) -> int:
         """Most memory that keys and values may take."""
-        return self._scheduler.max_cache_bytes
+        return self._cache.max_bytes
 
     @property
     def cache_bytes(self) -> int:
         """Memory that keys and values take at the moment."""
-        return self._scheduler.cache_bytes
+        return self._cache.nbytes
 
     def submit(self, job: SampleJob, adapter: Adapter | None) -> None:
         """Queue a job. What is wrong with it comes back as an event of the next step."""
@@ -202,7 +209,7 @@ class Generator:
         scheduler = self._scheduler
         if self._is_deterministic:
             for sequence in list(scheduler.running):
-                if sequence.slot is not None:
+                if sequence.table is not None:
                     yield MixedStep(self._decoder, [], [sequence])
             for chunk in self._looked_at(scheduler.chunks()[:1]):
                 yield MixedStep(self._decoder, [chunk], [])
@@ -278,7 +285,7 @@ class Generator:
     def _settle(self, running: list[Sequence], requests: list[Request]) -> None:
         """Move on what a step has finished."""
         for sequence in running:
-            if sequence.stop_reason is not None and sequence.slot is not None:
+            if sequence.stop_reason is not None and sequence.table is not None:
                 self._scheduler.end(sequence)
         for request in requests:
             if request.job.job_id in self._requests and request.is_finished:
@@ -300,24 +307,28 @@ class Generator:
 
     def _fail(self, request: Request, message: str, category: FailureCategory = "server") -> None:
         if request.job.job_id in self._requests:
-            self._remove(request, wipe=True)
+            self._remove(request)
             self._events.append((request.job.job_id, Failure(message, category)))
 
-    def _remove(self, request: Request, *, wipe: bool = False) -> None:
+    def _remove(self, request: Request) -> None:
         del self._requests[request.job.job_id]
-        self._scheduler.remove(request, wipe=wipe)
+        self._scheduler.remove(request)
 
 
-def _decode_step(decoder: Decoder, config: LocalEngineConfig, use_graphs: bool) -> Launches | None:
-    """The quick way to decode, where it can be used."""
+def _can_use_kernels(decoder: Decoder, config: LocalEngineConfig) -> bool:
+    """Whether the quick way to decode can be used."""
     is_usable = kernels.are_usable(decoder.head.weight) and not is_foreign(decoder.config)
     # A graph that waits for other ranks is not captured.
-    if not is_usable or config.deterministic or decoder.ranks.count > 1:
-        return None
+    return is_usable and not config.deterministic and decoder.ranks.count == 1
+
+
+def _decode_step(
+    decoder: Decoder, cache: KVCache, config: LocalEngineConfig, use_graphs: bool
+) -> Launches:
     from tinsmith.engine.local.sample.decode_step import DecodeStep
 
     use_graphs = use_graphs and decoder.device.type == "cuda"
-    return DecodeStep(decoder, config.max_running_samples, use_graphs=use_graphs)
+    return DecodeStep(decoder, cache, config.max_running_samples, use_graphs=use_graphs)
 
 
 def _default_cache_bytes(decoder: Decoder) -> int:

@@ -1,35 +1,40 @@
-"""The memory that sampling keeps of tokens already seen, under one byte budget.
+"""The memory that sampling keeps of tokens already seen: blocks of fixed size, allocated once.
 
-That is keys and values of every token, and for models with recurrent layers a state of fixed size,
-which stands for all tokens up to where it is.
+Keys and values of all sequences lie in two tensors of *blocks*, each with room for a few tokens in
+all layers. A sequence has a *table* of the blocks it reads, in order; it grows by a block at a time
+and nothing is ever moved. A block may be in several tables: samples share their prompt's blocks,
+and a prompt those of one that begins alike (`prefixes`). What is shared is never written to. The
+last block of a prompt, which its samples would go on filling, is copied when the first of them does
+(copy on write). For models with recurrent layers a table also has a *state*, which stands for all
+tokens up to its end and is shared and copied in the same way.
 
-Two kinds of room, because prompts and continuations live differently. A *span* holds one prompt: it
-is filled once, never changes, may be read by many sequences at a time, and is kept for later
-prompts that begin alike (`prefixes`). A *slot* holds what one running sequence adds, or all of it
-when its prompt is not shared: it grows. Slots of one capacity are rows of one tensor, a *slab*,
-those that run without holes, so that attention over all of them is one batched product. A
-sequence that outgrows its slot moves to one of twice the capacity, which bounds both the padding
-and the copying.
+This module hands out blocks and states and counts who reads them; who gives way when there are none
+left is the scheduler's affair.
 
-This module hands out room and counts bytes; who gives way when there is none is the generator's
-affair, which may also `force` its way past the budget for a sequence that runs alone.
-
-Shapes: L layers that attend, R rows of a slab, K key/value heads, C capacity in tokens, D head
-size, P recurrent layers, n numbers in the state of one.
+Shapes: L layers that attend, N blocks, K key/value heads, S tokens of a block, D head size,
+P recurrent layers, R states, n numbers in the state of one layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.engine.local.model.families import DecoderConfig
+from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.model.recurrent.recurrence import StateShape
+from tinsmith.engine.local.sample.pages import Pages
+from tinsmith.engine.local.sample.prefixes import Known, Prefixes, Realm, WholePrompts
+from tinsmith.errors import EngineError
 
-_SMALLEST_SLOT = 64
+_BLOCK_TOKENS = {"cuda": 32}
+"""What the decoding kernel reads at a time."""
+
+_BLOCK_TOKENS_ELSEWHERE = 16
+"""Blocks are copied together before they are read: the smaller, the less is copied in vain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,258 +62,249 @@ class CacheShape:
         )
 
     @property
+    def block_tokens(self) -> int:
+        """S: how many tokens a block holds."""
+        return _BLOCK_TOKENS.get(self.device.type, _BLOCK_TOKENS_ELSEWHERE)
+
+    @property
     def bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
+    def block_bytes(self) -> int:
+        return self.block_tokens * self.bytes_per_token
+
+    @property
     def state_bytes(self) -> int:
-        """What a span or a slot takes beside its tokens."""
+        """What a sequence takes beside its tokens."""
         return 0 if self.state is None else self.state.nbytes
 
-    def slot_capacity(self, num_tokens: int) -> int:
-        """The smallest slot that holds so many tokens."""
-        capacity = _SMALLEST_SLOT
-        while capacity < num_tokens:
-            capacity *= 2
-        return min(capacity, max(self.max_context_length, num_tokens))
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of a sequence that fills the context."""
+        return self.blocks_for(self.max_context_length)
 
-    def zeros(self, *rows_and_capacity: int) -> Tensor:
-        """Room in which nothing is NaN: padding is read, though with weight zero."""
-        *rows, capacity = rows_and_capacity
-        size = (self.num_layers, *rows, self.num_kv_heads, capacity, self.head_dim)
-        return torch.zeros(size, device=self.device, dtype=self.dtype)
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_tokens)
 
-    def zero_states(self, num_rows: int) -> Tensor:
-        """(P, rows, n): states in which sequences begin."""
+    def zero_blocks(self, num_blocks: int) -> Tensor:
+        """(L, N, K, S, D)."""
+        size = (self.num_layers, num_blocks, self.num_kv_heads, self.block_tokens, self.head_dim)
+        return _zeros(size, self.dtype, self.device)
+
+    def zero_states(self, num_states: int) -> Tensor:
+        """(P, R, n)."""
         layers, size = (0, 0) if self.state is None else (self.state.num_layers, self.state.size)
-        return torch.zeros(layers, num_rows, size, device=self.device)
+        return _zeros((layers, num_states, size), torch.float32, self.device)
 
 
-class Span:
-    """The keys and values (L, K, C, D) of one prompt, and the state (P, 1, n) at its end."""
+class BlockTable:
+    """The blocks that hold a sequence's tokens, in order, and its state."""
 
-    def __init__(self, shape: CacheShape, num_tokens: int) -> None:
-        self.keys = shape.zeros(num_tokens)
-        self.values = shape.zeros(num_tokens)
-        self.states = shape.zero_states(1)
-        self.num_tokens = num_tokens
-        self.num_users = 0
-        """Sequences and prefills that read or fill it; the cache of prefixes is none of them."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes + self.states.nbytes
-
-    def copy_prefix(self, other: Span, num_tokens: int) -> None:
-        """Take over the first tokens of another span; with states, all of its tokens."""
-        assert not len(self.states) or num_tokens == other.num_tokens, "states are at the end only"
-        self.states.copy_(other.states)
-        self.keys[:, :, :num_tokens] = other.keys[:, :, :num_tokens]
-        self.values[:, :, :num_tokens] = other.values[:, :, :num_tokens]
-
-
-class Slot:
-    """A running sequence's row of a slab. `row` changes when the slab closes a hole."""
-
-    def __init__(self, slab: Slab, row: int) -> None:
-        self.slab = slab
-        self.row = row
-        self.num_tokens = 0
-        """How many tokens it holds; whoever writes to the slab counts."""
+    def __init__(self, cache: KVCache, held: Known) -> None:
+        self.cache = cache
+        self.blocks = list(held.blocks)
+        self.num_tokens = held.num_tokens
+        """How many tokens they hold; whoever writes them counts."""
+        self.state = held.state
+        self.common: tuple[int, ...] = ()
+        """Its first blocks, where the very same tuple is that of other samples of the prompt."""
 
     @property
-    def is_full(self) -> bool:
-        return self.num_tokens >= self.slab.capacity
-
-
-class Slab:
-    """Slots of one capacity: keys and values (L, R, K, C, D), and states (P, R, n).
-
-    The first rows are those of running sequences, without holes; behind them are the paused ones.
-    """
-
-    def __init__(self, shape: CacheShape, capacity: int) -> None:
-        self.capacity = capacity
-        self.slots: list[Slot] = []
-        self._num_running = 0
-        self._shape = shape
-        self.keys = shape.zeros(0, capacity)
-        self.values = shape.zeros(0, capacity)
-        self.states = shape.zero_states(0)
-
-    @property
-    def num_rows(self) -> int:
-        return self.keys.shape[1]
-
-    @property
-    def bytes_per_row(self) -> int:
-        return self.capacity * self._shape.bytes_per_token + self._shape.state_bytes
-
-    @property
-    def nbytes(self) -> int:
-        return self.num_rows * self.bytes_per_row
-
-    def resize(self, num_rows: int) -> None:
-        used = len(self.slots)
-        keys = self._shape.zeros(num_rows, self.capacity)
-        values = self._shape.zeros(num_rows, self.capacity)
-        keys[:, :used] = self.keys[:, :used]
-        values[:, :used] = self.values[:, :used]
-        states = self._shape.zero_states(num_rows)
-        states[:, :used] = self.states[:, :used]
-        self.keys, self.values, self.states = keys, values, states
-
-    def take(self) -> Slot:
-        """A slot among the running ones."""
-        slot = Slot(self, len(self.slots))
-        self.slots.append(slot)
-        self.resume(slot)
-        return slot
-
-    def pause(self, slot: Slot) -> None:
-        """Move a slot behind the running ones."""
-        self._num_running -= 1
-        self._swap(slot.row, self._num_running)
-
-    def resume(self, slot: Slot) -> None:
-        """Move a paused slot to the end of the running ones."""
-        self._swap(slot.row, self._num_running)
-        self._num_running += 1
-
-    def give_back(self, slot: Slot) -> None:
-        """Free a row; no hole is left among the running ones, nor behind them."""
-        slot.num_tokens = 0
-        if slot.row < self._num_running:
-            self.pause(slot)
-        self._swap(slot.row, len(self.slots) - 1)
-        self.slots.pop()
-
-    def _swap(self, one: int, other: int) -> None:
-        """Exchange two rows and what they hold."""
-        if one == other:
-            return
-        left, right = self.slots[one], self.slots[other]
-        for tensor in (self.keys, self.values):
-            kept = tensor[:, one, :, : left.num_tokens].clone()
-            moved = slice(0, right.num_tokens)
-            tensor[:, one, :, moved] = tensor[:, other, :, moved]
-            tensor[:, other, :, : left.num_tokens] = kept
-        self.states[:, [one, other]] = self.states[:, [other, one]]
-        left.row, right.row = other, one
-        self.slots[one], self.slots[other] = right, left
+    def held(self) -> Known:
+        return Known(tuple(self.blocks), self.num_tokens, self.state)
 
 
 class KVCache:
-    """Spans and slots under a budget.
+    """Blocks and states, who reads them, and what is remembered of prompts."""
 
-    `evict` is asked for memory when there is none left: it drops a span that nobody uses and says
-    whether it found one.
-    """
-
-    def __init__(self, shape: CacheShape, max_bytes: int, evict: Callable[[], bool]) -> None:
+    def __init__(self, shape: CacheShape, max_bytes: int, *, has_padding: bool = True) -> None:
+        """`has_padding` says that whoever reads a block also reads what is behind its last token,
+        though with weight zero: nothing there may be NaN."""
         self.shape = shape
         self.max_bytes = max_bytes
-        self._evict = evict
-        self._span_bytes = 0
-        self._slabs: dict[int, Slab] = {}
+        self._has_padding = has_padding
+        state_share = max_bytes // 2 if shape.state_bytes else 0
+        # Memory of the CPU is taken only once it is written to. So there is room beyond the budget
+        # for one sequence that runs alone, up to the end of its context.
+        is_cpu = shape.device.type == "cpu"
+        num_blocks = (max_bytes - state_share) // max(1, shape.block_bytes)
+        self._blocks = Pages(num_blocks, shape.max_blocks if is_cpu else 0)
+        num_states = state_share // max(1, shape.state_bytes)
+        self._states = Pages(num_states, 2 if is_cpu and shape.state_bytes else 0)
+        self.keys = shape.zero_blocks(self._blocks.count)
+        self.values = shape.zero_blocks(self._blocks.count)
+        self.states = shape.zero_states(self._states.count)
+        self._remembered: Prefixes | WholePrompts
+        if shape.state is None:
+            self._remembered = Prefixes(self._blocks, shape.block_tokens)
+        else:
+            self._remembered = WholePrompts(self._share, self._leave)
 
     @property
     def nbytes(self) -> int:
-        return self._span_bytes + sum(slab.nbytes for slab in self._slabs.values())
+        """What sequences and remembered prompts take."""
+        return self.bytes_of(self._blocks.num_used, self._states.num_used)
 
     @property
-    def slabs(self) -> list[Slab]:
-        return list(self._slabs.values())
+    def max_tokens(self) -> int:
+        """Of one sequence that has the cache to itself."""
+        return self._blocks.count * self.shape.block_tokens
 
-    def new_span(self, num_tokens: int, *, num_slots: int, force: bool = False) -> Span | None:
-        """An empty span with one user, or None when there is no room for it and what follows.
+    def bytes_of(self, num_blocks: int, num_states: int) -> int:
+        return num_blocks * self.shape.block_bytes + num_states * self.shape.state_bytes
 
-        What follows is one slot with the span's content, or `num_slots` that share it.
+    def bytes_for(self, num_tokens: int, num_samples: int) -> int:
+        """What a prompt takes, and its samples with their first tokens."""
+        num_states = num_samples if self.shape.state_bytes else 0
+        return self.bytes_of(self.shape.blocks_for(num_tokens) + num_samples, num_states)
+
+    # Tables
+
+    def new_table(
+        self, num_tokens: int, known: Known, *, num_samples: int, force: bool = False
+    ) -> BlockTable | None:
+        """Room for a prompt that begins with what is known, or None where there is too little for
+        it and for the first tokens of its samples.
+
+        With `force` too little is an error: nobody is left who could give way.
         """
-        if not self._make_room(self.bytes_for_span(num_tokens, num_slots)) and not force:
+        self._share(known)
+        table = BlockTable(self, known)
+        num_new = self.shape.blocks_for(num_tokens) - len(table.blocks)
+        num_states = num_samples if self.shape.state_bytes else 0
+        if not self._make_room(num_new + num_samples, num_states, force=force):
+            self.free(table)
+            if force:
+                raise EngineError(self._too_small(num_tokens + 1))
             return None
-        span = Span(self.shape, num_tokens)
-        span.num_users = 1
-        self._span_bytes += span.nbytes
-        return span
+        if self.shape.state_bytes and table.state is None:
+            table.state = self._new_state()
+        if num_tokens > known.num_tokens:
+            self._own(table)
+        table.blocks += [self._new_block() for _ in range(num_new)]
+        return table
 
-    def bytes_for_span(self, num_tokens: int, num_slots: int) -> int:
-        """What a span and the slots that follow it take."""
-        follow = self.shape.slot_capacity(num_tokens + 1 if num_slots == 1 else 1) * num_slots
-        states = (1 + num_slots) * self.shape.state_bytes
-        return (num_tokens + follow) * self.shape.bytes_per_token + states
+    def fork(self, table: BlockTable) -> BlockTable:
+        """Another table of the same tokens."""
+        self._share(table.held)
+        return BlockTable(self, table.held)
 
-    def bytes_for_slot(self, num_tokens: int) -> int:
-        capacity = self.shape.slot_capacity(num_tokens + 1)
-        return capacity * self.shape.bytes_per_token + self.shape.state_bytes
-
-    def drop_span(self, span: Span) -> None:
-        self._span_bytes -= span.nbytes
-
-    def new_slot(self, num_tokens: int, *, force: bool = False) -> Slot | None:
-        """A slot that can hold so many tokens and one more, or None when there is no room."""
-        capacity = self.shape.slot_capacity(num_tokens + 1)
-        slab = self._slabs.get(capacity) or Slab(self.shape, capacity)
-        used = len(slab.slots)
-        if used == slab.num_rows and not self._widen(slab, force):
-            return None
-        self._slabs[capacity] = slab
-        return slab.take()
-
-    def fill_slot(self, slot: Slot, span: Span, num_tokens: int) -> None:
-        """Copy the first tokens of a span into a slot, and the state at the span's end."""
-        slot.slab.states[:, slot.row] = span.states[:, 0]
-        slab, row = slot.slab, slot.row
-        slab.keys[:, row, :, :num_tokens] = span.keys[:, :, :num_tokens]
-        slab.values[:, row, :, :num_tokens] = span.values[:, :, :num_tokens]
-        slot.num_tokens = num_tokens
-
-    def grow(self, slot: Slot, *, force: bool = False) -> Slot | None:
-        """A slot with room for one more token: this one, or a larger one with the same content."""
-        if not slot.is_full:
-            return slot
-        larger = self.new_slot(slot.num_tokens, force=force)
-        if larger is None:
-            return None
-        used = slot.num_tokens
-        for name in ("keys", "values"):
-            source, target = getattr(slot.slab, name), getattr(larger.slab, name)
-            target[:, larger.row, :, :used] = source[:, slot.row, :, :used]
-        larger.slab.states[:, larger.row] = slot.slab.states[:, slot.row]
-        larger.num_tokens = used
-        self.free_slot(slot)
-        return larger
-
-    def free_slot(self, slot: Slot, *, wipe: bool = False) -> None:
-        """Give a slot back; `wipe` one that may hold numbers that are not finite."""
-        slab = slot.slab
-        if wipe:
-            slab.keys[:, slot.row] = 0
-            slab.values[:, slot.row] = 0
-        slab.give_back(slot)
-        if not slab.slots:
-            del self._slabs[slab.capacity]
-
-    def _widen(self, slab: Slab, force: bool) -> bool:
-        """Twice the rows if there is room for them, else one more."""
-        used = len(slab.slots)
-        for num_rows in (2 * used, used + 1):
-            if num_rows > used and self._make_room((num_rows - used) * slab.bytes_per_row):
-                slab.resize(num_rows)
-                return True
-        if force:
-            slab.resize(used + 1)
-        return force
-
-    def _make_room(self, num_bytes: int) -> bool:
-        while self.nbytes + num_bytes > self.max_bytes:
-            if not self._evict() and not self._trim():
-                return False
+    def extend(self, table: BlockTable, num_tokens: int, *, force: bool = False) -> bool:
+        """Give a table room for so many tokens, of which it alone writes the next; False where
+        there is too little, which is an error with `force`."""
+        num_new = max(0, self.shape.blocks_for(num_tokens) - len(table.blocks))
+        shared = (self._is_block_shared(table), self._is_state_shared(table))
+        if not self._make_room(num_new + shared[0], int(shared[1]), force=force):
+            if force:
+                raise EngineError(self._too_small(num_tokens))
+            return False
+        self._own(table)
+        table.blocks += [self._new_block() for _ in range(num_new)]
         return True
 
-    def _trim(self) -> bool:
-        """Give up rows that no sequence uses; whether there were any."""
-        loose = [slab for slab in self._slabs.values() if slab.num_rows > len(slab.slots)]
-        for slab in loose:
-            slab.resize(len(slab.slots))
-        return bool(loose)
+    def free(self, table: BlockTable) -> None:
+        """Leave all that a table reads."""
+        self._leave(table.held)
+        table.blocks, table.num_tokens, table.state, table.common = [], 0, None, ()
+
+    # Remembered prompts
+
+    def known(self, realm: Realm, tokens: np.ndarray) -> Known:
+        """What is known of the beginning of a prompt."""
+        return self._remembered.find(realm, tokens)
+
+    def reusable(self, num_shared: int, num_tokens: int) -> int:
+        """How much of a prompt of `num_tokens` another can use that begins with `num_shared` of
+        its tokens: full blocks, or with states all or nothing."""
+        if self.shape.state is not None:
+            return num_shared if num_shared == num_tokens else 0
+        return num_shared - num_shared % self.shape.block_tokens
+
+    def full_blocks(self, table: BlockTable) -> tuple[int, ...]:
+        return tuple(table.blocks[: table.num_tokens // self.shape.block_tokens])
+
+    def remember(self, realm: Realm, tokens: np.ndarray, table: BlockTable) -> None:
+        """Keep what a prompt left, for later ones that begin alike, as long as there is room."""
+        self._remembered.remember(realm, tokens, table.held)
+
+    def forget(self, adapter: Adapter | None) -> None:
+        """Drop what is remembered of an adapter's prompts."""
+        self._remembered.forget(adapter)
+
+    # Blocks and states
+
+    def _own(self, table: BlockTable) -> None:
+        """Copy what the next token changes, where others read it too."""
+        if self._is_block_shared(table):
+            at = table.num_tokens // self.shape.block_tokens
+            old, new = table.blocks[at], self._blocks.take()
+            self.keys[:, new] = self.keys[:, old]
+            self.values[:, new] = self.values[:, old]
+            self._blocks.leave(old)
+            table.blocks[at] = new
+        if self._is_state_shared(table):
+            assert table.state is not None
+            old, new = table.state, self._states.take()
+            self.states[:, new] = self.states[:, old]
+            self._states.leave(old)
+            table.state = new
+
+    def _is_block_shared(self, table: BlockTable) -> bool:
+        """Whether others read the block that the next token goes to."""
+        at = table.num_tokens // self.shape.block_tokens
+        return at < len(table.blocks) and self._blocks.users[table.blocks[at]] > 1
+
+    def _is_state_shared(self, table: BlockTable) -> bool:
+        return table.state is not None and self._states.users[table.state] > 1
+
+    def _new_block(self) -> int:
+        block = self._blocks.take()
+        if self._has_padding:
+            self.keys[:, block] = 0
+            self.values[:, block] = 0
+        return block
+
+    def _new_state(self) -> int:
+        state = self._states.take()
+        self.states[:, state] = 0
+        return state
+
+    def _make_room(self, num_blocks: int, num_states: int, *, force: bool) -> bool:
+        """Forget prompts until there is room, or until none is left."""
+        while not (self._blocks.has_room(num_blocks) and self._states.has_room(num_states)):
+            if not self._remembered.evict():
+                return (
+                    force
+                    and self._blocks.has_room(num_blocks, force=True)
+                    and self._states.has_room(num_states, force=True)
+                )
+        return True
+
+    def _share(self, held: Known) -> None:
+        for block in held.blocks:
+            self._blocks.share(block)
+        if held.state is not None:
+            self._states.share(held.state)
+
+    def _leave(self, held: Known) -> None:
+        # From the end, so that of a prompt the last block is the first to be forgotten.
+        for block in reversed(held.blocks):
+            self._blocks.leave(block)
+        if held.state is not None:
+            self._states.leave(held.state)
+
+    def _too_small(self, num_tokens: int) -> str:
+        needed = self.bytes_for(num_tokens, 1)
+        return (
+            f"a sequence of {num_tokens:,} tokens takes {needed:,} bytes of keys and values, and "
+            f"the cache has {self.max_bytes:,}; raise kv_cache_bytes or ask for fewer tokens"
+        )
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU of memory that is taken page by page, as it is written to."""
+    if device.type != "cpu" or not all(size):
+        return torch.zeros(size, dtype=dtype, device=device)
+    numbers = np.zeros(int(np.prod(size)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(numbers).view(dtype).view(size)

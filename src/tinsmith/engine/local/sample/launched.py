@@ -46,7 +46,7 @@ class Launched:
             self._parts.append((rows, facts, None))
 
     def next_tokens(self) -> Iterator[NextToken]:
-        """Wait for the device. Sequences that have left their slots since are passed over."""
+        """Wait for the device. Sequences that have lost their blocks since are passed over."""
         for rows, facts, done in self._parts:
             if done is not None:
                 done.synchronize()
@@ -64,7 +64,7 @@ class Launches(Protocol):
     """What decodes without waiting: `decode_step`, and its double in tests."""
 
     def launch(self, running: list[Sequence]) -> Launched:
-        """Ask for the next token of each sequence. Its slot then holds the one it had."""
+        """Ask for the next token of each sequence. The cache then holds the one it had."""
         ...
 
     def forget(self, adapter: Adapter) -> None:

@@ -17,13 +17,7 @@ from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.inputs import Seen
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments
-from tinsmith.engine.local.sample.cached_attention import (
-    CachedAttention,
-    PromptChunk,
-    SharedPrompt,
-    SlabRows,
-)
-from tinsmith.engine.local.sample.kvcache import Slab, Span
+from tinsmith.engine.local.sample.cached_attention import CachedAttention, Rows
 from tinsmith.engine.local.sample.next_tokens import NextToken, next_tokens
 from tinsmith.engine.local.sample.sequences import Prefill, Request, Sequence
 from tinsmith.errors import ValidationError
@@ -102,9 +96,7 @@ class MixedStep:
         if not len(self._tokens):
             return  # only prompts of which the cache knew everything
         device = self._decoder.device
-        attention = CachedAttention(
-            self._decoder.config, device, self._prompt_chunks(), self._slab_rows()
-        )
+        attention = CachedAttention(self._decoder.config, self._prompt_rows(), self._running_rows())
         # (N,) to (N, hidden); attention writes the KV cache and reads it.
         self._hidden = self._decoder.hidden(
             torch.from_numpy(self._tokens).to(device),
@@ -115,9 +107,11 @@ class MixedStep:
         )
         for chunk in self.chunks:
             chunk.prefill.num_done += chunk.num_tokens
+            assert chunk.prefill.table is not None
+            chunk.prefill.table.num_tokens = chunk.prefill.num_done
         for sequence in self.running:
-            assert sequence.slot is not None
-            sequence.slot.num_tokens += 1
+            assert sequence.table is not None
+            sequence.table.num_tokens += 1
 
     def prompt_logits(self, chunk: Chunk) -> Iterator[tuple[int, Tensor]]:
         """The logits (R, V) a fresh prompt has to score, each with the row where they start."""
@@ -155,34 +149,13 @@ class MixedStep:
         # (R, hidden) to (R, V).
         return self._decoder.unembed(self._hidden[index], self._segments.gather(rows))
 
-    def _prompt_chunks(self) -> list[PromptChunk]:
-        chunks = []
-        for chunk in self.chunks:
-            prefill, rows = chunk.prefill, self._rows_of[chunk.prefill]
-            assert prefill.span is not None
-            if rows:
-                chunks.append(PromptChunk(rows.start, rows.stop, prefill.span, prefill.num_done))
-        return chunks
+    def _prompt_rows(self) -> list[Rows]:
+        tables = [(self._rows_of[chunk.prefill], chunk.prefill.table) for chunk in self.chunks]
+        return [Rows(rows.start, rows.stop, table) for rows, table in tables if rows and table]
 
-    def _slab_rows(self) -> list[SlabRows]:
-        """The running sequences by slab, in the order of their slots."""
-        parts: dict[Slab, SlabRows] = {}
-        shared: dict[tuple[Slab, Span], SharedPrompt] = {}
-        for sequence in sorted(self.running, key=_slot_row):
-            slot, span = sequence.slot, sequence.prompt_span
-            assert slot is not None
-            part = parts.setdefault(slot.slab, SlabRows(slot.slab, slot.row))
-            assert slot.row == part.first + len(part.rows), "rows of a slab run without holes"
-            if span is not None:
-                key = (slot.slab, span)
-                if key not in shared:
-                    shared[key] = SharedPrompt(span)
-                    part.prompts.append(shared[key])
-                shared[key].members.append(len(part.rows))
-            part.rows.append(self._row_of[sequence])
-            part.num_own.append(slot.num_tokens)
-            part.num_shared.append(0 if span is None else span.num_tokens)
-        return list(parts.values())
+    def _running_rows(self) -> list[Rows]:
+        tables = [(row, sequence.table) for sequence, row in self._row_of.items()]
+        return [Rows(row, row + 1, table) for row, table in tables if table]
 
 
 def requests_of(chunks: list[Chunk], running: list[Sequence]) -> list[Request]:
@@ -192,26 +165,15 @@ def requests_of(chunks: list[Chunk], running: list[Sequence]) -> list[Request]:
     return list(dict.fromkeys(owners))
 
 
-def _slot_row(sequence: Sequence) -> int:
-    assert sequence.slot is not None
-    return sequence.slot.row
-
-
 def _by_adapter(
     chunks: list[Chunk], running: list[Sequence]
 ) -> Iterator[tuple[Adapter | None, list[Chunk], list[Sequence]]]:
-    """Each adapter with its part of the work; its sequences in the order of their slots."""
+    """Each adapter with its part of the work."""
     adapters = [chunk.prefill.request.adapter for chunk in chunks]
     adapters += [sequence.request.adapter for sequence in running]
     for adapter in dict.fromkeys(adapters):
         own = [sequence for sequence in running if sequence.request.adapter is adapter]
-        own.sort(key=lambda sequence: (_capacity(sequence), _slot_row(sequence)))
         yield adapter, [c for c in chunks if c.prefill.request.adapter is adapter], own
-
-
-def _capacity(sequence: Sequence) -> int:
-    assert sequence.slot is not None
-    return sequence.slot.slab.capacity
 
 
 def _parts(whole: range, size: int) -> Iterator[range]:

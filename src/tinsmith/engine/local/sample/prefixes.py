@@ -1,26 +1,25 @@
-"""Prompts worth remembering: spans of finished prefills, found again by the tokens they begin with.
+"""Prompts worth remembering: what they left in the cache, found by the tokens they begin with.
 
-Entries belong to an adapter (or the bare model), since its weights went into the keys and values,
-and to a scope: nobody may learn from a hit, or from its speed, what another scope has asked. They
-are kept in the order of their tokens, where the one that shares most with a prompt is its
-neighbour. The scope whose entries take the most memory gives way first, with its least recently
-used entry that no sequence reads.
+Only within one realm, that is one adapter (or the bare model), since its weights went into the keys
+and values, and one scope: nobody may learn from a hit, or from its speed, what another scope has
+asked.
+
+`Prefixes` remembers full blocks, each under a hash of its tokens and all before them, so that any
+prompt finds what it has in common with earlier ones, a block at a time. A model with recurrent
+layers can go on only where a state is known: `WholePrompts` remembers the ends of prompts.
 """
 
 from __future__ import annotations
 
-import bisect
+import hashlib
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from tinsmith.engine.local.model.lora import Adapter
-from tinsmith.engine.local.sample.kvcache import Span
-
-_MAX_ENTRIES = 4096
-"""More would cost memory for tokens and order without being found again."""
+from tinsmith.engine.local.sample.pages import Pages
 
 
 class Realm(NamedTuple):
@@ -30,139 +29,156 @@ class Realm(NamedTuple):
     adapter: Adapter | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    realm: Realm
-    tokens: np.ndarray
-    span: Span
+class Known(NamedTuple):
+    """What the cache has of the beginning of a prompt."""
+
+    blocks: Sequence[int] = ()
+    num_tokens: int = 0
+    state: int | None = None
+
+
+NOTHING = Known()
 
 
 class Prefixes:
-    """Remembered prompts. Whoever removes one frees its memory: see `evict` and `forget`."""
+    """Full blocks of prompts. They are kept in `pages`, which also says which of them goes."""
 
-    def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}
-        self._recent: dict[str, OrderedDict[int, None]] = {}
-        """For each scope its entries, the one used last at the end."""
-        self._bytes: Counter[str] = Counter()
-        """What each scope's entries take."""
-        self._order: dict[Realm, list[tuple[bytes, int]]] = {}
-        """For each realm the entries' tokens and ids, sorted."""
+    def __init__(self, pages: Pages, block_tokens: int) -> None:
+        self._pages = pages
+        self._block_tokens = block_tokens
+        self._blocks: dict[Realm, dict[bytes, int]] = {}
+        self._keys: dict[int, tuple[Realm, bytes]] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._keys)
 
-    def __contains__(self, span: Span) -> bool:
-        return id(span) in self._entries
-
-    def find(
-        self, realm: Realm, tokens: np.ndarray, *, only_whole: bool = False
-    ) -> tuple[Span | None, int]:
-        """An entry that shares the longest beginning with `tokens`, and how much of it.
-
-        With `only_whole` it is one that `tokens` begins with.
-        """
-        best, longest = self._whole(realm, tokens) if only_whole else self._nearest(realm, tokens)
-        if best is None:
-            return None, 0
-        self._recent[realm.scope].move_to_end(id(best.span))
-        return best.span, longest
-
-    def _whole(self, realm: Realm, tokens: np.ndarray) -> tuple[_Entry | None, int]:
-        found = self._prefixes_of(realm, tokens)
-        return (found[0], len(found[0].tokens)) if found else (None, 0)
-
-    def _nearest(self, realm: Realm, tokens: np.ndarray) -> tuple[_Entry | None, int]:
-        order = self._order.get(realm, [])
-        place = bisect.bisect_left(order, (_sort_key(tokens), 0))
-        best: _Entry | None = None
-        longest = 0
-        for _, name in order[max(0, place - 1) : place + 1]:
-            entry = self._entries[name]
-            shared = shared_prefix(entry.tokens, tokens)
-            if shared > longest:
-                best, longest = entry, shared
-        return best, longest
-
-    def remember(
-        self, realm: Realm, tokens: np.ndarray, span: Span, *, only_whole: bool = False
-    ) -> list[Span]:
-        """Keep a prompt; the answer lists unused spans that this makes superfluous.
-
-        Those are what `tokens` begins with; with `only_whole`, the same prompt.
-        """
-        entries = self._prefixes_of(realm, tokens)
-        if only_whole:
-            entries = [entry for entry in entries if len(entry.tokens) == len(tokens)]
-        covered = [entry.span for entry in entries if not entry.span.num_users]
-        for old in covered:
-            self._remove(old)
-        self._entries[id(span)] = _Entry(realm, tokens, span)
-        self._recent.setdefault(realm.scope, OrderedDict())[id(span)] = None
-        self._bytes[realm.scope] += span.nbytes
-        bisect.insort(self._order.setdefault(realm, []), (_sort_key(tokens), id(span)))
-        if len(self._entries) > _MAX_ENTRIES:
-            oldest = self.evict()
-            covered += [oldest] if oldest is not None else []
-        return covered
-
-    def _prefixes_of(self, realm: Realm, tokens: np.ndarray) -> list[_Entry]:
-        """The entries whose tokens `tokens` begins with, the longest first."""
-        order, key = self._order.get(realm, []), _sort_key(tokens)
-        found = []
-        place = _last_up_to(order, key)
-        while place >= 0:
-            entry = self._entries[order[place][1]]
-            shared = shared_prefix(entry.tokens, tokens)
-            if not shared:
+    def find(self, realm: Realm, tokens: np.ndarray) -> Known:
+        """The blocks that `tokens` begins with."""
+        known = self._blocks.get(realm)
+        if not known:
+            return NOTHING
+        blocks: list[int] = []
+        for key in self._keys_of(tokens):
+            block = known.get(key)
+            if block is None:
                 break
-            if shared == len(entry.tokens):
-                found.append(entry)
-                place -= 1
-            else:
-                # Whatever `tokens` begins with is no longer than this and stands before it.
-                place = _last_up_to(order, key[: shared * _KEY_BYTES])
-        return found
+            blocks.append(block)
+        return Known(blocks, len(blocks) * self._block_tokens)
 
-    def _remove(self, span: Span) -> _Entry:
-        entry = self._entries.pop(id(span))
-        scope, order = entry.realm.scope, self._order[entry.realm]
-        del order[bisect.bisect_left(order, (_sort_key(entry.tokens), id(span)))]
-        if not order:
-            del self._order[entry.realm]
-        del self._recent[scope][id(span)]
-        self._bytes[scope] -= span.nbytes
-        if not self._recent[scope]:
-            del self._recent[scope], self._bytes[scope]
-        return entry
+    def remember(self, realm: Realm, tokens: np.ndarray, held: Known) -> None:
+        """Keep the full blocks of a prompt, as far as they are not known already."""
+        known = self._blocks.setdefault(realm, {})
+        for key, block in zip(self._keys_of(tokens), held.blocks, strict=False):
+            if key not in known:
+                known[key] = block
+                self._keys[block] = (realm, key)
+                self._pages.keep(block, realm.scope)
+        if not known:
+            del self._blocks[realm]
 
-    def evict(self) -> Span | None:
-        """Remove an entry that nobody reads; see the module's notes on which."""
-        for scope, _ in self._bytes.most_common():
-            for name in self._recent[scope]:
-                if not self._entries[name].span.num_users:
-                    return self._remove(self._entries[name].span).span
-        return None
+    def evict(self) -> bool:
+        """Free a block that nobody reads; whether there was one."""
+        block = self._pages.drop_oldest()
+        if block is not None:
+            self._remove(block)
+        return block is not None
 
-    def forget(self, adapter: Adapter | None) -> list[Span]:
-        """Remove all entries of an adapter; the answer lists those that nobody reads."""
-        spans = [e.span for e in self._entries.values() if e.realm.adapter is adapter]
-        for span in spans:
-            self._remove(span)
-        return [span for span in spans if not span.num_users]
+    def forget(self, adapter: Adapter | None) -> None:
+        """Drop what belongs to an adapter; what is still read stays until it is not."""
+        for block in [b for b, (realm, _) in self._keys.items() if realm.adapter is adapter]:
+            self._remove(block)
+            self._pages.drop(block)
 
+    def _remove(self, block: int) -> None:
+        realm, key = self._keys.pop(block)
+        del self._blocks[realm][key]
+        if not self._blocks[realm]:
+            del self._blocks[realm]
 
-_KEY_BYTES = 4
+    def _keys_of(self, tokens: np.ndarray) -> Sequence[bytes]:
+        return block_keys(tokens, self._block_tokens)
 
 
-def _sort_key(tokens: np.ndarray) -> bytes:
-    """Bytes that sort as the tokens do."""
-    return tokens.astype(">u4").tobytes()
+def block_keys(tokens: np.ndarray, block_tokens: int) -> list[bytes]:
+    """For each full block a hash of its tokens and of all before them."""
+    keys, key = [], b""
+    tokens = np.ascontiguousarray(tokens, dtype=np.int64)
+    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
+        block = tokens[start : start + block_tokens].tobytes()
+        key = hashlib.blake2b(key + block, digest_size=16).digest()
+        keys.append(key)
+    return keys
 
 
-def _last_up_to(order: list[tuple[bytes, int]], key: bytes) -> int:
-    """The place of the last entry not beyond `key`, or -1."""
-    return bisect.bisect_right(order, key, key=lambda item: item[0]) - 1
+class WholePrompts:
+    """Whole prompts: their blocks, the last of them partly filled, and the state at their end.
+
+    `share` and `leave` count the readers of blocks and states; a remembered prompt is one.
+    """
+
+    def __init__(self, share: Callable[[Known], None], leave: Callable[[Known], None]) -> None:
+        self._share = share
+        self._leave = leave
+        self._prompts: dict[str, OrderedDict[tuple[Realm, bytes], Known]] = {}
+        """For each scope its prompts, the one used last at the end."""
+        self._lengths: dict[Realm, Counter[int]] = {}
+        """How many prompts of each length a realm has."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._prompts.values()))
+
+    def find(self, realm: Realm, tokens: np.ndarray) -> Known:
+        """The longest prompt that `tokens` begins with."""
+        for length in sorted(self._lengths.get(realm, ()), reverse=True):
+            key = (realm, _prompt_key(tokens[:length]))
+            found = self._prompts[realm.scope].get(key) if length <= len(tokens) else None
+            if found is not None:
+                self._prompts[realm.scope].move_to_end(key)
+                return found
+        return NOTHING
+
+    def remember(self, realm: Realm, tokens: np.ndarray, held: Known) -> None:
+        """Keep a prompt, unless it is known already or has no token."""
+        key = (realm, _prompt_key(tokens))
+        prompts = self._prompts.setdefault(realm.scope, OrderedDict())
+        if held.num_tokens and key not in prompts:
+            self._share(held)
+            prompts[key] = held
+            self._lengths.setdefault(realm, Counter())[held.num_tokens] += 1
+        if not prompts:
+            del self._prompts[realm.scope]
+
+    def evict(self) -> bool:
+        """Forget the oldest prompt of the scope that has most; whether there was one."""
+        if not self._prompts:
+            return False
+        most = max(self._prompts.values(), key=len)
+        self._remove(next(iter(most)))
+        return True
+
+    def forget(self, adapter: Adapter | None) -> None:
+        """Drop what belongs to an adapter."""
+        keys = [key for prompts in self._prompts.values() for key in prompts]
+        for realm, tokens in keys:
+            if realm.adapter is adapter:
+                self._remove((realm, tokens))
+
+    def _remove(self, key: tuple[Realm, bytes]) -> None:
+        realm, _ = key
+        held = self._prompts[realm.scope].pop(key)
+        if not self._prompts[realm.scope]:
+            del self._prompts[realm.scope]
+        self._lengths[realm][held.num_tokens] -= 1
+        if not self._lengths[realm][held.num_tokens]:
+            del self._lengths[realm][held.num_tokens]
+        if not self._lengths[realm]:
+            del self._lengths[realm]
+        self._leave(held)
+
+
+def _prompt_key(tokens: np.ndarray) -> bytes:
+    whole = np.ascontiguousarray(tokens, dtype=np.int64).tobytes()
+    return hashlib.blake2b(whole, digest_size=16).digest()
 
 
 def shared_prefix(left: np.ndarray, right: np.ndarray) -> int:

@@ -1,15 +1,15 @@
 """Who runs next: prompts into the cache, sequences into rows of the batch.
 
 A request waits until the cache has room for its prompt (*waiting*), is prefilled once for all its
-samples (*prefilling*), and each sample then runs in a slot until it stops (*running*); before that
-it may have to wait for a row (*parked*).
+samples (*prefilling*), and each sample then runs until it stops (*running*); before that it may
+have to wait for a row (*parked*).
 
 Scopes with work share the rows of the batch, the tokens of prefill and the cache evenly, whatever
-each has asked for. A sequence whose row another scope needs is paused: it keeps its slot and goes
-on later as if nothing had been. When the cache is full, the youngest work of the scope that holds
-most gives way: it goes back to the queue with the tokens it has, which the seeded choice continues
-exactly. In deterministic mode nothing gives way, since a prompt read again is read with other
-roundings.
+each has asked for. A sequence whose row another scope needs is paused: it keeps its blocks and
+goes on later as if nothing had been. When the cache is full, the youngest work of the scope that
+holds most gives way: it goes back to the queue with the tokens it has, which the seeded choice
+continues exactly. In deterministic mode nothing gives way, since a prompt read again is read with
+other roundings.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from contextlib import AbstractContextManager
 
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.fair_queue import FairQueue
-from tinsmith.engine.local.sample.kvcache import CacheShape, KVCache, Span
+from tinsmith.engine.local.sample.kvcache import KVCache
 from tinsmith.engine.local.sample.mixed_step import Chunk
-from tinsmith.engine.local.sample.prefixes import Prefixes, shared_prefix
+from tinsmith.engine.local.sample.prefixes import NOTHING, shared_prefix
 from tinsmith.engine.local.sample.sequences import Prefill, Request, Sequence
 
 _WORTH_WAITING_FOR = 32
 """Tokens in common with a prompt that is being read, above which it pays to wait for that one."""
 
-_SLOTS_AHEAD = 8
+_SAMPLES_AHEAD = 8
 """For how many samples of a group there has to be room before its prompt is read."""
 
 Failing = Callable[..., AbstractContextManager[None]]
@@ -38,9 +38,8 @@ Failing = Callable[..., AbstractContextManager[None]]
 class Scheduler:
     def __init__(
         self,
-        shape: CacheShape,
+        cache: KVCache,
         *,
-        cache_bytes: int,
         max_running: int,
         max_shared: int | None = None,
         prefill_tokens: int,
@@ -54,14 +53,10 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._is_deterministic = is_deterministic
         self._failing = failing
-        self._prefixes = Prefixes()
-        self._has_states = shape.state is not None
-        """A prompt can then be continued only where it ends, not after its first tokens."""
-        self._cache = KVCache(shape, cache_bytes, self._drop_oldest_prefix)
+        self._cache = cache
         self._waiting: FairQueue[Prefill] = FairQueue(lambda prefill: prefill.request.scope)
         self._parked: FairQueue[Sequence] = FairQueue(lambda sequence: sequence.request.scope)
-        """Sequences with their first token and without a row: they hold on to a span, or to the
-        slot in which they were paused."""
+        """Sequences whose prompt has been read, and without a row: not yet, or paused."""
         self._prefilled_last = ""
         """The scope whose oldest prompt had the first part of the last step's prefill."""
         self.prefilling: list[Prefill] = []
@@ -72,14 +67,6 @@ class Scheduler:
         """Sequences that have no row yet, or whose prompt is being read."""
         prefills = [*self._waiting, *self.prefilling]
         return len(self._parked) + sum(prefill.num_sequences for prefill in prefills)
-
-    @property
-    def max_cache_bytes(self) -> int:
-        return self._cache.max_bytes
-
-    @property
-    def cache_bytes(self) -> int:
-        return self._cache.nbytes
 
     def submit(self, request: Request) -> None:
         self._waiting.append(Prefill(request))
@@ -92,8 +79,7 @@ class Scheduler:
 
     def forget(self, adapter: Adapter) -> None:
         """Drop what the cache remembers of an adapter."""
-        for span in self._prefixes.forget(adapter):
-            self._cache.drop_span(span)
+        self._cache.forget(adapter)
 
     # Prompts into the cache
 
@@ -135,28 +121,22 @@ class Scheduler:
             if other.request.realm != realm or other.first_token != prefill.first_token:
                 continue
             shared = min(shared_prefix(other.tokens, tokens), prefill.reusable)
-            if self._has_states and shared < len(other.tokens):
-                continue
+            shared = self._cache.reusable(shared, len(other.tokens))
             if shared >= _WORTH_WAITING_FOR and 2 * shared >= other.num_left:
-                _, num_known = self._known(prefill)
+                num_known = self._cache.known(realm, tokens[: prefill.reusable]).num_tokens
                 if shared - num_known >= _WORTH_WAITING_FOR:
                     return True
         return False
 
-    def _known(self, prefill: Prefill) -> tuple[Span | None, int]:
-        """A remembered prompt, and how many of its tokens need not be computed again."""
-        realm, tokens = prefill.request.realm, prefill.tokens[: prefill.reusable]
-        return self._prefixes.find(realm, tokens, only_whole=self._has_states)
-
     def _try_start(self, prefill: Prefill) -> bool:
         """Start a prefill; one for which there is no room goes back to the head of its lane."""
-        num_slots = min(prefill.num_sequences, _SLOTS_AHEAD)
-        needed = self._cache.bytes_for_span(len(prefill.tokens), num_slots)
+        num_samples = min(prefill.num_sequences, _SAMPLES_AHEAD)
+        needed = self._cache.bytes_for(len(prefill.tokens), num_samples)
         has_failed, has_started = True, False
         with self._failing(prefill.request):
-            has_started = self._start(prefill, num_slots)
+            has_started = self._start(prefill, num_samples)
             while not has_started and self._make_way(prefill.request.scope, needed):
-                has_started = self._start(prefill, num_slots)
+                has_started = self._start(prefill, num_samples)
             has_failed = False
         if has_started:
             self.prefilling.append(prefill)
@@ -164,26 +144,21 @@ class Scheduler:
             self._waiting.append_left(prefill)
         return has_started
 
-    def _start(self, prefill: Prefill, num_slots: int) -> bool:
-        """Give a prefill its span, with what the cache knows already; False if there is no room."""
-        known, num_known = None, 0
+    def _start(self, prefill: Prefill, num_samples: int) -> bool:
+        """Give a prefill its table, with what the cache knows; False if there is no room."""
+        known = NOTHING
         if not self._is_deterministic:
-            known, num_known = self._known(prefill)
-        if known is not None:
-            known.num_users += 1  # so that making room for the new one cannot drop it
-        try:
-            is_alone = not (self.running or self._parked or self.prefilling)
-            span = self._cache.new_span(len(prefill.tokens), num_slots=num_slots, force=is_alone)
-            if span is None:
-                return False
-            if known is not None and num_known:
-                span.copy_prefix(known, num_known)
-        finally:
-            if known is not None:
-                self._leave(known)
-        prefill.span, prefill.num_done = span, num_known
+            tokens = prefill.tokens[: prefill.reusable]
+            known = self._cache.known(prefill.request.realm, tokens)
+        is_alone = not (self.running or self._parked or self.prefilling)
+        prefill.table = self._cache.new_table(
+            len(prefill.tokens), known, num_samples=num_samples, force=is_alone
+        )
+        if prefill.table is None:
+            return False
+        prefill.num_done = known.num_tokens
         if prefill.is_fresh:
-            prefill.request.num_cache_hits = num_known
+            prefill.request.num_cache_hits = known.num_tokens
         return True
 
     def chunks(self) -> list[Chunk]:
@@ -224,23 +199,22 @@ class Scheduler:
 
     def end_prefill(self, prefill: Prefill) -> None:
         """A prompt has been read: its sequences may run, and it is remembered."""
-        span = prefill.span
-        assert span is not None
+        table = prefill.table
+        assert table is not None
         self.prefilling.remove(prefill)
+        common: tuple[int, ...] = ()
+        if prefill.num_sequences > 1 and not self._is_deterministic:
+            common = self._cache.full_blocks(table)
         for sequence in prefill.sequences:
             if not prefill.request.rule.max_tokens:
                 sequence.stop_reason = "length"
             if sequence.stop_reason is None:
-                span.num_users += 1
-                sequence.prompt_span = span
+                sequence.table = self._cache.fork(table)
+                sequence.table.common = common
                 self._parked.append(sequence)
-        if prefill.is_fresh and len(prefill.tokens) and not self._is_deterministic:
-            realm, tokens = prefill.request.realm, prefill.tokens
-            kept = self._prefixes.remember(realm, tokens, span, only_whole=self._has_states)
-            for old in kept:
-                self._cache.drop_span(old)
-        prefill.span = None
-        self._leave(span)
+        if prefill.is_fresh and not self._is_deterministic:
+            self._cache.remember(prefill.request.realm, prefill.tokens, table)
+        self._abandon(prefill)
 
     # Sequences into rows
 
@@ -259,7 +233,7 @@ class Scheduler:
                 return
             sequence = self._parked.pop_left(scope)
             with self._failing(sequence.request):
-                if not self._find_slot(sequence):
+                if not self._find_room(sequence):
                     self._parked.append_left(sequence)
                     scopes.discard(scope)
                     continue
@@ -275,7 +249,7 @@ class Scheduler:
 
     def _max_rows(self) -> int:
         """Fewer where several scopes have work. Whoever is alone gets more little by little: his
-        neighbour may be back for the next step, and moving rows costs as much as a step."""
+        neighbour may be back for the next step, and would wait for all of its rows."""
         scopes = {*self._rows(), *self._parked.scopes, *self._waiting.scopes}
         scopes.update(prefill.request.scope for prefill in self.prefilling)
         if len(scopes) > 1:
@@ -288,64 +262,52 @@ class Scheduler:
         return rows.most_common(1)[0][1] > rows[scope] + 1
 
     def _pause(self, rows: Counter[str]) -> None:
-        """Take the row of the youngest sequence of the scope with the most. It keeps its slot, and
-        goes on later."""
+        """Take the row of the youngest sequence of the scope with the most. It keeps its blocks,
+        and goes on later."""
         scope = rows.most_common(1)[0][0]
         places = reversed(range(len(self.running)))
         youngest = self.running.pop(
             next(place for place in places if self.running[place].request.scope == scope)
         )
         rows[scope] -= 1
-        assert youngest.slot is not None, "it runs"
-        youngest.slot.slab.pause(youngest.slot)
         self._parked.append_left(youngest)
 
-    def _find_slot(self, sequence: Sequence) -> bool:
-        """A new slot with the prompt, or the one in which the sequence was paused."""
-        if sequence.slot is not None:
-            sequence.slot.slab.resume(sequence.slot)
+    def _find_room(self, sequence: Sequence) -> bool:
+        """See that a sequence can write its next token; in deterministic mode, all of them."""
+        table, request = sequence.table, sequence.request
+        assert table is not None
+        num_tokens = table.num_tokens + 1
+        if self._is_deterministic:
+            num_tokens = max(num_tokens, request.num_prefilled + request.rule.max_tokens)
+        if self._cache.extend(table, num_tokens):
             return True
-        shares, num_tokens = self._needs(sequence)
-        is_alone = not self.running and not self.prefilling
-        needed = self._cache.bytes_for_slot(num_tokens)
-        slot = self._cache.new_slot(num_tokens, force=is_alone)
-        while slot is None and self._make_way(sequence.request.scope, needed):
-            slot = self._cache.new_slot(num_tokens)
-        if slot is None:
+        needed = self._cache.bytes_for(num_tokens - table.num_tokens, 0)
+        while self._make_way(request.scope, needed):
+            if self._cache.extend(table, num_tokens):
+                return True
+        if self.running or self.prefilling:
             return False
-        sequence.slot = slot
-        span = sequence.prompt_span
-        assert span is not None
-        self._cache.fill_slot(slot, span, 0 if shares else span.num_tokens)
-        if not shares:
-            sequence.prompt_span = None
-            self._leave(span)
+        # Nobody runs who would leave room behind.
+        while not self._cache.extend(table, num_tokens, force=not self._may_give_way()):
+            self._give_way(self._held_bytes().most_common(1)[0][0])
         return True
 
-    def _needs(self, sequence: Sequence) -> tuple[bool, int]:
-        """Whether a sequence shares its prompt with its siblings, and what its slot must hold."""
-        span = sequence.prompt_span
-        assert span is not None
-        shares = sequence.request.job.num_samples > 1 and not self._is_deterministic
-        shares = shares and 0 < span.num_tokens == sequence.request.num_prefilled
-        num_tokens = 0 if shares else span.num_tokens
-        if self._is_deterministic:
-            num_tokens += sequence.request.rule.max_tokens - 1
-        return shares, num_tokens
+    def _may_give_way(self) -> bool:
+        return bool(self._parked) and not self._is_deterministic
 
     def _grow(self) -> None:
         """Make sure every running sequence has room for one more token."""
+        size = self._cache.shape.block_tokens
         for sequence in list(self.running):
-            if sequence.goes_on and sequence.slot is not None and sequence.slot.is_full:
+            table = sequence.table
+            if sequence.goes_on and table and table.num_tokens >= len(table.blocks) * size:
                 with self._failing(sequence.request):
                     self._grow_one(sequence)
 
     def _grow_one(self, sequence: Sequence) -> None:
-        while sequence.slot is not None:
+        while (table := sequence.table) is not None:
             is_alone = len(self.running) == 1 and not self._parked and not self.prefilling
-            grown = self._cache.grow(sequence.slot, force=is_alone)
-            if grown is not None:
-                sequence.slot = grown
+            if self._cache.extend(table, table.num_tokens + 1, force=is_alone):
                 return
             self._give_way(self._held_bytes().most_common(1)[0][0])
 
@@ -383,18 +345,16 @@ class Scheduler:
     def _held_bytes(self) -> Counter[str]:
         """What each scope's work holds of the cache; remembered prompts are not work."""
         held: Counter[str] = Counter()
-        spans: dict[Span, str] = {}
-        for sequence in [*self.running, *self._parked]:
-            scope = sequence.request.scope
-            if sequence.slot is not None:
-                held[scope] += sequence.slot.slab.bytes_per_row
-            if sequence.prompt_span is not None:
-                spans[sequence.prompt_span] = scope
-        for prefill in self.prefilling:
-            if prefill.span is not None:
-                spans[prefill.span] = prefill.request.scope
-        for span, scope in spans.items():
-            held[scope] += span.nbytes
+        common: dict[int, tuple[str, int]] = {}
+        work: list[Sequence | Prefill] = [*self.running, *self._parked, *self.prefilling]
+        for item in work:
+            table, scope = item.table, item.request.scope
+            if table is not None:
+                num_own = len(table.blocks) - len(table.common)
+                held[scope] += self._cache.bytes_of(num_own, int(table.state is not None))
+                common[id(table.common)] = scope, len(table.common)
+        for scope, num_blocks in common.values():
+            held[scope] += self._cache.bytes_of(num_blocks, 0)
         return held
 
     def _requeue(self, sequence: Sequence) -> None:
@@ -409,41 +369,24 @@ class Scheduler:
         self._parked.keep(lambda other: other is not sequence)
         self._vacate(sequence)
 
-    def remove(self, request: Request, *, wipe: bool = False) -> None:
-        """Free everything a request holds; `wipe` what may not be finite."""
+    def remove(self, request: Request) -> None:
+        """Free everything a request holds."""
         self._waiting.keep(lambda prefill: prefill.request is not request)
         for prefill in [p for p in self.prefilling if p.request is request]:
             self.prefilling.remove(prefill)
             self._abandon(prefill)
         for sequence in request.sequences if request.has_sequences else ():
-            self._vacate(sequence, wipe=wipe)
+            self._vacate(sequence)
         self._parked.keep(lambda sequence: sequence.request is not request)
         self.running = [s for s in self.running if s.request is not request]
 
     def _abandon(self, prefill: Prefill) -> None:
-        if prefill.span is not None:
-            self._leave(prefill.span)
-        prefill.span, prefill.num_done = None, 0
+        if prefill.table is not None:
+            self._cache.free(prefill.table)
+        prefill.table, prefill.num_done = None, 0
 
-    def _vacate(self, sequence: Sequence, *, wipe: bool = False) -> None:
-        """Free the slot and the span of a sequence."""
+    def _vacate(self, sequence: Sequence) -> None:
         sequence.attempt, sequence.num_ahead = sequence.attempt + 1, 0
-        if sequence.slot is not None:
-            self._cache.free_slot(sequence.slot, wipe=wipe)
-            sequence.slot = None
-        if sequence.prompt_span is not None:
-            self._leave(sequence.prompt_span)
-            sequence.prompt_span = None
-
-    def _leave(self, span: Span) -> None:
-        """One user less; a span that nobody uses or remembers is freed."""
-        span.num_users -= 1
-        if not span.num_users and span not in self._prefixes:
-            self._cache.drop_span(span)
-
-    def _drop_oldest_prefix(self) -> bool:
-        span = self._prefixes.evict()
-        if span is None:
-            return False
-        self._cache.drop_span(span)
-        return True
+        if sequence.table is not None:
+            self._cache.free(sequence.table)
+            sequence.table = None

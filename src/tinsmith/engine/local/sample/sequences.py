@@ -16,7 +16,7 @@ from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.inputs import Input
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.choosing import SMALL_TEMPERATURE, fresh_seed
-from tinsmith.engine.local.sample.kvcache import Slot, Span
+from tinsmith.engine.local.sample.kvcache import BlockTable
 from tinsmith.engine.local.sample.prefixes import Realm
 from tinsmith.engine.local.sample.prompt_scores import PromptScores
 from tinsmith.engine.shaping import Shaper
@@ -136,10 +136,9 @@ class Sequence:
         self.num_ahead = 0
         """Tokens that a device has been asked for, and that are not known here yet."""
         self.attempt = 0
-        """Counts how often it lost its slot: what was asked for before that is void."""
-        self.slot: Slot | None = None
-        self.prompt_span: Span | None = None
-        """A span this sequence uses: the shared prompt, or one still to be copied into a slot."""
+        """Counts how often it lost its blocks: what was asked for before that is void."""
+        self.table: BlockTable | None = None
+        """What the cache holds for it, once its prompt has been read."""
         self._watch = watch
         self._top: list[tuple[SequenceOf[int], SequenceOf[float]]] = []
 
@@ -152,14 +151,13 @@ class Sequence:
     def goes_on(self) -> bool:
         """Whether there is a token to be asked for, as far as is known."""
         num_tokens = len(self.tokens) + self.num_ahead
-        return self.slot is not None and num_tokens < self.request.rule.max_tokens
+        return self.table is not None and num_tokens < self.request.rule.max_tokens
 
     @property
     def num_past(self) -> int:
         """How many tokens the cache holds for it."""
-        assert self.slot is not None
-        shared = 0 if self.prompt_span is None else self.prompt_span.num_tokens
-        return shared + self.slot.num_tokens
+        assert self.table is not None
+        return self.table.num_tokens
 
     @property
     def problem(self) -> str | None:
@@ -234,7 +232,7 @@ class Prefill:
         """Whether its last row chooses the sequences' next tokens; else decode steps do."""
         self.tokens = whole if self.decides_next else whole[:-1]
         self.first_token = int(whole[0])
-        self.span: Span | None = None
+        self.table: BlockTable | None = None
         self.num_done = 0
 
     @property

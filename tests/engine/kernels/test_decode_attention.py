@@ -1,0 +1,155 @@
+"""The decoding kernels over blocks of the cache, against plain attention over the same blocks.
+
+Needs CUDA with Triton, or Triton alone and TRITON_INTERPRET=1 in the environment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tinsmith.engine.local.model import pointwise
+from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
+from tinsmith.engine.local.sample.cached_attention import CachedAttention, Rows
+from tinsmith.engine.local.sample.kvcache import BlockTable, CacheShape, KVCache
+from tinsmith.engine.local.sample.prefixes import NOTHING
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+    *([] if IS_INTERPRETED else [pytest.mark.gpu]),
+]
+
+HEAD_DIM = 32
+HEADS, KV_HEADS = 6, 2
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cpu" if IS_INTERPRETED else "cuda")
+
+
+def config_of(spec: AttentionSpec) -> DecoderConfig:
+    config: Any = DecoderConfig(
+        architecture="",
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_context_length=256,
+        norm_eps=1e-6,
+        layers=(spec, spec),
+    )
+    return config  # type: ignore[no-any-return]  # some fields are not needed here
+
+
+def filled_cache(
+    config: DecoderConfig, device: torch.device, num_rows: int
+) -> tuple[KVCache, list[BlockTable]]:
+    """Rows of many lengths in scattered blocks; every third goes on from the same prompt."""
+    shape = CacheShape.of(config, device, torch.float32)
+    cache = KVCache(shape, 20 * max(num_rows, 4) * shape.block_bytes)
+    prompt = cache.new_table(45, NOTHING, num_samples=1)
+    assert prompt is not None
+    prompt.num_tokens = 45
+    tables = []
+    for row in range(num_rows):
+        length = 45 + 2 * row % 70 if row % 3 == 0 else (37 * row) % 120
+        table = cache.fork(prompt) if row % 3 == 0 else cache.new_table(0, NOTHING, num_samples=1)
+        assert table is not None
+        assert cache.extend(table, length + 1)
+        table.num_tokens = length
+        tables.append(table)
+    cache.keys.normal_()
+    cache.values.normal_()
+    return cache, tables
+
+
+def row_blocks(cache: KVCache, tables: list[BlockTable], num_padding: int) -> Any:
+    """What kernels are told, with some rows of padding at the end."""
+    from tinsmith.engine.local.kernels.decode_attention import RowBlocks
+
+    device = cache.shape.device
+    padding = [0] * num_padding
+    counts = [len(table.blocks) for table in tables]
+    return RowBlocks(
+        cache.keys,
+        cache.values,
+        torch.tensor([table.num_tokens + 1 for table in tables] + padding, device=device),
+        torch.tensor([0, *np.cumsum(counts)[:-1].tolist(), *padding], device=device),
+        torch.tensor([b for t in tables for b in t.blocks], device=device, dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("num_rows", [1, 7 if IS_INTERPRETED else 300])
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(None, None), (20, None), (None, 5.0)], ids=["plain", "window", "cap"]
+)
+def test_attention_finds_what_plain_attention_finds(
+    device: torch.device,
+    num_rows: int,
+    window: int | None,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One row splits its scan; many do not."""
+    from tinsmith.engine.local.kernels import decode_attention
+
+    if IS_INTERPRETED:
+        monkeypatch.setattr(decode_attention, "ENOUGH_PROGRAMS", 32)
+    torch.manual_seed(0)
+    heads = decode_attention.Heads(HEADS, KV_HEADS, HEAD_DIM)
+    spec = AttentionSpec(scale=0.2, rope=None, window=window, softcap=softcap)
+    config = config_of(spec)
+    cache, tables = filled_cache(config, device, num_rows)
+    qkv = torch.randn(num_rows, 10 * HEAD_DIM, device=device)
+    q, k, v = qkv.view(num_rows, 10, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    running = [Rows(row, row + 1, table) for row, table in enumerate(tables)]
+    # The plain form also writes the new keys and values, which the kernel then finds.
+    wanted = CachedAttention(config, [], running)(1, q, k, v)
+
+    padded = torch.cat([qkv, torch.randn(3, 10 * HEAD_DIM, device=device)])
+    rows = row_blocks(cache, tables, 3)
+    assert (decode_attention.num_splits(num_rows + 3, KV_HEADS) > 1) == (num_rows == 1)
+    found = decode_attention.attend(padded, rows, spec, 1, heads)[:num_rows]
+    torch.testing.assert_close(found.view_as(wanted), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_new_keys_and_values_go_behind_the_last_token_and_nowhere_else(
+    device: torch.device, has_norms: bool
+) -> None:
+    from tinsmith.engine.local.kernels.decode_attention import Heads, prepare
+
+    torch.manual_seed(0)
+    num_rows, layer = 5, 1
+    config = config_of(AttentionSpec(scale=0.2, rope=None, window=None, softcap=None))
+    cache, tables = filled_cache(config, device, num_rows)
+    qkv = torch.randn(num_rows + 2, 10 * HEAD_DIM, device=device)
+    angles = torch.randn(num_rows + 2, HEAD_DIM // 2, device=device)
+    rotation = (angles.cos(), angles.sin())
+    weights = torch.randn(2, HEAD_DIM, device=device)
+    norms = (weights[0], weights[1]) if has_norms else None
+    q, k, v = pointwise.apply_rope(
+        qkv, norms, (angles.cos()[:, None], angles.sin()[:, None]), KV_HEADS, 1e-5
+    )
+    wanted_keys, wanted_values = cache.keys.clone(), cache.values.clone()
+    for row, table in enumerate(tables):
+        at, inside = divmod(table.num_tokens, cache.shape.block_tokens)
+        wanted_keys[layer, table.blocks[at], :, inside] = k[row]
+        wanted_values[layer, table.blocks[at], :, inside] = v[row]
+
+    rows = row_blocks(cache, tables, 2)
+    prepare(qkv, rows, rotation, norms, 1e-5, layer, Heads(HEADS, KV_HEADS, HEAD_DIM))
+    torch.testing.assert_close(cache.keys, wanted_keys, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(cache.values, wanted_values, atol=1e-5, rtol=1e-5)
+    queries = qkv[:, : HEADS * HEAD_DIM].view(-1, HEADS, HEAD_DIM)
+    torch.testing.assert_close(queries, q, atol=1e-5, rtol=1e-5)
