@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 
 from tinsmith.engine.base import CustomLoss, Failure, FinishedPass, Pass
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.train import passes
+from tinsmith.engine.local.train.custom_loss import CompiledLoss, compile_loss
 from tinsmith.engine.local.train.passes import run_passes
 from tinsmith.types import (
     CustomLossGraph,
@@ -108,6 +112,37 @@ def test_others_have_their_turns_while_an_uploaded_loss_runs(
         assert finished is None or isinstance(finished.result, ForwardBackwardOutput)
     assert [turn for turn in turns if turn is not None] == [1, 0], "the other pass does not wait"
     assert turns[turns.index(1) + 1 : turns.index(0)].count(None) >= 4, "a turn takes 5 ms"
+
+
+def test_others_are_done_before_many_uploaded_losses_have_been_checked(
+    tiny_decoder: Decoder, new_adapter: Callable[..., Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To check a large graph takes as long as a pass, and a call may bring many."""
+    checked: list[str] = []
+
+    def slowly(custom: CustomLoss, max_seconds: float) -> CompiledLoss:
+        checked.append(threading.current_thread().name)
+        time.sleep(0.02)
+        return compile_loss(custom, max_seconds)
+
+    monkeypatch.setattr(passes, "compile_loss", slowly)
+    costly = Pass(
+        adapter_id="a", data=[datum(5)] * 2, loss_fn="custom", custom_loss=sorting_loss(2**4, 1)
+    )
+    broken = replace(costly, custom_loss=replace(sorting_loss(2**4, 1), inputs=()))
+    plain = Pass(adapter_id="b", data=[datum(50)], loss_fn="cross_entropy")
+    adapters = {"a": new_adapter(tiny_decoder), "b": new_adapter(tiny_decoder)}
+    results: dict[int, object] = {}
+    num_checked_before = -1
+    for finished in run_passes([costly, broken, costly, plain], adapters, tiny_decoder, CPU):
+        if finished is not None:
+            results[finished.index] = finished.result
+            if finished.index == 3:
+                num_checked_before = len(checked)
+    assert num_checked_before == 0
+    assert len(checked) == 3 and all(name.startswith("losses") for name in checked)
+    assert isinstance(results[1], Failure) and results[1].category == "user"
+    assert all(isinstance(results[index], ForwardBackwardOutput) for index in (0, 2, 3))
 
 
 def test_a_pass_given_up_while_its_uploaded_loss_runs_has_no_effect(

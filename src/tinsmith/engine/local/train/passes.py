@@ -78,12 +78,7 @@ def run_passes(
     mode they are added datum by datum, so that cutting a pass into several changes no bit.
     `max_tokens` is given when memory ran out before: a micro-batch then holds no more than that.
     """
-    progress = {
-        index: _Progress.start(
-            p, adapters[p.adapter_id], math.inf if p.is_replay else config.custom_loss_seconds
-        )
-        for index, p in enumerate(passes)
-    }
+    progress = {index: _Progress(p, adapters[p.adapter_id]) for index, p in enumerate(passes)}
     yield from _finished(progress, adapters, decoder, config)
     items = [
         Item(
@@ -104,6 +99,11 @@ def run_passes(
         if not wanted:
             continue
         involved = [progress[index] for index in dict.fromkeys(i.pass_index for i in wanted)]
+        if wanted[0].keeps_apart:
+            yield from _compiling(involved[0], config.custom_loss_seconds)
+            if involved[0].is_done:
+                yield from _finished(progress, adapters, decoder, config)
+                continue
         is_to_split = False
         seconds, start = 0.0, time.perf_counter()
         try:
@@ -255,18 +255,6 @@ class _Progress:
 
     loss_seconds: float = 0.0
     """What its losses took in the micro-batch under way."""
-
-    @classmethod
-    def start(cls, request: Pass, adapter: Adapter, max_loss_seconds: float) -> _Progress:
-        state = cls(request, adapter)
-        if request.custom_loss is not None:
-            start = time.perf_counter()
-            try:
-                state.custom = compile_loss(request.custom_loss, max_loss_seconds)
-            except ValidationError as error:
-                state.fail(str(error), "user")
-            state.seconds = time.perf_counter() - start
-        return state
 
     @property
     def is_done(self) -> bool:
@@ -426,6 +414,29 @@ def _score(
                 hidden_grad[start:stop] = scores.backward(grads)
         start = stop
     return hidden_grad
+
+
+def _compiling(state: _Progress, max_seconds: float) -> Iterator[None]:
+    """Make a pass's uploaded loss callable, in the thread for them, or fail the pass; yields while
+    that takes."""
+    if state.custom is not None:
+        return
+    running = _loss_threads().submit(_compile, state, max_seconds)
+    while not running.done():
+        futures.wait([running], timeout=_LOSS_TURN_SECONDS)
+        yield None
+    running.result()
+
+
+def _compile(state: _Progress, max_seconds: float) -> None:
+    custom = state.request.custom_loss
+    assert custom is not None, "it keeps apart for the sake of one"
+    start = time.thread_time()
+    try:
+        state.custom = compile_loss(custom, math.inf if state.request.is_replay else max_seconds)
+    except ValidationError as error:
+        state.fail(str(error), "user")
+    state.seconds += time.thread_time() - start
 
 
 def _losses(
