@@ -16,6 +16,7 @@ import pytest
 
 from tinsmith.engine.base import Failure
 from tinsmith.engine.fake import FakeEngine
+from tinsmith.server.operations import scheduler
 from tinsmith.types import Datum, ModelInput
 
 if TYPE_CHECKING:
@@ -294,3 +295,51 @@ async def test_losses_are_neither_kept_nor_run_where_they_are_not_wanted(api: Ap
     inputs = [{"name": "logprobs", "rank": 1}]
     refused = await api.post("/create_custom_loss", {**body, "inputs": inputs, "graph": graph})
     assert refused.status_code == 403 and "custom_loss_server_side" in refused.json()["detail"]
+
+
+async def test_a_request_that_is_slow_to_read_is_waited_for_by_its_owner_alone(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it was chosen for the batch in which another's is."""
+    let_go, release = asyncio.Event(), asyncio.Event()
+
+    class Gate(FakeEngine):
+        async def run_passes(self, passes: Sequence[Pass]) -> AsyncIterator[FinishedPass]:
+            if _is_marked(passes[0].data):
+                await let_go.wait()
+            async for finished in super().run_passes(passes):
+                yield finished
+
+    monkeypatch.setattr(scheduler, "SHORT_BATCH_SECONDS", 1000.0)  # all wait for the first one
+    server = await start_server(engine=Gate, max_queued_memory_bytes=0)
+    api, other, first = server.api, await server.other_user(), await server.other_user()
+    slow, quick, gate = await api.model(), await other.model(), await first.model()
+    slow_owner = (await server.service.store.keys.list())[0].owner
+    log, read = server.service.store.log, list[str]()
+    read_payload = log.read_payload
+
+    async def reading(request_id: str) -> bytes:
+        operation = await log.get(request_id)
+        assert operation is not None
+        if operation.owner == slow_owner:
+            await release.wait()
+        read.append(request_id)
+        return await read_payload(request_id)
+
+    monkeypatch.setattr(log, "read_payload", reading)
+    opened = await first.send_pass(gate, 1, _datum(5, target=99))
+    held = [await api.send_pass(slow, number) for number in range(1, 4)]
+    passed = await other.send_pass(quick, 1)
+    let_go.set()
+    try:
+        async with asyncio.timeout(30):
+            await first.output(opened)
+            await other.output(passed)
+            await other.output(await other.send_pass(quick, 2))
+        assert not set(held) & set(read)
+    finally:
+        release.set()
+    async with asyncio.timeout(30):
+        for request_id in held:
+            await api.output(request_id)
+    assert [each for each in read if each in held] == held, "each once, in order"

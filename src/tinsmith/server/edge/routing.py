@@ -32,6 +32,7 @@ from tinsmith.server.edge.http import (
     nothing,
     read_body,
 )
+from tinsmith.server.owners import working_for
 from tinsmith.server.service import Service
 from tinsmith.types.model import Model
 from tinsmith.wire import dialects, json
@@ -113,7 +114,8 @@ def _authorised(
         name_connection(request, caller)
         # Strangers, who are refused above, make no spans.
         with service.spans.request(row.method, row.full_path, request.headers) as span:
-            response = await admitted(service, caller, request)
+            with working_for(caller.owner):
+                response = await admitted(service, caller, request)
             if span is not None:
                 span.set_attribute("http.response.status_code", response.status_code)
             return response

@@ -31,23 +31,33 @@ class Workers:
     async def run(
         self, owner: str, function: Callable[P, T], *args: P.args, **options: P.kwargs
     ) -> T:
-        """What `function` gives, in the owner's turn."""
-        turn = asyncio.get_running_loop().create_future()
+        """What `function` gives, in the owner's turn.
+
+        A thread is the owner's until the function has returned, also when nobody waits for it any
+        more: who goes away and comes back has no more threads than who stays.
+        """
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
         self._start_next()
         try:
             await turn
-            return await asyncio.get_running_loop().run_in_executor(
-                self._threads, lambda: function(*args, **options)
-            )
-        finally:
+            work = loop.run_in_executor(self._threads, lambda: function(*args, **options))
+        except BaseException:
             if turn.done() and not turn.cancelled():
-                self._busy[owner] -= 1
-                self._busy += Counter()  # without those who have none
-                self._start_next()
+                self._leave(owner)
+            raise
+        work.add_done_callback(lambda _: self._leave(owner))
+        return await asyncio.shield(work)
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def close(self, *, wait: bool = False) -> None:
+        """Nothing begins any more; `wait` for what is under way."""
+        self._threads.shutdown(wait=wait, cancel_futures=True)
+
+    def _leave(self, owner: str) -> None:
+        self._busy[owner] -= 1
+        self._busy += Counter()  # without those who have none
+        self._start_next()
 
     def _start_next(self) -> None:
         most = (self._num_threads + 1) // 2

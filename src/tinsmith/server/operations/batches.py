@@ -23,6 +23,7 @@ from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.operation import Operation, PassKind, SingleKind, StepKind
 from tinsmith.server.operations.runner import STORE_PAUSE_SECONDS, OperationsWork, Parts
 from tinsmith.server.operations.shares import moved
+from tinsmith.server.owners import working_for
 from tinsmith.server.store.errors import StoreDamagedError, StoreUnavailableError
 from tinsmith.server.store.records import Finish
 
@@ -30,29 +31,47 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+Prepare = Callable[[LiveModel, Operation], Awaitable[T | Failure]]
+
+PATIENCE_SECONDS = 0.05
+"""How long a batch waits for requests to be read when those of another owner are ready."""
+
 
 class _Batch(OperationsWork):
-    async def prepared(self, prepare: Callable[[Operation], Awaitable[T | Failure]]) -> list[T]:
-        """The engine's items for the operations, in order; those without one have left."""
-        items: list[T] = []
-        for operation in list(self.unfinished):
-            if operation not in self.unfinished:
+    async def prepared(self, prepare: Prepare[T]) -> list[T]:
+        """The engine's items for the operations, in order; those without one have left.
+
+        Owners are read for side by side. One whose requests take long to read, where others are
+        ready, is left out until they are read.
+        """
+        of_owner: dict[str, dict[Operation, LiveModel]] = {}
+        for operation, model in self.unfinished.items():
+            of_owner.setdefault(model.owner, {})[operation] = model
+        reading = {
+            asyncio.create_task(_read_all(owner, operations, prepare)): list(operations)
+            for owner, operations in of_owner.items()
+        }
+        if not reading:
+            return []
+        is_shared = len(reading) > 1
+        done, _ = await asyncio.wait(reading, timeout=PATIENCE_SECONDS if is_shared else None)
+        if not done:  # nobody waits for another
+            done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+        items: dict[Operation, T] = {}
+        for task, operations in reading.items():
+            if task not in done:
+                self._leave_out(operations, task.add_done_callback)
                 continue
-            try:
-                item = await prepare(operation)
-            except StoreUnavailableError as error:
-                self._set_aside(self.unfinished[operation], error)
-                continue
-            except StoreDamagedError as error:
-                item = Failure(f"the recorded request cannot be read: {error}", "server")
-            except Exception as error:
-                logger.exception("operation %s cannot run", operation.record.request_id)
-                item = Failure(f"the recorded request cannot be read: {error!r}", "server")
-            if isinstance(item, Failure):
-                self.end(operation, failed(operation, item))
-            else:
-                items.append(item)
-        return items
+            for operation, item in task.result():
+                if operation not in self.unfinished:
+                    continue
+                if isinstance(item, StoreUnavailableError):
+                    self._set_aside(self.unfinished[operation], item)
+                elif isinstance(item, Failure):
+                    self.end(operation, failed(operation, item))
+                else:
+                    items[operation] = item
+        return [items[operation] for operation in self.unfinished]
 
     def end_with(
         self, operation: Operation, result: T | Failure, done: Callable[[Operation, T], Finish]
@@ -72,15 +91,47 @@ class _Batch(OperationsWork):
         """Leave out a model whose requests cannot be read now, all of them: they run in order."""
         logger.warning("%s: %s; trying again", model.model_id, error)
         left_out = [operation for operation, other in self.unfinished.items() if other is model]
-        for operation in left_out:
-            del self.unfinished[operation]
+        loop = asyncio.get_running_loop()
+        self._leave_out(left_out, lambda back: loop.call_later(STORE_PAUSE_SECONDS, back, None))
 
-        def put_back() -> None:
-            for operation in left_out:
+    def _leave_out(
+        self, operations: list[Operation], when: Callable[[Callable[[object], None]], object]
+    ) -> None:
+        """Take operations out of the batch; they go back to their queues when `when` says so."""
+        left_out = [(operation, self.unfinished.pop(operation)) for operation in operations]
+
+        def put_back(_: object) -> None:
+            for operation, model in left_out:
                 model.queue.put(operation)
-            self.parts.free(model)
+            for model in dict.fromkeys(model for _, model in left_out):
+                self.parts.free(model)
 
-        asyncio.get_running_loop().call_later(STORE_PAUSE_SECONDS, put_back)
+        when(put_back)
+
+
+async def _read_all(
+    owner: str, operations: dict[Operation, LiveModel], prepare: Prepare[T]
+) -> list[tuple[Operation, T | Failure | StoreUnavailableError]]:
+    """The items of one owner's operations, in order. What was read once is read no second time."""
+    with working_for(owner):
+        return [
+            (operation, await _read(model, operation, prepare))
+            for operation, model in operations.items()
+        ]
+
+
+async def _read(
+    model: LiveModel, operation: Operation, prepare: Prepare[T]
+) -> T | Failure | StoreUnavailableError:
+    try:
+        return await prepare(model, operation)
+    except StoreUnavailableError as error:
+        return error
+    except StoreDamagedError as error:
+        return Failure(f"the recorded request cannot be read: {error}", "server")
+    except Exception as error:
+        logger.exception("operation %s cannot run", operation.record.request_id)
+        return Failure(f"the recorded request cannot be read: {error!r}", "server")
 
 
 class PassBatch(_Batch):
@@ -113,11 +164,9 @@ class PassBatch(_Batch):
             done = partial(pass_done, item, self.parts.config.keep_examples)
             self.end_with(operation, finished.result, done)
 
-    async def _pass_of(self, operation: Operation) -> Pass | Failure:
+    async def _pass_of(self, model: LiveModel, operation: Operation) -> Pass | Failure:
         assert isinstance(operation.kind, PassKind)
-        return await operation.kind.prepare(
-            self.parts.executor, self.unfinished[operation], operation
-        )
+        return await operation.kind.prepare(self.parts.executor, model, operation)
 
     def _charge(self, operation: Operation, seconds: float, *, is_usual: bool) -> None:
         """Count what the pass took in place of what was expected. What a token usually takes is
@@ -153,11 +202,9 @@ class StepBatch(_Batch):
             else:
                 self.end_with(operation, result, step_done)
 
-    async def _step_of(self, operation: Operation) -> Step | Failure:
+    async def _step_of(self, model: LiveModel, operation: Operation) -> Step | Failure:
         assert isinstance(operation.kind, StepKind)
-        return await operation.kind.prepare(
-            self.parts.executor, self.unfinished[operation], operation
-        )
+        return await operation.kind.prepare(self.parts.executor, model, operation)
 
 
 class Single(OperationsWork):

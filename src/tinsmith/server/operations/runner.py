@@ -25,6 +25,7 @@ from tinsmith.server.operations.finishes import failed
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.shares import Shares
+from tinsmith.server.owners import working_for
 from tinsmith.server.store.errors import StoreUnavailableError
 from tinsmith.server.store.records import Finish
 
@@ -70,7 +71,8 @@ async def run_guarded(work: Work, engines: EngineSupervisor, *, is_alone: bool =
             work.close()
             return
         try:
-            await work.run(engine, generation)
+            with working_for(_owner_of(work)):
+                await work.run(engine, generation)
         except EngineError as error:
             engines.report(generation, error)
             work.engine_died(error)
@@ -82,6 +84,12 @@ async def run_guarded(work: Work, engines: EngineSupervisor, *, is_alone: bool =
             work.broke(error)
         finally:
             work.close()
+
+
+def _owner_of(work: Work) -> str:
+    """Whose work it is; "" where several have a part in it."""
+    owners = {model.owner for model in work.models}
+    return owners.pop() if len(owners) == 1 else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

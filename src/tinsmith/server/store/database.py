@@ -2,7 +2,8 @@
 the parts of the store are built from.
 
 SQLite runs in WAL mode with full sync: a commit is on disk when it returns. All writes go through
-one thread (`writer`), reads through a few more, so the event loop never waits for a disk.
+one thread (`writer`), reads through a few more, so the event loop never waits for a disk; readers
+serve owners in turn, and none has more than half of them.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
+from tinsmith.server.edge.workers import Workers
+from tinsmith.server.owners import owner_at_work
 from tinsmith.server.store.errors import (
     StoreConflictError,
     StoreInUseError,
@@ -30,7 +32,7 @@ from tinsmith.server.store.writer import OnCommit, Writer, Writes
 T = TypeVar("T")
 R = TypeVar("R")
 
-_READ_THREADS = 4
+_READ_THREADS = 8
 _LOCK_NUMBER = 0x71A5_1714
 """What servers of ours lock in a Postgres database; any number that others do not use."""
 
@@ -65,7 +67,7 @@ class Database:
         self.insert = sqlite.insert if self._engine.dialect.name == "sqlite" else postgresql.insert
         migrate(self._engine)
         self._put_new: dict[str, sa.Executable] = {}
-        self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="store-reader")
+        self._readers = Workers("store-reader", _READ_THREADS)
         self._writer = open_writer(self._engine, on_commit)
 
     async def keep_others_out(self) -> None:
@@ -95,7 +97,7 @@ class Database:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._writer.close)
-        self._readers.shutdown()
+        self._readers.close(wait=True)
         self._engine.dispose()
 
     def connect(self) -> sa.Connection:
@@ -122,7 +124,7 @@ class Database:
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function that waits for the disk or the database, in a reader's thread."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
+            return await self._readers.run(owner_at_work(), function, *args)
         except _TROUBLE as error:
             raise _unavailable(error) from error
 

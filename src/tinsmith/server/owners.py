@@ -1,0 +1,27 @@
+"""Whom the work at hand is for, where that decides whose turn it is.
+
+Noted where a request is let in and where an operation begins, and known to everything that they
+call. What the server does for itself is for nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+_OWNER: ContextVar[str] = ContextVar("owner", default="")
+
+
+@contextlib.contextmanager
+def working_for(owner: str) -> Iterator[None]:
+    token = _OWNER.set(owner)
+    try:
+        yield
+    finally:
+        _OWNER.reset(token)
+
+
+def owner_at_work() -> str:
+    """Whom this is done for; "" for the server itself."""
+    return _OWNER.get()
