@@ -85,7 +85,13 @@ CURES = {
         "[backup](../how-to/backup.md). To bind them on purpose: `tinsmith storage adopt`."
     ),
     "DamagedBackupError": "Use another backup; the message names the files that differ.",
-    "StoreInUseError": "Stop the other server: one server to a database.",
+    "StoreInUseError": (
+        "Stop the other server, or the tool that needs the database to itself, and try again."
+    ),
+    "LeaseLostError": (
+        "Nothing: the server begins anew by itself and [follows the one that took over]"
+        "(../how-to/several-servers.md). Clients send again what was not written."
+    ),
     "StoreConflictError": (
         "Internal: a request contradicts what is recorded. The request fails with the reason."
     ),

@@ -33,12 +33,12 @@ def test_a_killed_server_loses_nothing_that_it_answered(
     rest, errors = child.finish(90)
     assert child.process.returncode == 0, errors + server.log()
     assert lines + rest.splitlines() == undisturbed
-    whole, killed = _loss_curves(server)
+    whole, killed = loss_curves(server)
     assert killed == whole, "no gap, and no point twice"
     assert [float.fromhex(line.split()[1]) for line in undisturbed[: int(STEPS)]] == whole[1][:-1]
 
 
-def _loss_curves(server: ServerProcess) -> list[tuple[list[int], list[float]]]:
+def loss_curves(server: ServerProcess) -> list[tuple[list[int], list[float]]]:
     """Numbers and sums of the losses of each run, the first run first."""
     with httpx.Client(base_url=f"{server.url}/api/v1", headers={"x-api-key": server.key}) as api:
         runs = api.get("/training_runs").raise_for_status().json()["training_runs"]

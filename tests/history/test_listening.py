@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import random
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from chaos.proxy import FaultProxy
-from history.calls import Answer, Recorder, Submission
+from history.calls import Answer, Submission
 from history.checker import violations
 from history.listening import Exchange, Listener
 from tests.support.child import Child
+from tests.support.listening_proxy import ListeningProxy
 from tests.support.server_process import ServerProcess, serving
 
 PROGRAM = Path(__file__).with_name("program.py")
-
-
-class ListeningProxy:
-    """A proxy in a thread of its own that writes a history."""
-
-    def __init__(self, port: int) -> None:
-        self.history = Recorder()
-        self._loop = asyncio.new_event_loop()
-        self._proxy = FaultProxy(port, random.Random(1), lambda: Listener(self.history.hear))
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-
-    def __enter__(self) -> ListeningProxy:
-        self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._proxy.start(), self._loop).result(30)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._proxy.close(), self._loop).result(30)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
-        self._loop.close()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._proxy.port}"
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def history(server: ServerProcess) -> list[Any]:
     pytest.importorskip("tinker", reason="the official client is not installed")
-    with ListeningProxy(server.port) as proxy:
+    with ListeningProxy([server.port]) as proxy:
         environment = server.environment | {"TINKER_BASE_URL": proxy.url}
         for package in ("tinker", "tinsmith"):
             child = Child([sys.executable, str(PROGRAM), package], env=environment)

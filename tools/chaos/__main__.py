@@ -91,7 +91,7 @@ class Chaos:
         self.server = Server(folder, self.data, model, self.mark, num_engines, *options)
         self.history = Recorder()
         self.proxy = FaultProxy(
-            self.server.port, random.Random(seed + 1), lambda: Listener(self._hear)
+            [self.server.port], random.Random(seed + 1), lambda: Listener(self._hear)
         )
         self.counts: collections.Counter[str] = collections.Counter()
         self.problems: list[str] = []

@@ -1,11 +1,12 @@
-"""A TCP proxy that cuts, delays and refuses connections when it is told to."""
+"""A TCP proxy that cuts, delays and refuses connections when it is told to, and deals them out to
+several servers in turns, as a load balancer does that knows nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 Hear = Callable[[bytes], None]
@@ -22,13 +23,13 @@ class Listens(Protocol):
 class FaultProxy:
     def __init__(
         self,
-        target_port: int,
+        target_ports: Sequence[int],
         chance: random.Random,
         listen: Callable[[], Listens] | None = None,
     ) -> None:
         """`listen` gives each connection somebody who hears what passes."""
         self._listen = listen
-        self._target_port = target_port
+        self._target_ports = list(target_ports)
         self._chance = chance
         self._server: asyncio.Server | None = None
         self._transports: set[asyncio.StreamWriter] = set()
@@ -57,9 +58,8 @@ class FaultProxy:
         if self.is_refusing:
             writer.transport.abort()
             return
-        try:
-            upstream = await asyncio.open_connection("127.0.0.1", self._target_port)
-        except OSError:
+        upstream = await self._connect()
+        if upstream is None:
             writer.transport.abort()
             return
         self._transports.update((writer, upstream[1]))
@@ -76,6 +76,15 @@ class FaultProxy:
             for each in (writer, upstream[1]):
                 self._transports.discard(each)
                 each.transport.abort()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        """To the next server in turn, or the one after it where that does not listen."""
+        for _ in self._target_ports:
+            port = self._target_ports.pop(0)
+            self._target_ports.append(port)
+            with contextlib.suppress(OSError):
+                return await asyncio.open_connection("127.0.0.1", port)
+        return None
 
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hear: Hear

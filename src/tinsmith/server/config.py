@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from tinsmith.types.convert import converter
 ENVIRONMENT_PREFIX = "TINSMITH_"
 
 _ENGINE_PREFIX = "engine."
+_LEAST_LEASE_SECONDS = 1.0
 
 
 def default_data_dir() -> Path:
@@ -44,6 +46,13 @@ class ServerConfig:
 
     database_url: str | None = None
     """A Postgres URL; by default an SQLite file in the data folder."""
+
+    advertise: str | None = None
+    """Where other servers of the same Postgres database reach this one, as http://10.0.0.5:8000; by
+    default the host and port that it listens on."""
+
+    lease_seconds: float = 4.0
+    """How long the others wait for the server that runs the engines before one takes over."""
 
     auth: bool = True
     """Whether requests need a key. Without, the server listens on loopback only."""
@@ -309,6 +318,13 @@ class ServerConfig:
                 f"expected a URL that begins with http:// or https://, got {self.trace_endpoint!r}",
                 "trace_endpoint",
             )
+        if self.advertise is not None:
+            _check_address(self)
+        if not self.lease_seconds >= _LEAST_LEASE_SECONDS:
+            raise ValidationError(
+                f"must be at least {_LEAST_LEASE_SECONDS:g}, got {self.lease_seconds:g}",
+                "lease_seconds",
+            )
         if not self.auth and not self.is_loopback:
             raise ValidationError(
                 f"a server without authentication listens on loopback only, not on {self.host!r}; "
@@ -316,9 +332,28 @@ class ServerConfig:
             )
 
     @property
+    def shares_store(self) -> bool:
+        """Whether other servers may use the same database."""
+        return self.database_url is not None and self.database_url.startswith("postgresql")
+
+    @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the server."""
         return self.host in ("127.0.0.1", "::1", "localhost")
+
+
+def _check_address(config: ServerConfig) -> None:
+    address = str(config.advertise)
+    if not re.fullmatch(r"http://[^/?#@]+", address.rstrip("/")):
+        raise ValidationError(
+            f"expected http://HOST:PORT, where other servers reach this one, got {address!r}",
+            "advertise",
+        )
+    if not config.shares_store:
+        raise ValidationError(
+            "is for several servers of one Postgres database; give that as database_url",
+            "advertise",
+        )
 
 
 def load_config(

@@ -56,14 +56,15 @@ class DataFolder:
         self.root.chmod(0o700)
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep the data folder to ourselves."""
+    def locked(self, *, is_shared: bool = False) -> Iterator[None]:
+        """Keep the data folder to ourselves, or to servers that share it."""
         self.create()
         file = self.root / "server.lock"
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
                 raise DataFolderInUseError(
@@ -71,10 +72,17 @@ class DataFolder:
                     "stop it first, or give this one a folder of its own with --data-dir"
                 ) from None
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            if not is_shared:
+                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
             yield
         finally:
             os.close(descriptor)
+
+    def check_belongs(self, store_id: str | None) -> None:
+        """Refuse a store that another folder belongs to, while a server may be at work on both."""
+        here = self.identity()
+        if store_id is not None and (here is None or here.store_id != store_id):
+            raise self._foreign("the database belongs to another data folder")
 
     async def check(self, store: Store) -> None:
         """Refuse a store that this folder does not belong to. Changes nothing."""

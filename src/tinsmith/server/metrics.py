@@ -24,6 +24,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # it has no annotati
 PREFIX = "tinsmith_"
 
 COUNTERS: dict[str, str] = {
+    "forwarded_requests": "Requests passed on to the server that runs the engines, and answered.",
     "operations": "Training operations that ended, by kind and by status (done or failed).",
     "prefilled_tokens": "Prompt tokens computed for samples; those found in a cache do not count.",
     "refusals": "Requests answered with an error, by HTTP status.",
@@ -55,6 +56,9 @@ GAUGES: dict[str, str] = {
     "engine_up": "1 while an engine serves, 0 while none does.",
     "event_loop_lag_seconds": "How late the server lately came to do what was due.",
     "event_streams": "Streams of events that are open.",
+    "leads": "1 while this server runs the engines, 0 while it passes requests on to the one that "
+    "does; of servers on Postgres.",
+    "lease_epoch": "How often the lease to run the engines was taken; of servers on Postgres.",
     "live_models": "Models that the server keeps track of, in the engine or on disk.",
     "loaded_models": "Models in the engine's memory.",
     "queued_operations": "Training operations that wait for their turn.",

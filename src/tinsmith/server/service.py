@@ -89,7 +89,13 @@ class Service:
         metrics: Metrics,
         spans: Spans = _NO_SPANS,
         cluster: Cluster | None = None,
+        *,
+        epoch: int | None = None,
+        sockets: Sockets | None = None,
     ) -> None:
+        """`epoch` is that of the lease, where several servers share a store; `sockets` are those
+        of the process, where it has had connections before."""
+        self.epoch = epoch
         self.config = config
         self.store = store
         self.metrics = metrics
@@ -102,7 +108,7 @@ class Service:
             config.max_active_body_bytes,
             config.key_max_requests_per_second,
         )
-        self.sockets = Sockets(config.max_connections)
+        self.sockets = sockets or Sockets(config.max_connections)
         self.workers = Workers("bodies")
         self.texts = Workers("texts", num_threads=4)
         """For prompts that are rendered and tokenized, and curves and examples that are written."""
@@ -115,7 +121,7 @@ class Service:
         self.trash = Trash(self.folder.trash)
         self.weights = WeightsFolders(self.folder.weights, store, self.trash)
         self.engines = EnginePool(
-            slot_plans(config),
+            slot_plans(config, epoch or 0),
             engine_factory,
             self.weights.sweep_drafts,
             lambda: LoadedSamplers(self.weights.folder, config.max_loaded_samplers),
@@ -244,6 +250,17 @@ class Service:
             await self.folder.advance(self.store)
         except Exception:
             logger.exception("the last housekeeping failed")
+        await self._let_go()
+
+    async def abandon(self) -> None:
+        """Let go of everything as it is: another server has taken over."""
+        self.begin_drain()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._let_go()
+
+    async def _let_go(self) -> None:
         await self.engines.close()
         if self.cluster is not None:
             await self.cluster.close()
@@ -345,10 +362,13 @@ class Service:
 
     async def _sweep_unknown_blobs(self) -> None:
         """Move files whose record never came to the trash. Only before anything is recorded."""
+        found = await asyncio.to_thread(lambda: [*self.folder.blobs.glob("??/*")])
+        # In this order: another server that takes over meanwhile has written none of them.
+        await self.store.confirm()
         known = await self.store.log.blob_names()
 
         def sweep() -> None:
-            for file in self.folder.blobs.glob("??/*"):
+            for file in found:
                 if disk.is_draft(file):
                     disk.discard_file(file)
                 elif file.name not in known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import resource
@@ -9,27 +10,38 @@ import signal
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from tinsmith.engine.base import Capabilities
 from tinsmith.engine.cluster import Cluster
 from tinsmith.errors import TinkerError
 from tinsmith.server.config import ServerConfig
-from tinsmith.server.data_folder import DataFolder
+from tinsmith.server.data_folder import DataFolder, ForeignStoreError
 from tinsmith.server.edge.answer_headers import FIXED_HEADERS
 from tinsmith.server.edge.app import build_app
 from tinsmith.server.edge.auth import create_key
 from tinsmith.server.edge.connections import Connection
+from tinsmith.server.edge.sockets import Sockets
 from tinsmith.server.engines.slot import EngineFactory
 from tinsmith.server.garbage import collected_rarely
 from tinsmith.server.metrics import Metrics
+from tinsmith.server.replicas.lease import Lease
+from tinsmith.server.replicas.replica import Replica
 from tinsmith.server.service import Service
 from tinsmith.server.store.database import sqlite_url
+from tinsmith.server.store.errors import LeaseLostError
+from tinsmith.server.store.fence import Fence
+from tinsmith.server.store.leases import Leases
 from tinsmith.server.store.losses import LossBounds
 from tinsmith.server.store.store import Store
 from tinsmith.server.tracing import exporting_spans
@@ -48,58 +60,219 @@ Announce = Callable[[str, str | None, str | None], None]
 """Hears the server's URL, at the first start the key that was made, and a link that lets one
 browser into the console."""
 
+NewEngines = Callable[[], tuple[EngineFactory, Cluster | None]]
+"""What starts engines, and the cluster that they run in, if any; called once for each service."""
+
 ReportModels = Callable[[Capabilities], None]
 """Hears which models are served and which are refused, when the engine knows and it is news."""
 
 
-async def serve(
+def run(
     config: ServerConfig,
-    engine_factory: EngineFactory,
+    new_engines: NewEngines,
     announce: Announce,
     report_models: ReportModels,
-    cluster: Cluster | None = None,
 ) -> None:
     """Serve until told to stop (SIGTERM, SIGINT)."""
     # What is written is for this user alone, whoever creates it: us, the database, the engine.
     os.umask(0o077)
     _raise_file_limit()
-    with DataFolder(config.data_dir).locked():
-        metrics = Metrics()
-        store = await claim_store(config, metrics)
-        secret = await store.keys.secret("signing")
-        key = None
-        if config.auth and not await store.keys.list():
-            key, _ = await create_key(store, FIRST_OWNER, "first key", "made at the first start")
-        spans = exporting_spans(config.trace_endpoint)
-        service = Service(config, store, secret, engine_factory, metrics, spans, cluster)
-        _report_changes(service, report_models)
-        listener = _listen(config)
-        url = config.public_url or _url(config, listener)
-        service.url = url
-        settings = uvicorn.Config(
-            build_app(service),
-            http=cast(
-                "type[Connection]",
-                partial(Connection, sockets=service.sockets, head_seconds=config.head_seconds),
-            ),
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            # Nothing here asks who called from where, so nobody's word for it is taken.
-            proxy_headers=False,
-            server_header=False,
-            headers=list(FIXED_HEADERS.items()),
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-            # As many as the system allows: who does not fit waits for seconds before trying again.
-            backlog=65_535,
+    with DataFolder(config.data_dir).locked(is_shared=config.shares_store):
+        if not config.shares_store:
+            uvloop.run(_serve_alone(config, new_engines, announce, report_models))
+            return
+        with _listen(config) as listener:
+            while True:
+                try:
+                    serving = _Replica(config, new_engines, listener, announce, report_models)
+                    uvloop.run(serving.serve())
+                    return
+                except LeaseLostError:
+                    # As after a restart: everything is read anew. Who connects meanwhile waits.
+                    announce = _nobody_listens
+
+
+async def _serve_alone(
+    config: ServerConfig,
+    new_engines: NewEngines,
+    announce: Announce,
+    report_models: ReportModels,
+) -> None:
+    metrics = Metrics()
+    store = await claim_store(config, metrics)
+    key = await _first_key(config, store)
+    service = await _new_service(config, store, new_engines, metrics)
+    _report_changes(service, report_models)
+    listener = _listen(config)
+    service.url = config.public_url or _url(config, listener)
+    link = await console_link(service)
+    settings = _http_settings(config, build_app(service), service.sockets)
+    server = _Server(settings, service.begin_drain, lambda: announce(service.url, key, link))
+    await _run_until_told(server, listener)
+
+
+class _Replica:
+    """A server that others may stand in for: its life until it stops or has lost the lease."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        new_engines: NewEngines,
+        listener: socket.socket,
+        announce: Announce,
+        report_models: ReportModels,
+    ) -> None:
+        assert config.database_url is not None
+        self._config = config
+        self._new_engines = new_engines
+        self._listener = listener
+        self._announce = announce
+        self._report_models = report_models
+        self._metrics = Metrics()
+        self._sockets = Sockets(config.max_connections)
+        self._holder = uuid.uuid4().hex
+        self._address = (config.advertise or _url(config, listener)).rstrip("/")
+        self._url = config.public_url or _url(config, listener)
+        self._key: str | None = None
+        self._is_announced = False
+        """A key that is made afterwards would be told to nobody."""
+        self._leases = Leases(
+            config.database_url, self._holder, _place(listener), self._address, config.lease_seconds
         )
-        link = await console_link(service)
-        server = _Server(settings, service, lambda: announce(url, key, link))
-        with _quiet_signals(server):
-            async with collected_rarely():
-                await server.serve(sockets=[listener])
+
+    async def serve(self) -> None:
+        replica = Replica(
+            lambda on_change: Lease(self._leases, self._config.lease_seconds, on_change),
+            self._lead,
+            self._metrics,
+            self._config.hold_seconds,
+            lambda: server.leave(),
+        )
+        server = _Server(
+            _http_settings(self._config, replica, self._sockets),
+            replica.begin_drain,
+            lambda: self._announce(self._url, self._key, link),
+        )
+        await replica.start()
+        try:
+            if replica.service is None:
+                await self._check_folder(replica.store_id)
+            link = None if replica.service is None else await console_link(replica.service)
+        except BaseException:
+            await replica.stop()
+            raise
+        self._is_announced = True
+        await _run_until_told(server, self._listener.dup())
+        if replica.is_lost:
+            raise LeaseLostError("another server has taken over")
+
+    async def _lead(self, epoch: int) -> tuple[Service, Starlette]:
+        """Begin where the last holder ended, as after a restart."""
+        fence = Fence(holder=self._holder, epoch=epoch, seconds=self._config.lease_seconds)
+        store = await claim_store(self._config, self._metrics, fence)
+        if not self._is_announced:
+            self._key = await _first_key(self._config, store)
+        service = await _new_service(
+            self._config,
+            store,
+            self._new_engines,
+            self._metrics,
+            epoch=epoch,
+            sockets=self._sockets,
+        )
+        service.url = self._url
+        _report_changes(service, self._report_models)
+        try:
+            await service.start()
+        except BaseException:
+            await service.abandon()
+            raise
+        return service, build_app(service)
+
+    async def _check_folder(self, store_id: str | None) -> None:
+        """A server that follows finds out now, and not when it is needed, that it has a folder
+        which is not the others'. The first of them may be about to bind it."""
+        for pause in (0.2, 0.5, 1.0, 2.0, None):
+            try:
+                DataFolder(self._config.data_dir).check_belongs(store_id)
+                return
+            except ForeignStoreError:
+                if pause is None:
+                    raise
+                await asyncio.sleep(pause)
+
+
+def _nobody_listens(url: str, key: str | None, link: str | None) -> None:
+    pass
+
+
+async def _first_key(config: ServerConfig, store: Store) -> str | None:
+    if not config.auth or await store.keys.list():
+        return None
+    key, _ = await create_key(store, FIRST_OWNER, "first key", "made at the first start")
+    return key
+
+
+async def _new_service(
+    config: ServerConfig,
+    store: Store,
+    new_engines: NewEngines,
+    metrics: Metrics,
+    *,
+    epoch: int | None = None,
+    sockets: Sockets | None = None,
+) -> Service:
+    engine_factory, cluster = new_engines()
+    return Service(
+        config,
+        store,
+        await store.keys.secret("signing"),
+        engine_factory,
+        metrics,
+        exporting_spans(config.trace_endpoint),
+        cluster,
+        epoch=epoch,
+        sockets=sockets,
+    )
+
+
+def _http_settings(config: ServerConfig, app: ASGIApp, sockets: Sockets) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=cast(
+            "type[Connection]",
+            partial(Connection, sockets=sockets, head_seconds=config.head_seconds),
+        ),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        # Nothing here asks who called from where, so nobody's word for it is taken.
+        proxy_headers=False,
+        server_header=False,
+        headers=list(FIXED_HEADERS.items()),
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        # As many as the system allows: who does not fit waits for seconds before trying again.
+        backlog=65_535,
+    )
+
+
+async def _run_until_told(server: _Server, listener: socket.socket) -> None:
+    with _quiet_signals(server):
+        async with collected_rarely():
+            await server.serve(sockets=[listener])
+
+
+def _place(listener: socket.socket) -> str:
+    """Where we listen, in words that no other place has: the machine since it was started, the part
+    of its network that is seen from here, the port. Random where the system does not tell."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = Path("/proc/self/ns/net").stat().st_ino
+    except OSError:
+        return uuid.uuid4().hex
+    return f"{machine} {network} {listener.getsockname()}"
 
 
 async def console_link(service: Service) -> str | None:
@@ -114,15 +287,19 @@ async def console_link(service: Service) -> str | None:
     return f"{service.url}{CONSOLE_LOGIN_LINK.full_path}?token={token}"
 
 
-async def claim_store(config: ServerConfig, metrics: Metrics | None = None) -> Store:
+async def claim_store(
+    config: ServerConfig, metrics: Metrics | None = None, fence: Fence | None = None
+) -> Store:
     """The store of a data folder, for the one server that works on them.
 
-    Others are kept out, and a database that does not belong to the folder is refused.
+    Others are kept out, by the lease if there is one. A database that does not belong to the folder
+    is refused.
     """
-    store = open_store(config, metrics)
+    store = await asyncio.to_thread(open_store, config, metrics, fence)
     folder = DataFolder(config.data_dir)
     try:
-        await store.keep_others_out()
+        if fence is None:
+            await store.keep_others_out()
         await folder.check(store)
         await folder.bind(store)
     except BaseException:
@@ -131,7 +308,9 @@ async def claim_store(config: ServerConfig, metrics: Metrics | None = None) -> S
     return store
 
 
-def open_store(config: ServerConfig, metrics: Metrics | None = None) -> Store:
+def open_store(
+    config: ServerConfig, metrics: Metrics | None = None, fence: Fence | None = None
+) -> Store:
     """The store of a data folder."""
     folder = DataFolder(config.data_dir)
     folder.create()
@@ -149,6 +328,7 @@ def open_store(config: ServerConfig, metrics: Metrics | None = None) -> Store:
         max_owner_bytes=config.key_max_stored_bytes,
         max_example_bytes=config.key_max_example_bytes,
         loss_bounds=LossBounds(config.key_max_losses, config.key_max_loss_bytes),
+        fence=fence,
     )
 
 
@@ -167,10 +347,17 @@ def _report_changes(service: Service, report: ReportModels) -> None:
 class _Server(uvicorn.Server):
     """Says when it is up, and lets go of held questions as soon as it is told to stop."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, on_up: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, begin_drain: Callable[[], None], on_up: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._service = service
+        self._begin_drain = begin_drain
         self._on_up = on_up
+
+    def leave(self) -> None:
+        """Stop at once; what is under way is of no use to anybody."""
+        self.config.timeout_graceful_shutdown = 1
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -178,7 +365,7 @@ class _Server(uvicorn.Server):
             self._on_up()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.begin_drain()
+        self._begin_drain()
         await super().shutdown(sockets)
 
 

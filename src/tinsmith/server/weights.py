@@ -92,6 +92,9 @@ class WeightsFolders:
     async def sweep_drafts(self) -> None:
         """Delete what an engine was writing when it died, and nothing that another is writing."""
         drafts = await asyncio.to_thread(lambda: [*filter(disk.is_draft, self._root.iterdir())])
+        if drafts:
+            # Of another server's that has taken over meanwhile there is none among them.
+            await self._store.confirm()
         writing = {disk.draft_of(self.folder(weights_id)) for weights_id in self._writing}
         await asyncio.to_thread(self._delete, [each for each in drafts if each not in writing])
 

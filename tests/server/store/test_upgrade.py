@@ -48,7 +48,7 @@ def test_there_is_a_store_of_every_earlier_version() -> None:
     assert {file.stem for file in OLD.iterdir()} == earlier
 
 
-@pytest.mark.parametrize("version", ["0001", "0002", "0003", "0004", "0005"])
+@pytest.mark.parametrize("version", ["0001", "0002", "0003", "0004", "0005", "0006"])
 async def test_everything_in_an_earlier_store_is_read(tmp_path: Path, version: str) -> None:
     file = _open(tmp_path, version)
     with sqlite3.connect(file) as database:

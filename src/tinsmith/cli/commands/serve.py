@@ -14,7 +14,9 @@ from tinsmith.errors import TinkerError
 
 if TYPE_CHECKING:
     from tinsmith.engine.base import Capabilities
+    from tinsmith.engine.cluster import Cluster
     from tinsmith.server.config import ServerConfig
+    from tinsmith.server.engines.slot import EngineFactory
 
 
 @click.command("serve")
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 )
 @click.option("--seed", type=int, help="Adapters without a seed get the same in each run.")
 @click.option("--database-url", help="A Postgres URL instead of a file.")
+@click.option("--advertise", metavar="URL", help="Where other servers of it reach this one.")
 @click.option(
     "--auth/--no-auth", default=None, help="Without keys the server is for loopback only."
 )
@@ -70,11 +73,9 @@ def command(
 
     It prints how to reach it, and with --json the same as one object.
     """
-    import uvloop
-
     from tinsmith.assembly import engine_cluster, engine_factory
     from tinsmith.server.config import load_config, parse_models
-    from tinsmith.server.serving import serve
+    from tinsmith.server.serving import run
 
     _log_to_stderr(log_level, log_format)
     try:
@@ -90,9 +91,11 @@ def command(
         def announce(url: str, key: str | None, link: str | None) -> None:
             _announce(output, config, url, key, link)
 
-        cluster = engine_cluster(config)
-        factory = engine_factory(config, cluster)
-        uvloop.run(serve(config, factory, announce, _report_models, cluster))
+        def new_engines() -> tuple[EngineFactory, Cluster | None]:
+            cluster = engine_cluster(config)
+            return engine_factory(config, cluster), cluster
+
+        run(config, new_engines, announce, _report_models)
     except TinkerError as error:
         raise click.ClickException(str(error)) from None
 

@@ -1,7 +1,7 @@
 """The keys of a data folder, read and changed whether or not a server runs on it.
 
 A server on the same data folder sees a change with its next request; one on another machine, with
-which only the database is shared, within five seconds.
+which only the database is shared, within a second.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ LOCAL_OWNER = "local"
 KEY_CHANGES = "keys.changed"
 """A file in the data folder, touched whenever another process changes the keys."""
 
-_KEY_CACHE_SECONDS = 5.0
+_KEY_CACHE_SECONDS = 0.5
 """How old our knowledge may be of keys that were changed elsewhere, with no file in common."""
 
 _LOOK_SECONDS = 0.02

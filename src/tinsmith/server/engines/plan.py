@@ -25,6 +25,8 @@ class SlotPlan:
 
     num_slots: int = 1
     """How many there are in all, which share the machine's cores."""
+    epoch: int = 0
+    """The lease under which the engine is started; it counts up when another server takes over."""
 
     @property
     def trains(self) -> bool:
@@ -35,7 +37,7 @@ class SlotPlan:
         return self.role != "train"
 
 
-def slot_plans(config: ServerConfig) -> tuple[SlotPlan, ...]:
+def slot_plans(config: ServerConfig, epoch: int = 0) -> tuple[SlotPlan, ...]:
     """One plan for each engine; devices and roles are dealt out in turns."""
     named = _entries(config.devices)
     _check_devices(named, is_deterministic=config.deterministic)
@@ -56,6 +58,7 @@ def slot_plans(config: ServerConfig) -> tuple[SlotPlan, ...]:
             role=cast("Role", roles[number % len(roles)]),
             device=devices[number % len(devices)],
             num_slots=num_slots,
+            epoch=epoch,
         )
         for number in range(num_slots)
     )

@@ -24,6 +24,8 @@ async def readyz(service: Service, request: Request) -> Response:
     """
     reason = service.trouble
     status = {"status": "ready"} if reason is None else {"status": "not ready", "detail": reason}
+    if service.epoch is not None:
+        status["role"] = "leader"
     code = 200 if reason is None else 503
     placing = "" if service.cluster is None else service.cluster.trouble
     if placing:

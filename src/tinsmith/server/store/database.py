@@ -19,12 +19,14 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from tinsmith.server.edge.workers import Workers
 from tinsmith.server.owners import owner_at_work
+from tinsmith.server.store import schema
 from tinsmith.server.store.errors import (
     StoreConflictError,
     StoreInUseError,
     StoreUnavailableError,
     StoreValueError,
 )
+from tinsmith.server.store.fence import Fence
 from tinsmith.server.store.migrate import migrate
 from tinsmith.server.store.records import Page
 from tinsmith.server.store.writer import OnCommit, Writer, Writes
@@ -33,12 +35,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _READ_THREADS = 8
-_LOCK_NUMBER = 0x71A5_1714
-"""What servers of ours lock in a Postgres database; any number that others do not use."""
+LOCK_NUMBER = 0x71A5_1714
+"""What is locked in a Postgres database, by several servers together or by one tool alone; any
+number that others do not use."""
 
 _LOCK_SECONDS = 3.0
 
-_TROUBLE = (
+TROUBLE = (
     sa.exc.OperationalError,
     sa.exc.InterfaceError,
     sa.exc.PendingRollbackError,
@@ -62,19 +65,32 @@ class Database:
         url: str,
         on_commit: OnCommit,
         open_writer: Callable[[sa.Engine, OnCommit], Writes] = Writer,
+        fence: Fence | None = None,
     ) -> None:
         self._engine = create_engine(url)
         self.insert = sqlite.insert if self._engine.dialect.name == "sqlite" else postgresql.insert
-        migrate(self._engine)
+        try:
+            migrate(self._engine, *([] if fence is None else [fence.check]))
+        except BaseException:
+            self._engine.dispose()
+            raise
         self._put_new: dict[str, sa.Executable] = {}
         self._readers = Workers("store-reader", _READ_THREADS)
-        self._writer = open_writer(self._engine, on_commit)
+        if fence is None:
+            self._writer = open_writer(self._engine, on_commit)
+        else:
+            self._writer = Writer(self._engine, on_commit, fence.check)
+            self._writer.claim(fence.prepare)
 
     async def keep_others_out(self) -> None:
         """A file's lock keeps other servers off a data folder; this keeps them off a Postgres
         database. It goes with the connection, so it is held by the one that writes."""
         if self._engine.dialect.name == "postgresql":
             await self.in_thread(self._writer.claim, self._lock_soon)
+
+    async def confirm(self) -> None:
+        """Returns when this server is known to be the one that may write, and raises otherwise."""
+        await self.write(lambda connection: None)
 
     def count_commits(self, tell: Callable[[int], None]) -> None:
         self._writer.count_commits(tell)
@@ -91,9 +107,13 @@ class Database:
                 time.sleep(0.1)
 
     def _lock(self, connection: sa.Connection) -> None:
-        lock = sa.select(sa.func.pg_try_advisory_lock(_LOCK_NUMBER))
+        lock = sa.select(sa.func.pg_try_advisory_lock(LOCK_NUMBER))
         if not connection.execute(lock).scalar_one():
             raise StoreInUseError(f"another server uses the database {self._engine.url!r}")
+        # One that lost its connection, and with it the lock, must not go on writing.
+        connection.execute(
+            sa.update(schema.leases).values(epoch=schema.leases.c.epoch + 1, expires_at=0.0)
+        )
 
     async def close(self) -> None:
         await asyncio.to_thread(self._writer.close)
@@ -111,8 +131,8 @@ class Database:
             raise StoreConflictError(str(error.orig)) from error
         except _NO_SUCH_VALUE as error:
             raise StoreValueError(f"a value cannot be stored: {_reason(error)}") from error
-        except _TROUBLE as error:
-            raise _unavailable(error) from error
+        except TROUBLE as error:
+            raise unavailable(error) from error
 
     async def execute(self, statement: sa.UpdateBase) -> int:
         return await self.write(lambda connection: connection.execute(statement).rowcount)
@@ -125,8 +145,8 @@ class Database:
         """Call a function that waits for the disk or the database, in a reader's thread."""
         try:
             return await self._readers.run(owner_at_work(), function, *args)
-        except _TROUBLE as error:
-            raise _unavailable(error) from error
+        except TROUBLE as error:
+            raise unavailable(error) from error
 
     async def all(self, kind: Callable[..., R], query: sa.Select[Any]) -> list[R]:
         def read() -> list[R]:
@@ -197,13 +217,15 @@ def _run(connection: sa.Connection, statement: str, values: Any) -> None:
     connection.exec_driver_sql(statement, values)
 
 
-def create_engine(url: str) -> sa.Engine:
+def create_engine(url: str, connect_args: dict[str, Any] | None = None) -> sa.Engine:
     """Connections to a database, set up as ours are."""
     parsed = sa.make_url(url)
     if parsed.get_backend_name() == "postgresql" and parsed.drivername == "postgresql":
         parsed = parsed.set(drivername="postgresql+psycopg")
     # A connection that was lost while nobody used it is replaced without a word.
-    engine = sa.create_engine(parsed, pool_size=_READ_THREADS + 2, pool_pre_ping=True)
+    engine = sa.create_engine(
+        parsed, pool_size=_READ_THREADS + 2, pool_pre_ping=True, connect_args=connect_args or {}
+    )
     if engine.dialect.name == "sqlite":
         sa.event.listen(engine, "connect", _prepare_sqlite)
         sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
@@ -222,12 +244,12 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
         connection.execute(f"PRAGMA {setting}")
 
 
-def _unavailable(error: BaseException) -> StoreUnavailableError:
+def unavailable(error: BaseException) -> StoreUnavailableError:
     """What went wrong first: cleaning up after it may have failed as well."""
     first: BaseException = error
     seen: BaseException | None = error
     while seen is not None:
-        first = seen if isinstance(seen, _TROUBLE) else first
+        first = seen if isinstance(seen, TROUBLE) else first
         seen = seen.__context__
     return StoreUnavailableError(f"the store cannot be used now: {_reason(first)}")
 

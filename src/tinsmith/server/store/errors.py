@@ -31,6 +31,10 @@ class StoreUnavailableError(TinkerError):
     what was to be written may be there or not."""
 
 
+class LeaseLostError(StoreUnavailableError):
+    """Another server has taken over; what this one was to write was not written."""
+
+
 class StoreDamagedError(TinkerError):
     """What is on disk is not what was written."""
 

@@ -6,6 +6,7 @@ A database with a step that is not among ours comes from a later version, and is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -16,23 +17,38 @@ from alembic.script import ScriptDirectory
 
 from tinsmith.server.store.errors import StoreTooNewError
 
+_LOCK_NUMBER = 0x71A5_1715
+"""What is locked in a Postgres database while its tables are changed."""
 
-def migrate(engine: sa.Engine) -> None:
-    """Take the steps that are missing, all or none."""
+
+def migrate(
+    engine: sa.Engine, fence: Callable[[sa.Connection], object] = lambda connection: None
+) -> None:
+    """Take the steps that are missing, all or none; `fence` says first whether we may."""
     config = alembic_config()
-    steps = ScriptDirectory.from_config(config)
     with engine.begin() as connection:
-        present = version_of(connection)
-        if present == steps.get_current_head():
+        fence(connection)
+        if engine.dialect.name == "postgresql":
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK_NUMBER)))
+        if not is_behind(connection):
             return
-        known = {step.revision for step in steps.walk_revisions()}
-        if present is not None and present not in known:
-            raise StoreTooNewError(
-                f"the database has version {present} of the tables, this software knows them up "
-                f"to {steps.get_current_head()}: it was used by a later version, so use that one"
-            )
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
+
+
+def is_behind(connection: sa.Connection) -> bool:
+    """Whether a database's tables lack steps of ours; one of a later version is refused."""
+    steps = ScriptDirectory.from_config(alembic_config())
+    present = version_of(connection)
+    if present == steps.get_current_head():
+        return False
+    known = {step.revision for step in steps.walk_revisions()}
+    if present is not None and present not in known:
+        raise StoreTooNewError(
+            f"the database has version {present} of the tables, this software knows them up "
+            f"to {steps.get_current_head()}: it was used by a later version, so use that one"
+        )
+    return True
 
 
 def version_of(connection: sa.Connection) -> str | None:

@@ -33,6 +33,23 @@ class IdentityRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecord:
+    """Which of several servers runs the engines, and until when it does unless it says so again."""
+
+    name: str
+    holder: str
+    """A random id of the server's process."""
+    place: str
+    """The machine and the port; a new process there knows that the old one is gone."""
+    url: str
+    """Where the other servers reach it."""
+    epoch: int
+    """Counts up each time that the lease is taken. What is written under a lower one is refused."""
+    expires_at: float
+    """By the database's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRecord:
     """An API key. Only its hash is kept."""
 

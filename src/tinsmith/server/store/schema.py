@@ -88,6 +88,8 @@ secrets = Table(
 
 identity = _table("identity", records.IdentityRecord, ("store_id",))
 
+leases = _table("leases", records.LeaseRecord, ("name",))
+
 keys = _table(
     "keys",
     records.KeyRecord,

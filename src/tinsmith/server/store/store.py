@@ -19,6 +19,7 @@ from tinsmith.server.store.checkpoints import Checkpoints
 from tinsmith.server.store.curves import Curves
 from tinsmith.server.store.database import Database
 from tinsmith.server.store.examples import Examples
+from tinsmith.server.store.fence import Fence
 from tinsmith.server.store.identity import Identity
 from tinsmith.server.store.keys import Keys
 from tinsmith.server.store.log import Log
@@ -41,14 +42,16 @@ class Store:
         max_owner_bytes: int | None = None,
         max_example_bytes: int = 0,
         loss_bounds: LossBounds | None = None,
+        fence: Fence | None = None,
     ) -> None:
         """Opens the database, creating or migrating its tables as needed. Blocks; call it once.
 
         `max_owner_bytes` bounds what one owner's checkpoints and unnamed samplers take, and
         `max_example_bytes` what his examples take; `loss_bounds` do so for losses.
         `open_writer` says how writes are carried out, where that is not by a thread of their own.
+        `fence` is of a server among several: nothing is written once another has taken over.
         """
-        self.database = Database(url, on_commit, open_writer)
+        self.database = Database(url, on_commit, open_writer, fence)
         blobs = Blobs(blob_folder, self.database.in_thread)
         self.identity = Identity(self.database)
         self.keys = Keys(self.database)
@@ -68,6 +71,11 @@ class Store:
     async def keep_others_out(self) -> None:
         """For the one server of this store. Tools that only read or add keys do without."""
         await self.database.keep_others_out()
+
+    async def confirm(self) -> None:
+        """Returns when this server is known to be the one that may write, and raises otherwise:
+        files that were seen before are none of another server's."""
+        await self.database.confirm()
 
     async def file_names(self) -> set[str]:
         """The weights, requests and results that the store expects in the data folder."""

@@ -72,9 +72,13 @@ _COUNT = (
 
 
 class Writer:
-    def __init__(self, engine: sa.Engine, on_commit: OnCommit) -> None:
+    def __init__(
+        self, engine: sa.Engine, on_commit: OnCommit, fence: Write = lambda connection: None
+    ) -> None:
+        """`fence` is called first in every transaction; when it raises, nothing is written."""
         self._engine = engine
         self._on_commit = on_commit
+        self._fence = fence
         self._count = CommitCount()
         self._claim: Write | None = None
         self._claimed: object = None
@@ -140,6 +144,7 @@ class Writer:
         if self._claim is not None and present is not self._claimed:
             self._claim(connection)
             self._claimed = present
+        self._fence(connection)
         self._count.add(connection)
 
     def _committed(self, seconds: float, num_writes: int) -> None:

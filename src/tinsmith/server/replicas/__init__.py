@@ -1,0 +1,1 @@
+"""Several servers of one Postgres database and one data folder: one works, the others pass on."""

@@ -1,0 +1,285 @@
+"""One of several servers. It waits for the lease; with it, it runs the service; without, it passes
+requests on to the server that does.
+
+Health and metrics are answered by each server for itself. A request that finds no holder waits here
+while the lease moves. A server that lost the lease is through: `on_lost` has it begin anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tinsmith.server.edge.answer_headers import with_defaults
+from tinsmith.server.edge.auth import credential_in, hash_key
+from tinsmith.server.edge.connections import CONNECTION
+from tinsmith.server.edge.http import WAIT, answer, detail_body
+from tinsmith.server.metrics import Metrics
+from tinsmith.server.replicas.body import Body, ClientGoneError, Memory
+from tinsmith.server.replicas.forwarding import HOP, NOT_HERE, Forwarding
+from tinsmith.server.replicas.lease import Lease
+from tinsmith.server.service import Service
+from tinsmith.types import HealthResponse
+from tinsmith.wire import endpoints
+
+logger = logging.getLogger(__name__)
+
+_KEPT_BYTES = 256 * 1024 * 1024
+"""Memory for bodies of requests that wait for their answer; larger ones are not sent again."""
+
+_AGAIN_SECONDS = 0.1
+_HELD_SECONDS = 1.0
+_MOST_NAMES = 10_000
+
+Lead = Callable[[int], Awaitable[tuple[Service, Starlette]]]
+"""Starts the service under an epoch."""
+
+
+class Replica:
+    def __init__(
+        self,
+        lease: Callable[[Callable[[], None]], Lease],
+        lead: Lead,
+        metrics: Metrics,
+        patience_seconds: float,
+        on_lost: Callable[[], None],
+    ) -> None:
+        """`lease` is given what to call when it changes. A request waits for a holder for at most
+        `patience_seconds`."""
+        self._lease = lease(self._changed)
+        self._lead = lead
+        self._metrics = metrics
+        self._patience_seconds = patience_seconds
+        self._on_lost = on_lost
+        self._forwarding = Forwarding()
+        self._memory = Memory(_KEPT_BYTES)
+        self._known: set[str] = set()
+        """Hashes of credentials that the holder took."""
+        self._change = asyncio.Event()
+        self._passing_to = 0
+        """The epoch of the server that requests were last passed on to."""
+        self._life = Starlette(lifespan=self._living)
+        self._taking: asyncio.Task[None] | None = None
+        self._app: Starlette | None = None
+        self._is_draining = False
+        self.service: Service | None = None
+        """Runs while this server holds the lease."""
+        metrics.gauge("leads", lambda: float(self.service is not None))
+        metrics.gauge("lease_epoch", lambda: float(self._epoch))
+
+    # Its life
+
+    async def start(self) -> None:
+        """Returns when the server has taken the lease and leads, or knows that another does."""
+        await self._lease.start()
+        if self._lease.view.epoch is not None:
+            try:
+                await self._take_over(self._lease.view.epoch)
+            except BaseException:
+                await self._lease.close()
+                raise
+
+    def begin_drain(self) -> None:
+        """No longer hold questions open; called when the server has been asked to stop."""
+        self._is_draining = True
+        self._change.set()
+        self._forwarding.drop(only_unanswered=True)
+        if self.service is not None:
+            self.service.begin_drain()
+
+    async def stop(self) -> None:
+        """Finish what is under way, then let another server have the lease at once."""
+        self.begin_drain()
+        if self._taking is not None:
+            await asyncio.gather(self._taking, return_exceptions=True)
+        if self.service is not None:
+            await (self.service.abandon() if self.is_lost else self.service.stop())
+        self._forwarding.drop()
+        await self._lease.close()
+
+    @contextlib.asynccontextmanager
+    async def _living(self, app: Starlette) -> AsyncIterator[None]:
+        """The HTTP server says when it is over."""
+        try:
+            yield
+        finally:
+            await self.stop()
+
+    @property
+    def store_id(self) -> str | None:
+        """The identity that the database had when this server began."""
+        return self._lease.store_id
+
+    @property
+    def _leads(self) -> bool:
+        """Whether requests are for this server to answer. While the database is away nobody can
+        know; then they are, and what has to be written waits."""
+        return self._lease.is_held or (
+            self._lease.view.epoch is not None and self._lease.view.trouble is not None
+        )
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another server has taken over from this one."""
+        return self._lease.view.is_lost
+
+    def _changed(self) -> None:
+        """The lease is another's, or ours, or nobody's."""
+        view = self._lease.view
+        if view.is_lost:
+            logger.error("another server has taken over; this one begins anew and follows it")
+            self._on_lost()
+        if view.epoch is not None and self.service is None and self._taking is None:
+            self._taking = asyncio.create_task(self._try_to_take_over(view.epoch))
+        if self._epoch > self._passing_to:
+            # Whoever was asked before may never answer: it may have been stopped and not ended.
+            self._passing_to = self._epoch
+            self._forwarding.drop()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def _try_to_take_over(self, epoch: int) -> None:
+        try:
+            await self._take_over(epoch)
+        except Exception:
+            logger.exception("this server could not take over; another may")
+            self._lease.rest()
+        finally:
+            self._taking = None
+            self._wake()
+
+    async def _take_over(self, epoch: int) -> None:
+        logger.info("this server leads, with epoch %d", epoch)
+        self.service, self._app = await self._lead(epoch)
+
+    # Requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._life(scope, receive, send)
+            return
+        if self._app is not None and self._leads:
+            await self._app(scope, receive, send)
+            return
+        send = with_defaults(send)
+        own = self._own_answer(scope)
+        if own is not None:
+            await own(scope, receive, send)
+            return
+        body = Body(receive, self._memory)
+        try:
+            await self._pass_on(scope, body, send)
+        except ClientGoneError:
+            return
+        finally:
+            body.forget()
+
+    def _own_answer(self, scope: Scope) -> Response | None:
+        """What a server that does not lead says of itself."""
+        path = scope["path"]
+        if path in (endpoints.HEALTHZ.full_path, endpoints.API_HEALTHZ.full_path):
+            return answer(HealthResponse(status="ok"))
+        if path == endpoints.METRICS.full_path:
+            return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
+        if path == endpoints.READYZ.full_path:
+            trouble = self._trouble
+            about = {"status": "ready"} if trouble is None else {"status": "not ready"}
+            about |= {"role": "follower"} | ({} if trouble is None else {"detail": trouble})
+            return answer(about, 200 if trouble is None else 503)
+        return None
+
+    @property
+    def _trouble(self) -> str | None:
+        if self._is_draining:
+            return "the server is stopping"
+        if self._lease.view.other is None:
+            return "no server runs the engines now; one is about to take over"
+        return self._lease.view.trouble
+
+    @property
+    def _epoch(self) -> int:
+        view = self._lease.view
+        return view.epoch or (view.other.epoch if view.other is not None else 0)
+
+    async def _pass_on(self, scope: Scope, body: Body, send: Send) -> None:
+        headers = Headers(scope=scope)
+        loop = asyncio.get_running_loop()
+        deadline = None
+        while not self._is_draining:
+            change = self._change
+            other = self._lease.view.other
+            if self._app is not None and self._leads:
+                body.rewind()
+                await self._app(scope, body.receive, send)
+                return
+            if other is not None and HOP.decode() in headers:
+                await _not_here()(scope, body.receive, send)
+                return
+            if other is not None:
+                if not self._name(scope, headers):
+                    refusal = _refusal(429, "you have too many connections; close some", close=True)
+                    await refusal(scope, body.receive, send)
+                    return
+                sent_at = loop.time()
+                status = await self._forwarding.attempt(other.url, scope, body, send)
+                if status is not None:
+                    self._learn(headers, status)
+                    self._metrics.count("forwarded_requests")
+                    return
+                if not body.is_repeatable:
+                    break
+                if loop.time() - sent_at > _HELD_SECONDS:
+                    deadline = None  # it was taken there, and held
+            deadline = deadline or loop.time() + self._patience_seconds
+            if loop.time() >= deadline:
+                break
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_AGAIN_SECONDS):
+                    await change.wait()
+        await self._away()(scope, body.receive, send)
+
+    def _away(self) -> Response:
+        other = self._lease.view.other
+        if self._is_draining:
+            return _refusal(503, "the server is stopping; send this again", close=True)
+        where = "no server runs the engines" if other is None else f"{other.url} does not answer"
+        return _refusal(503, f"{where} now; send this again")
+
+    def _name(self, scope: Scope, headers: Headers) -> bool:
+        """Count the connection as that of an owner whose credentials the holder has taken before;
+        of strangers' connections there may be fewer. False if the owner has too many."""
+        credential = credential_in(headers)
+        connection = scope.get(CONNECTION)
+        if credential is None or connection is None:
+            return True
+        digest = hash_key(credential)
+        return digest not in self._known or bool(connection.name(digest))
+
+    def _learn(self, headers: Headers, status: int) -> None:
+        credential = credential_in(headers)
+        if credential is None:
+            return
+        if status == 401:
+            self._known.discard(hash_key(credential))
+        elif len(self._known) < _MOST_NAMES:
+            self._known.add(hash_key(credential))
+
+
+def _refusal(status: int, detail: str, *, close: bool = False) -> Response:
+    headers = WAIT | ({"connection": "close"} if close else {})
+    return answer(detail_body(status, detail), status, headers)
+
+
+def _not_here() -> Response:
+    detail = "this server does not run the engines; ask the one that does"
+    return answer(detail_body(503, detail), 503, WAIT | {NOT_HERE.decode(): "1"})

@@ -1,0 +1,136 @@
+"""The lease of the servers of one Postgres database: who runs the engines.
+
+Times are by the database's clock. A lease that ran out is taken by whoever asks first, and its
+epoch counts up; one that ran out and that nobody took is still its holder's. Everything here
+blocks, on a connection of its own, and is for one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+
+from tinsmith.server.store import schema
+from tinsmith.server.store.database import LOCK_NUMBER, TROUBLE, create_engine, unavailable
+from tinsmith.server.store.errors import StoreInUseError
+from tinsmith.server.store.fence import LEASE
+from tinsmith.server.store.migrate import is_behind, migrate
+from tinsmith.server.store.records import LeaseRecord
+
+_NOW = sa.extract("epoch", sa.func.clock_timestamp()).cast(sa.Double)
+_PATIENCE = {"connect_timeout": 3, "tcp_user_timeout": 4000}
+_STATEMENT_MILLISECONDS = 4000
+
+
+class Leases:
+    def __init__(self, url: str, holder: str, place: str, address: str, seconds: float) -> None:
+        """`holder` asks for itself, who is at `place` and is reached at `address`; a lease lasts so
+        many seconds from when it was taken or renewed."""
+        self._engine = create_engine(url, _PATIENCE)
+        self._connection: sa.Connection | None = None
+        self._own = {"holder": holder, "place": place, "url": address}
+        self._seconds = seconds
+
+    def make_tables(self) -> None:
+        """Where there is no table of leases yet, nobody else can be at work: bring all up to date.
+        Later steps are for the holder, because the others may be of an earlier release."""
+        with self._transaction() as connection:
+            is_there = sa.inspect(connection).has_table(schema.leases.name)
+        if not is_there:
+            migrate(self._engine)
+
+    def take(self) -> int | None:
+        """The epoch of the lease if it is ours now; None while another holds it.
+
+        Tables of a later version are refused: that is for a server of that version.
+        """
+        table = schema.leases
+        fresh = {**self._own, "expires_at": _NOW + self._seconds}
+        is_free = sa.or_(table.c.expires_at <= _NOW, table.c.place == self._own["place"])
+        taken = (
+            postgresql.insert(table)
+            .values(name=LEASE, epoch=1, **fresh)
+            .on_conflict_do_update(
+                index_elements=[table.c.name],
+                set_={**fresh, "epoch": table.c.epoch + 1},
+                where=is_free,
+            )
+            .returning(table.c.epoch)
+        )
+        with self._transaction() as connection:
+            epoch = connection.execute(taken).scalar()
+            if epoch is not None:
+                is_behind(connection)
+            return epoch
+
+    def renew(self, epoch: int) -> bool:
+        """Whether the lease is still ours; if so, it begins anew."""
+        return self._set_end(epoch, _NOW + self._seconds)
+
+    def release(self, epoch: int) -> None:
+        """Let another have it at once."""
+        self._set_end(epoch, sa.literal(0.0))
+
+    def present(self) -> LeaseRecord | None:
+        """The lease, if somebody holds it now."""
+        table = schema.leases
+        query = sa.select(table).where(table.c.name == LEASE, table.c.expires_at > _NOW)
+        with self._transaction() as connection:
+            row = connection.execute(query).first()
+        return None if row is None else LeaseRecord(**row._mapping)
+
+    def store_id(self) -> str | None:
+        """The identity that the data folder must have, too; None before the first server."""
+        with self._transaction() as connection:
+            return connection.execute(sa.select(schema.identity.c.store_id)).scalar()
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._engine.dispose()
+
+    def _set_end(self, epoch: int, expires_at: sa.ColumnElement[float]) -> bool:
+        table = schema.leases
+        ours = (
+            table.c.name == LEASE,
+            table.c.holder == self._own["holder"],
+            table.c.epoch == epoch,
+        )
+        with self._transaction() as connection:
+            changed = connection.execute(
+                sa.update(table).where(*ours).values(expires_at=expires_at)
+            )
+            return changed.rowcount == 1
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sa.Connection]:
+        try:
+            if self._connection is None:
+                self._connection = self._connect()
+            with self._connection.begin():
+                yield self._connection
+        except TROUBLE as error:
+            if self._connection is not None:
+                self._connection.invalidate()
+                self._connection.close()
+                self._connection = None
+            raise unavailable(error) from error
+
+    def _connect(self) -> sa.Connection:
+        """Tools that must be alone, and servers of releases without leases, hold the same lock for
+        themselves."""
+        connection = self._engine.connect()
+        with connection.begin():
+            connection.exec_driver_sql(f"SET statement_timeout = {_STATEMENT_MILLISECONDS}")
+            lock = sa.select(sa.func.pg_try_advisory_lock_shared(LOCK_NUMBER))
+            is_locked = connection.execute(lock).scalar_one()
+        if not is_locked:
+            connection.close()
+            raise StoreInUseError(
+                "a server of an earlier release, or a tool, uses the database "
+                f"{self._engine.url!r} for itself; stop it first"
+            )
+        return connection

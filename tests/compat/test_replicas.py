@@ -1,0 +1,142 @@
+"""Two servers of one Postgres and one folder, behind a proxy that deals connections out in turns:
+the unmodified official client notices nothing of what happens to either."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from history.checker import violations
+from tests.compat.test_kill import loss_curves
+from tests.support.child import Child
+from tests.support.listening_proxy import ListeningProxy
+from tests.support.server_process import SCRIPTS, ServerProcess
+
+STEPS = "10"
+LEASE_SECONDS = 2.0
+
+pytestmark = pytest.mark.slow
+
+
+class Pair:
+    """Two servers and the proxy before them."""
+
+    def __init__(self, servers: list[ServerProcess], proxy: ListeningProxy) -> None:
+        self.servers = servers
+        self.proxy = proxy
+        self.undisturbed: list[str] = []
+
+    def train(self) -> Child:
+        environment = self.servers[0].environment | {
+            "PYTHONPATH": "",
+            "TINKER_BASE_URL": self.proxy.url,
+            "TINKER_TELEMETRY": "1",
+        }
+        return Child([sys.executable, str(SCRIPTS / "long_training.py"), STEPS], env=environment)
+
+    def by_role(self) -> tuple[ServerProcess, ServerProcess]:
+        """The one that leads, and the other; waits until one does."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            roles = [role_of(server) for server in self.servers]
+            if sorted(roles) == ["follower", "leader"]:
+                first, second = self.servers
+                return (first, second) if roles[0] == "leader" else (second, first)
+            time.sleep(0.05)
+        raise AssertionError(f"{roles}: {self.servers[0].log()}")
+
+    def check(self, child: Child, lines: list[str]) -> None:
+        """The client has ended well, with what it would have had undisturbed, each thing once."""
+        rest, errors = child.finish(120)
+        assert child.process.returncode == 0, errors + self.servers[0].log()
+        assert lines + rest.splitlines() == self.undisturbed
+        curves = loss_curves(self.servers[0])
+        assert all(curve == curves[0] for curve in curves), "no gap, and no point twice"
+        assert violations(self.proxy.history.calls) == []
+
+
+def _wait_until_leads(server: ServerProcess) -> None:
+    deadline = time.monotonic() + 60
+    while role_of(server) != "leader":
+        assert time.monotonic() < deadline, server.log()
+        time.sleep(0.05)
+
+
+def role_of(server: ServerProcess) -> str:
+    try:
+        with urllib.request.urlopen(f"{server.url}/readyz", timeout=10) as answer:
+            return str(json.load(answer)["role"])
+    except urllib.error.HTTPError as error:
+        error.close()
+        return "not ready"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pytest.importorskip("tinker", reason="the official client is not installed")
+    pytest.importorskip("psycopg", reason="the Postgres driver is not installed")
+    if not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
+        pytest.skip("Postgres is not installed (Debian: apt install postgresql)")
+    machinery = Path(__file__).parents[2] / "tools" / "chaos" / "machinery.py"
+    database: Any = runpy.run_path(str(machinery))["Postgres"]()
+    database.start()
+    data = tmp_path_factory.mktemp("replicas") / "data"
+    data.mkdir()
+    options = ["--database-url", database.url, "--set", f"lease_seconds={LEASE_SECONDS}"]
+    options += ["--set", "fake_pass_seconds=0.1", "--set", "snapshot_steps=4"]
+    servers = [ServerProcess(data, *options).start() for _ in range(2)]
+    try:
+        with ListeningProxy([server.port for server in servers]) as proxy:
+            pair = Pair(servers, proxy)
+            child = pair.train()
+            out, errors = child.finish(120)
+            assert child.process.returncode == 0, errors + servers[0].log()
+            pair.undisturbed = out.splitlines()
+            yield pair
+    finally:
+        for server in servers:
+            server.stop()
+        database.close()
+
+
+def test_killing_and_stopping_the_server_that_leads_cost_a_client_nothing_but_time(
+    pair: Pair,
+) -> None:
+    first, second = pair.by_role()
+    child = pair.train()
+    lines = child.out.take(2)
+    first.kill()
+    lines += child.out.take(1)
+    first.start()
+    assert pair.by_role() == (second, first), "the next start follows"
+    assert second.stop() == 0, "it hands over"
+    lines += child.out.take(1)
+    second.start()
+    pair.check(child, lines)
+    assert pair.by_role() == (first, second)
+
+
+def test_a_server_that_was_stopped_past_its_lease_and_wakes_doubles_nothing(pair: Pair) -> None:
+    leader, follower = pair.by_role()
+    child = pair.train()
+    lines = child.out.take(2)
+    assert leader.process is not None
+    os.kill(leader.process.pid, signal.SIGSTOP)
+    try:
+        _wait_until_leads(follower)
+    finally:
+        os.kill(leader.process.pid, signal.SIGCONT)
+    pair.check(child, lines)
+    assert pair.by_role() == (follower, leader), "it goes on as one that follows"
+    assert "another server has taken over" in leader.log()

@@ -1,0 +1,302 @@
+"""A server that follows, in this process: what passes through it, and what happens when the one
+that leads does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from uvicorn.server import ServerState
+
+from tinsmith.server.edge.connections import Connection
+from tinsmith.server.edge.sockets import Sockets
+from tinsmith.server.metrics import Metrics
+from tinsmith.server.replicas import body as bodies
+from tinsmith.server.replicas.lease import Holder, View
+from tinsmith.server.replicas.replica import Replica
+
+METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE"]
+
+
+class ScriptedLease:
+    """Says what a test tells it to."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+        self.view = View()
+        self.store_id = None
+
+    @property
+    def is_held(self) -> bool:
+        return self.view.epoch is not None
+
+    def show(self, view: View) -> None:
+        self.view = view
+        self._on_change()
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Follower:
+    def __init__(self, replica: Replica, lease: ScriptedLease, http: httpx.AsyncClient) -> None:
+        self.replica = replica
+        self.lease = lease
+        self.http = http
+
+    def follow(self, url: str, epoch: int = 1) -> None:
+        self.lease.show(View(other=Holder(url, epoch)))
+
+
+@contextlib.asynccontextmanager
+async def listening(app: Any) -> AsyncIterator[str]:
+    config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none")
+    config.load()
+    state = ServerState()
+    sockets = Sockets(1000)
+    listener = await asyncio.get_running_loop().create_server(
+        lambda: Connection(
+            config=config, server_state=state, app_state={}, sockets=sockets, head_seconds=30.0
+        ),
+        "127.0.0.1",
+        0,
+    )
+    try:
+        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    finally:
+        for connection in list(state.connections):
+            connection.transport.abort()
+        listener.close()
+
+
+@contextlib.asynccontextmanager
+async def leading(
+    respond: Callable[[Request], Awaitable[Response]],
+) -> AsyncIterator[str]:
+    """A server that leads, and answers everything in one way."""
+    app = Starlette(routes=[Route("/{path:path}", respond, methods=METHODS)])
+    async with listening(app) as url:
+        yield url
+
+
+@pytest.fixture
+async def follower() -> AsyncIterator[Follower]:
+    leases: list[ScriptedLease] = []
+
+    def lease(on_change: Callable[[], None]) -> Any:
+        leases.append(ScriptedLease(on_change))
+        return leases[-1]
+
+    async def lead(epoch: int) -> Any:
+        async def here(request: Request) -> Response:
+            return PlainTextResponse(b"here: " + await request.body())
+
+        service = type("Service", (), {"begin_drain": lambda self: None})()
+        return service, Starlette(routes=[Route("/{path:path}", here, methods=METHODS)])
+
+    replica = Replica(lease, lead, Metrics(), 0.5, lambda: None)
+    async with listening(replica) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
+        yield Follower(replica, leases[0], http)
+    replica._forwarding.drop()
+
+
+async def _echo(request: Request) -> Response:
+    body = await request.body()
+    about = f"{request.method} {request.url.path}?{request.url.query}"
+    return PlainTextResponse(
+        body, status_code=207, headers={"about": about, "seen": str(dict(request.headers))}
+    )
+
+
+async def test_a_request_and_its_answer_pass_as_they_are(follower: Follower) -> None:
+    async with leading(_echo) as url:
+        follower.follow(url)
+        answer = await follower.http.post(
+            "/api/v1/x%20y?a=1&b=%2F", content=b"body", headers={"x-api-key": "tml-k"}
+        )
+        assert (answer.status_code, answer.content) == (207, b"body")
+        assert answer.headers["about"] == "POST /api/v1/x y?a=1&b=%2F"
+        seen = answer.headers["seen"]
+        assert "'x-api-key': 'tml-k'" in seen and "'x-tinsmith-hop': '1'" in seen
+        assert f"'host': '{follower.http.base_url.netloc.decode()}'" in seen
+        assert len(answer.headers.get_list("date")) <= 1
+        for method in ("GET", "DELETE", "HEAD"):
+            again = await follower.http.request(method, "/other")
+            assert again.status_code == 207 and again.headers["about"] == f"{method} /other?"
+
+
+async def test_bodies_without_a_length_and_large_ones_pass_whole(follower: Follower) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for number in range(40):
+            yield bytes([number]) * 1_000_000
+
+    async with leading(_echo) as url:
+        follower.follow(url)
+        for _ in range(2):
+            answer = await follower.http.post("/x", content=pieces())
+            assert len(answer.content) == 40_000_000
+            assert answer.content[::1_000_000] == bytes(range(40))
+    assert follower.replica._memory.free_bytes == 256 * 1024 * 1024, "nothing is kept afterwards"
+
+
+async def test_an_answer_is_passed_on_piece_by_piece(follower: Follower) -> None:
+    go_on = asyncio.Event()
+
+    async def stream(request: Request) -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            yield b"first"
+            await go_on.wait()
+            yield b"second"
+
+        return StreamingResponse(events())
+
+    async with leading(stream) as url:
+        follower.follow(url)
+        async with follower.http.stream("GET", "/x") as answer:
+            parts = answer.aiter_raw()
+            assert await anext(parts) == b"first"
+            go_on.set()
+            assert await anext(parts) == b"second"
+
+
+async def test_a_request_waits_until_somebody_leads_and_until_it_is_the_follower_itself(
+    follower: Follower,
+) -> None:
+    asking = asyncio.create_task(follower.http.post("/x", content=b"1"))
+    await asyncio.sleep(0.05)
+    async with leading(_echo) as url:
+        follower.follow(url)
+        assert (await asking).content == b"1"
+    # It does not listen any more: the request goes to whoever is next, and that is us.
+    asking = asyncio.create_task(follower.http.post("/x", content=b"2"))
+    await asyncio.sleep(0.05)
+    follower.lease.show(View(epoch=2))
+    assert (await asking).content == b"here: 2"
+
+
+async def test_what_a_holder_took_and_never_answered_goes_to_the_next(follower: Follower) -> None:
+    taken = asyncio.Event()
+
+    async def never(request: Request) -> Response:
+        await request.body()
+        taken.set()
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    async with leading(never) as stopped, leading(_echo) as url:
+        follower.follow(stopped, 1)
+        asking = asyncio.create_task(follower.http.post("/x", content=b"again"))
+        async with asyncio.timeout(30):
+            await taken.wait()
+        follower.follow(url, 2)
+        assert (await asking).content == b"again"
+
+
+async def test_a_server_that_does_not_lead_says_so_and_the_request_waits(
+    follower: Follower,
+) -> None:
+    asked = 0
+
+    async def not_here(request: Request) -> Response:
+        nonlocal asked
+        asked += 1
+        return Response(status_code=503, headers={"x-tinsmith-not-here": "1"})
+
+    async with leading(not_here) as wrong, leading(_echo) as url:
+        follower.follow(wrong, 1)
+        asking = asyncio.create_task(follower.http.post("/x", content=b"1"))
+        async with asyncio.timeout(30):
+            while not asked:  # noqa: ASYNC110  # there is no event to wait for
+                await asyncio.sleep(0.01)
+        follower.follow(url, 2)
+        assert (await asking).status_code == 207
+
+
+async def test_a_request_that_was_passed_on_is_not_passed_on_again(follower: Follower) -> None:
+    async with leading(_echo) as url:
+        follower.follow(url)
+        answer = await follower.http.get("/x", headers={"x-tinsmith-hop": "1"})
+    assert answer.status_code == 503 and answer.headers["x-tinsmith-not-here"] == "1"
+
+
+async def test_when_nobody_leads_for_long_the_client_is_told_to_come_again(
+    follower: Follower,
+) -> None:
+    answer = await follower.http.post("/x", content=b"1")
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert answer.json() == {"detail": "no server runs the engines now; send this again"}
+
+
+async def test_a_body_too_large_to_be_kept_is_asked_for_again(
+    follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "_MAX_KEPT_BYTES", 1000)
+
+    async def cut(request: Request) -> Response:
+        await request.body()
+        request.scope["tinsmith.connection"].abort()
+        return Response()
+
+    async with leading(cut) as url:
+        follower.follow(url)
+        answer = await follower.http.post("/x", content=b"x" * 5000)
+    assert answer.status_code == 503 and "does not answer" in answer.json()["detail"]
+
+
+async def test_half_an_answer_does_not_look_like_a_whole_one(follower: Follower) -> None:
+    async def half(request: Request) -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            yield b"first"
+            request.scope["tinsmith.connection"].abort()
+            await asyncio.sleep(3600)
+
+        return StreamingResponse(events())
+
+    async with leading(half) as url:
+        follower.follow(url)
+        with pytest.raises(httpx.RemoteProtocolError):
+            await follower.http.get("/x")
+
+
+async def test_the_holder_hears_when_a_client_goes_away(follower: Follower) -> None:
+    taken, gone = asyncio.Event(), asyncio.Event()
+
+    async def held(request: Request) -> Response:
+        await request.body()
+        taken.set()
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+        return Response()
+
+    async with leading(held) as url:
+        follower.follow(url)
+        asking = asyncio.create_task(follower.http.post("/x", content=b"1"))
+        async with asyncio.timeout(30):
+            await taken.wait()
+            asking.cancel()
+            await gone.wait()
+
+
+async def test_health_and_metrics_are_the_followers_own(follower: Follower) -> None:
+    assert (await follower.http.get("/healthz")).json() == {"status": "ok"}
+    nobody = await follower.http.get("/readyz")
+    assert nobody.status_code == 503 and nobody.json()["role"] == "follower"
+    async with leading(_echo) as url:
+        follower.follow(url, 7)
+        await follower.http.get("/x")
+        ready = await follower.http.get("/readyz")
+        assert (ready.status_code, ready.json()) == (200, {"status": "ready", "role": "follower"})
+        numbers = (await follower.http.get("/metrics")).text
+    assert "tinsmith_leads 0.0" in numbers and "tinsmith_lease_epoch 7.0" in numbers
+    assert "tinsmith_forwarded_requests_total 1.0" in numbers
