@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.encoded_results import encode_result
 from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.types import (
     Datum,
@@ -186,7 +187,7 @@ OUTPUTS: dict[str, ForwardBackwardOutput] = {
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_an_output_comes_back_equal(codec, name):
-    kind, body = dialects.encode_result(OUTPUTS[name], codec.content_type)
+    kind, body = encode_result(OUTPUTS[name], codec.content_type)
     assert kind == codec.content_type
     assert codec.decode_output(body) == OUTPUTS[name]
 
@@ -211,6 +212,6 @@ SAMPLES: dict[str, SampleResponse] = {
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_sample_comes_back_equal(codec, name):
     """S6"""
-    kind, body = dialects.encode_result(SAMPLES[name], codec.content_type)
+    kind, body = encode_result(SAMPLES[name], codec.content_type)
     assert kind == codec.content_type
     assert codec.decode_sample(body) == SAMPLES[name]

@@ -168,7 +168,7 @@ def as_proto(name: str, request: Any) -> str:
 def check_results() -> None:
     """Our results, in the form this release asks for, must please its own readers."""
     from tinsmith import types as ours
-    from tinsmith.wire import dialects
+    from tinsmith.wire import dialects, proto
 
     tensor = ours.TensorData([-0.5, -1.5], "float32", [2])
     output = ours.ForwardBackwardOutput("ArrayRecord", [{"logprobs": tensor}], {"loss:sum": 2.0})
@@ -183,14 +183,12 @@ def check_results() -> None:
         if RELEASE >= (0, 19, 0) or (RELEASE >= (0, 18, 1) and name == "SampleResponse"):
             from tinker.proto.response_conv import deserialize_proto_response
 
-            kind, body = dialects.encode_result(result, f"{PROTO}, {JSON}")
-            assert kind == PROTO, kind
+            encode = proto.encode_output if result is output else proto.encode_sample
+            body = encode(result)
             read = deserialize_proto_response(body, cls)
             assert read.metrics == {"loss:sum": 2.0} if result is output else read.sequences
         if RELEASE < (0, 25, 0):
-            kind, body = dialects.encode_result(result, JSON)
-            assert kind == JSON, kind
-            read = read_json(cls, json.loads(body))
+            read = read_json(cls, json.loads(dialects.result_as_json(result)))
             if result is output:
                 assert read.loss_fn_outputs[0]["logprobs"].data == [-0.5, -1.5]
             else:

@@ -17,6 +17,7 @@ import pytest
 import tinker.types as official
 from tinker.proto.response_conv import deserialize_proto_response
 
+from tests.support.encoded_results import encode_result
 from tinsmith import types as ours
 from tinsmith.errors import ValidationError
 from tinsmith.types import TensorData
@@ -171,7 +172,7 @@ ACCEPTS_PROTO = [
 @pytest.mark.parametrize("accept", ACCEPTS_JSON)
 def test_outputs_as_json_have_exactly_the_fields_of_the_old_form(accept):
     """protocol.md 13.4"""
-    kind, body = dialects.encode_result(OUTPUT, accept)
+    kind, body = encode_result(OUTPUT, accept)
     assert kind == "application/json"
     assert orjson.loads(body) == {
         "loss_fn_output_type": "ArrayRecord",
@@ -183,7 +184,7 @@ def test_outputs_as_json_have_exactly_the_fields_of_the_old_form(accept):
 @pytest.mark.parametrize("accept", ACCEPTS_JSON)
 def test_samples_as_json_have_exactly_the_fields_of_the_old_form(accept):
     """protocol.md 13.5; NaN becomes null, which JSON can carry. S6"""
-    kind, body = dialects.encode_result(SAMPLE, accept)
+    kind, body = encode_result(SAMPLE, accept)
     assert kind == "application/json"
     assert orjson.loads(body) == {
         "sequences": [
@@ -198,11 +199,11 @@ def test_samples_as_json_have_exactly_the_fields_of_the_old_form(accept):
 
 @pytest.mark.parametrize("accept", ACCEPTS_PROTO)
 def test_clients_that_accept_protobuf_get_it(accept):
-    kind, body = dialects.encode_result(OUTPUT, accept)
+    kind, body = encode_result(OUTPUT, accept)
     assert kind == "application/x-protobuf"
     output = deserialize_proto_response(body, official.ForwardBackwardOutput)
     assert output.loss_fn_outputs[0]["logprobs"].data == [-0.5, -1.5]
-    kind, body = dialects.encode_result(SAMPLE, accept)
+    kind, body = encode_result(SAMPLE, accept)
     assert kind == "application/x-protobuf"
     sample = deserialize_proto_response(body, official.SampleResponse)
     assert [s.tokens for s in sample.sequences] == [[5, 6], []]
@@ -218,6 +219,6 @@ def test_other_results_are_json_whatever_is_accepted(accept):
         ours.MetadataOnlyResponse(response_payload_size=5),
         ours.CreateModelResponse(model_id="m"),
     ):
-        kind, body = dialects.encode_result(result, accept)
+        kind, body = encode_result(result, accept)
         assert kind == "application/json"
         assert orjson.loads(body) == result.to_wire()

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from tests.support.encoded_results import encode_result
 from tinsmith.types import (
     ForwardBackwardOutput,
     OptimStepResponse,
@@ -23,7 +24,7 @@ from tinsmith.types import (
     TopkLogprobs,
 )
 from tinsmith.types.protocol import JSON, PROTOBUF
-from tinsmith.wire import dialects, json, proto
+from tinsmith.wire import json, proto
 
 FLOATS = st.floats(width=32)
 ANY_FLOAT = st.floats()
@@ -93,8 +94,8 @@ def same(left: float | None, right: float | None) -> bool:
 def test_a_pass_has_both_forms_and_every_release_can_read_its_own(
     output: ForwardBackwardOutput,
 ) -> None:
-    assert dialects.encode_result(output, PROTOBUF)[0] == PROTOBUF
-    content_type, body = dialects.encode_result(output, JSON)
+    assert encode_result(output, PROTOBUF)[0] == PROTOBUF
+    content_type, body = encode_result(output, JSON)
     assert content_type == JSON
     read = OldOutput.model_validate(orjson.loads(body))
     for theirs, ours in zip(read.loss_fn_outputs, output.loss_fn_outputs, strict=True):
@@ -113,7 +114,7 @@ def test_a_sample_has_both_forms_and_every_release_can_read_its_own(
     response: SampleResponse,
 ) -> None:
     assert proto.decode_sample(proto.encode_sample(response)).sequences
-    body = dialects.encode_result(response, JSON)[1]
+    body = encode_result(response, JSON)[1]
     read = OldSample.model_validate(orjson.loads(body))
     for theirs, ours in zip(read.sequences, response.sequences, strict=True):
         assert all(map(same, theirs.logprobs or (), ours.logprobs or ()))

@@ -7,10 +7,9 @@ from concurrent.futures import Future
 from datetime import date, datetime
 from typing import TypeVar
 
-from tinsmith.client.connection.connection import Connection
-from tinsmith.client.connection.telemetry import Telemetry
 from tinsmith.client.futures import AwaitableConcurrentFuture
-from tinsmith.client.rest import AuditEventType, rest_connection
+from tinsmith.client.rest import AuditEventType
+from tinsmith.client.sessionless import SessionlessClient
 from tinsmith.client.twins import documented_twins
 from tinsmith.types import (
     AuditLogResponse,
@@ -26,27 +25,11 @@ Resp = TypeVar("Resp")
 
 
 @documented_twins
-class AdminClient:
+class AdminClient(SessionlessClient):
     """Audit log, billing, storage. Made like a `RestClient`; needs an administrator's credential.
 
     log = tinsmith.AdminClient().get_audit_log(day=date(2026, 1, 15)).result()
     """
-
-    def __init__(
-        self,
-        _holder: Connection | None = None,
-        *,
-        base_url: str | None = None,
-        api_key: str | None = None,
-    ) -> None:
-        self.holder = rest_connection(_holder, base_url=base_url, api_key=api_key)
-
-    def __repr__(self) -> str:
-        return f"<AdminClient of {self.holder.config.base_url}>"
-
-    def get_telemetry(self) -> Telemetry | None:
-        """What reports errors to the service; None if that is switched off."""
-        return self.holder.get_telemetry()
 
     def get_audit_log(
         self, event_type: AuditEventType = "all", day: date | None = None

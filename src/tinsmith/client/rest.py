@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, Unpack
 
 from tinsmith.client.connection.api import Options
-from tinsmith.client.connection.connection import Connection
-from tinsmith.client.connection.sharing import CONNECTIONS
-from tinsmith.client.connection.telemetry import Telemetry
 from tinsmith.client.downloads.download import download, download_archive
 from tinsmith.client.downloads.file import ProgressCallback
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture
 from tinsmith.client.paging import Pages
+from tinsmith.client.sessionless import SessionlessClient
 from tinsmith.client.twins import documented_twins
 from tinsmith.client.warn import ExperimentalWarning, warns
 from tinsmith.errors import TinkerError
-from tinsmith.transport.config import ClientConfig
 from tinsmith.transport.tokens import jwt_claims
 from tinsmith.types import (
     AssignSessionProjectRequest,
@@ -66,7 +63,7 @@ _MOVED = "this method of RestClient is deprecated; AdminClient has it, and is ma
 
 
 @documented_twins
-class RestClient:
+class RestClient(SessionlessClient):
     """Runs, checkpoints, sessions, samplers: listing, reading, deleting, publishing, copying.
 
         rest = tinsmith.RestClient()
@@ -74,22 +71,6 @@ class RestClient:
 
     Clients with the same address and key share one connection, which needs no closing.
     """
-
-    def __init__(
-        self,
-        _holder: Connection | None = None,
-        *,
-        base_url: str | None = None,
-        api_key: str | None = None,
-    ) -> None:
-        self.holder = rest_connection(_holder, base_url=base_url, api_key=api_key)
-
-    def __repr__(self) -> str:
-        return f"<RestClient of {self.holder.config.base_url}>"
-
-    def get_telemetry(self) -> Telemetry | None:
-        """What reports errors to the service; None if that is switched off."""
-        return self.holder.get_telemetry()
 
     # --- training runs ------------------------------------------------------------------------
 
@@ -516,17 +497,6 @@ class RestClient:
             await self.holder.api.send(endpoint, message, sdk_method=sdk_method)
 
         return self.holder.submit(do).future()
-
-
-def rest_connection(
-    holder: Connection | None, *, base_url: str | None, api_key: str | None
-) -> Connection:
-    """The connection of a client that needs no session: one handed over, or a shared one."""
-    if holder is None:
-        return CONNECTIONS.rest(ClientConfig.from_env(base_url=base_url, api_key=api_key))
-    if base_url is not None or api_key is not None:
-        raise ValueError("give a holder or base_url/api_key, not both: a holder has its own")
-    return holder
 
 
 async def _result(future: Future[T]) -> T:

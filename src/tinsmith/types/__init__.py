@@ -25,6 +25,7 @@ from tinsmith.types.account import (
     UserDetails,
     WhoamiResponse,
 )
+from tinsmith.types.arrays import TensorDtype
 from tinsmith.types.checkpoints import (
     Checkpoint,
     CheckpointArchiveUrlResponse,
@@ -165,10 +166,7 @@ from tinsmith.types.telemetry import (
     TelemetrySendRequest,
     UnhandledExceptionEvent,
 )
-from tinsmith.types.tensors import (
-    TensorData,
-    TensorDtype,
-)
+from tinsmith.types.tensors import TensorData
 from tinsmith.types.training import (
     CreateModelRequest,
     CreateModelResponse,

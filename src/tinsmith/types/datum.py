@@ -12,9 +12,10 @@ import numpy as np
 
 from tinsmith.errors import ValidationError
 from tinsmith.types import notebook
+from tinsmith.types.arrays import TensorDtype
 from tinsmith.types.convert import kind_of
 from tinsmith.types.inputs import ModelInput
-from tinsmith.types.tensors import TensorData, TensorDtype, is_torch_tensor
+from tinsmith.types.tensors import TensorData, is_torch_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import ValidationError
+from tinsmith.types.arrays import int_array, short_array
 from tinsmith.types.convert import kind_of
 from tinsmith.types.model import Frozen, Request, shorten
-from tinsmith.types.tensors import int_array, short_array
 
 
 class _Plain(Frozen):

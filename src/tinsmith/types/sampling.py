@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from tinsmith.errors import ValidationError
 from tinsmith.types import notebook
+from tinsmith.types.arrays import int_array, short_array
 from tinsmith.types.convert import converter, kind_of
 from tinsmith.types.inputs import ModelInput
 from tinsmith.types.model import Request, Response, dump
 from tinsmith.types.non_finite import ResultFloat, array_to_json, from_json
-from tinsmith.types.tensors import TensorData, int_array, short_array
+from tinsmith.types.tensors import TensorData
 
 StopReason = Literal["length", "stop"]
 

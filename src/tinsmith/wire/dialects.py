@@ -79,13 +79,15 @@ def decode_pass(
     return cls(parsed, model_id, seq_id)
 
 
-def encode_result(result: Any, accept: str) -> tuple[str, bytes]:
-    """A finished result in the form the client reads: (content type, body)."""
-    if isinstance(result, ForwardBackwardOutput | SampleResponse) and PROTOBUF in accept.lower():
-        if isinstance(result, SampleResponse):
-            return PROTOBUF, proto.encode_sample(result)
-        return PROTOBUF, proto.encode_output(result)
-    return JSON, json.encode(result)
+def accepts_protobuf(accept: str) -> bool:
+    """Whether a client with this Accept header reads passes' and samples' results as protobuf."""
+    return PROTOBUF in accept.lower()
+
+
+def result_as_json(result: ForwardBackwardOutput | SampleResponse) -> bytes:
+    """The result of a pass or a sample in the form that old clients read."""
+    is_output = isinstance(result, ForwardBackwardOutput)
+    return json.encode_long(result.to_wire(), "loss_fn_outputs" if is_output else "sequences")
 
 
 def _check_kept(name: str, value: Any, limits: Limits) -> None:

@@ -16,7 +16,7 @@ from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model import linear
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.batch import PackedAttention
-from tinsmith.engine.local.model.foreign import ForeignDecoder
+from tinsmith.engine.local.model.foreign.decoder import ForeignDecoder
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.sample.generation import Generator

@@ -56,6 +56,13 @@ async def test_a_large_result_is_announced_to_those_who_ask_for_that(
     assert announced["response_payload_size"] == len(full.content)
 
 
+async def test_what_a_client_accepts_is_read_without_regard_to_case(api: Api) -> None:
+    request_id = await api.send_pass(await api.model(), 1)
+    accept = {"accept": "Application/JSON, Application/X-Protobuf"}
+    response = await api.retrieve(request_id, headers=accept)
+    assert response.headers["content-type"] == "application/x-protobuf"
+
+
 async def test_old_clients_read_passes_and_samples_as_json(api: Api) -> None:
     model = await api.model()
     request_id = await api.send_pass(model, 1)

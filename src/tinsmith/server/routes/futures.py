@@ -39,7 +39,7 @@ from tinsmith.types import (
     TryAgainResponse,
 )
 from tinsmith.types.protocol import JSON, PROTOBUF
-from tinsmith.wire import endpoints, json, proto
+from tinsmith.wire import dialects, endpoints, json, proto
 
 UNLOAD_PREFIX = "unload-"
 """A model is unloaded as soon as that was asked for, so the request id says all there is."""
@@ -61,8 +61,8 @@ async def retrieve_future(
         return RequestFailedResponse(error=outcome.error, category=category)
     if message.allow_metadata_only and len(outcome.body) > service.config.metadata_only_bytes:
         return MetadataOnlyResponse(response_payload_size=len(outcome.body))
-    accept = request.headers.get("accept", "")
-    if outcome.result_type == "json" or PROTOBUF in accept:
+    is_protobuf = dialects.accepts_protobuf(request.headers.get("accept", ""))
+    if outcome.result_type == "json" or is_protobuf:
         media = JSON if outcome.result_type == "json" else PROTOBUF
         return Response(outcome.body, media_type=media)
     if len(outcome.body) < IN_THREAD_BYTES:
@@ -180,10 +180,9 @@ def _end_of(operation: OperationRecord) -> Outcome | None:
 
 
 def _as_json(outcome: Outcome) -> bytes:
-    """A result in the form that old clients read."""
-    if outcome.result_type == "output":
-        return json.encode_long(proto.decode_output(outcome.body).to_wire(), "loss_fn_outputs")
-    return json.encode_long(proto.decode_sample(outcome.body).to_wire(), "sequences")
+    is_output = outcome.result_type == "output"
+    decode = proto.decode_output if is_output else proto.decode_sample
+    return dialects.result_as_json(decode(outcome.body))
 
 
 def _try_again(service: Service, request_id: str) -> Response:

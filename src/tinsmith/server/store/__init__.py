@@ -1,1 +1,1 @@
-"""Where the service keeps what must outlive it. `base` is the interface, `sql` implements it."""
+"""Where the service keeps what must outlive it: `store.Store`, a module for each kind of row."""

@@ -12,7 +12,7 @@ from tinsmith.types import (
     TensorData,
     TensorDtype,
 )
-from tinsmith.types.tensors import int_array
+from tinsmith.types.arrays import int_array
 from tinsmith.wire.limits import DEFAULT_LIMITS, Limits
 from tinsmith.wire.proto.parts import ABSENT, by_number
 from tinsmith.wire.protobuf import (

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import torch
 
-import tinsmith.engine.local.model.foreign as foreign
 from tinsmith.engine.base import BaseModelInfo
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.families import DecoderConfig, read_config
+from tinsmith.engine.local.model.foreign.config import ForeignConfig
+from tinsmith.engine.local.model.foreign.decoder import load_foreign
+from tinsmith.engine.local.model.foreign.describing import read_foreign_config
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.sources import Progress, model_folder, no_progress, weights_nbytes
 from tinsmith.engine.local.model.verification import verify
@@ -129,7 +131,7 @@ class BaseModels:
             try:
                 config = read_config(folder)
             except UnsupportedModelError as error:
-                config = foreign.read_config(folder, error)
+                config = read_foreign_config(folder, error)
             else:
                 if self._config.verify_models:
                     self._ranks.first(lambda: self._verify(name, config))
@@ -175,11 +177,11 @@ class BaseModels:
 
     def _load(self, folder: Path, config: DecoderConfig) -> Decoder:
         kind = self._config.base_weights
-        if isinstance(config, foreign.ForeignConfig):
+        if isinstance(config, ForeignConfig):
             image_bytes = self._config.image_cache_bytes or (
                 2**31 if self._device.type == "cuda" else 2**28
             )
-            return foreign.load(
+            return load_foreign(
                 folder, config, self._device, self._dtype, kind, image_bytes, self._ranks
             )
         return Decoder.load(folder, self._device, self._dtype, kind, self._ranks)

@@ -10,7 +10,7 @@ import torch
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels, device_of, dtype_of
 from tinsmith.engine.local.model.families import read_settings
-from tinsmith.engine.local.model.foreign import is_foreign
+from tinsmith.engine.local.model.foreign.config import is_foreign
 from tinsmith.engine.local.model.lora import Layout
 from tinsmith.engine.local.model.model_types import Path as RunsOn
 from tinsmith.engine.local.ranks.models import why_not

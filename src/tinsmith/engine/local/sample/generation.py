@@ -31,7 +31,7 @@ from tinsmith.engine.grammar import CompiledGrammar, Tokens
 from tinsmith.engine.local import device_memory, kernels
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.foreign import is_foreign
+from tinsmith.engine.local.model.foreign.config import is_foreign
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.choosing import NOT_FINITE
 from tinsmith.engine.local.sample.compiling import Compiling

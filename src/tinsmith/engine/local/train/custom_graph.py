@@ -12,7 +12,7 @@ import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -47,6 +47,7 @@ _CPU = torch.device("cpu")
 # What torch.nn.functional passes on by itself, whether or not the user wrote it.
 _IDLE_KEYWORDS = (("inplace", False), ("_stacklevel", 3), ("_stacklevel", 5))
 
+T = TypeVar("T")
 Value = Any
 """An argument or a result: a tensor, a number, a dtype or device, or a tuple of those."""
 
@@ -287,20 +288,21 @@ def _decode_output(node: CustomLossNode, decoder: _ArgumentDecoder) -> tuple[Ref
 def _check_reaches_loss(calls: Sequence[Call], loss: Ref, *, num_inputs: int) -> None:
     depends = [index == 0 for index in range(num_inputs)]
     for call in calls:
-        refs = _refs_in([*call.args, *call.kwargs.values()])
+        refs = leaves([*call.args, *call.kwargs.values()], Ref)
         depends.append(any(depends[ref.index] for ref in refs))
     if not depends[loss.index]:
         raise ValidationError("the loss does not depend on logprobs", "graph")
 
 
-def _refs_in(value: Value) -> Iterator[Ref]:
-    if isinstance(value, Ref):
+def leaves(value: Value, kind: type[T]) -> Iterator[T]:
+    """The parts of a value, however deep in lists and slices, that are of a kind."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _refs_in(item)
+            yield from leaves(item, kind)
     elif isinstance(value, slice):
-        yield from _refs_in([value.start, value.stop, value.step])
+        yield from leaves([value.start, value.stop, value.step], kind)
 
 
 def _holds_text(value: Value) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tinsmith.engine.local.train.custom_graph import Call, Value
+from tinsmith.engine.local.train.custom_graph import Call, Value, leaves
 from tinsmith.errors import ValidationError
 
 MAX_PARTS = 1024
@@ -97,7 +97,7 @@ class Meter:
 
     def measure(self, call: Call, args: Sequence[Value], kwargs: Mapping[str, Value]) -> None:
         operation = call.operation
-        tensors = list(_tensors([*args, *kwargs.values()]))
+        tensors = list(leaves([*args, *kwargs.values()], Tensor))
         read = max((tensor.numel() for tensor in tensors), default=0)
         repeats = _repeats(call, args, kwargs)
         # Charged first: already to ask torch for the size takes as many repeats.
@@ -148,7 +148,7 @@ def _sizes(call: Call, args: Sequence[Value], kwargs: Mapping[str, Value]) -> li
         result = call.operation.function(
             *_on_meta(tuple(args)), **{key: _on_meta(value) for key, value in kwargs.items()}
         )
-    return [tensor.numel() for tensor in _tensors(result)]
+    return [tensor.numel() for tensor in leaves(result, Tensor)]
 
 
 def _selects_by_mask(call: Call, args: Sequence[Value]) -> bool:
@@ -162,7 +162,7 @@ def _most_selected(call: Call, args: Sequence[Value], kwargs: Mapping[str, Value
     """How many elements there are if the mask selects all of them."""
     if call.target == "operator.getitem":
         return _tensor_at(args, 0).numel()
-    shapes = [tensor.shape for tensor in _tensors([*args, *kwargs.values()])]
+    shapes = [tensor.shape for tensor in leaves([*args, *kwargs.values()], Tensor)]
     return math.prod(torch.broadcast_shapes(*shapes))
 
 
@@ -207,18 +207,8 @@ def _on_meta(value: Value) -> Value:
     return value
 
 
-def _tensors(value: Value) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, slice):
-        yield from _tensors([value.start, value.stop, value.step])
-
-
 def has_tensor(value: Value) -> bool:
-    return any(True for _ in _tensors(value))
+    return any(True for _ in leaves(value, Tensor))
 
 
 def operation_kind(call: Call) -> str:

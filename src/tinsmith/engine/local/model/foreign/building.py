@@ -1,0 +1,55 @@
+"""A foreign model as `transformers` builds it: its settings, and the model without weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tinsmith.engine.images import ImageRules
+from tinsmith.engine.local.model.families import (
+    read_settings,
+)
+from tinsmith.engine.local.model.foreign.calls import (
+    ATTENTION_NAME,
+    attention_function,
+    replace_experts,
+    replace_recurrent_layers,
+)
+from tinsmith.engine.local.model.images.settings import model_class
+
+
+def build_empty(folder: Path, images: ImageRules | None) -> Any:
+    """The model without memory for its weights, calling our attention."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(ATTENTION_NAME, attention_function)
+    config = transformers_config(folder)
+    built_by = model_class(config.model_type, images)
+    text, classes = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING
+    # Older releases do not find the language part of a model that sees by themselves here.
+    is_same = classes.get(type(config), None) is classes.get(type(text), None)
+    if built_by is AutoModelForCausalLM and is_same:
+        config = text
+    model = built_by.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+    replace_experts(model)
+    replace_recurrent_layers(model)
+    return model
+
+
+def text_model(model: Any) -> Any:
+    """The part that reads embeddings: all below the unembedding, or beside a vision tower."""
+    return getattr(model.base_model, "language_model", model.base_model)
+
+
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""Types whose modules `transformers` has under another name."""
+
+
+def transformers_config(folder: Path) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    settings = read_settings(folder / "config.json")
+    model_type = _SAME_AS.get(str(settings.get("model_type")))
+    if model_type is None:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return CONFIG_MAPPING[model_type].from_dict({**settings, "model_type": model_type})

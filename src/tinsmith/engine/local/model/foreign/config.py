@@ -1,0 +1,24 @@
+"""The shape of a model that runs through `transformers`' modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinsmith.engine.local.model.families import (
+    DecoderConfig,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignConfig(DecoderConfig):
+    """The shape of a model that runs through `transformers`' modules."""
+
+    attending: tuple[int, ...]
+    """The model's own numbers of the layers that attend; `layers` describes these."""
+
+    recurring: tuple[int, ...]
+    """Those of the recurrent layers."""
+
+
+def is_foreign(config: DecoderConfig) -> bool:
+    return isinstance(config, ForeignConfig)

@@ -1,0 +1,178 @@
+"""A foreign model behind the interface of our decoder, and how it is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinsmith.engine.local.config import BaseWeights
+from tinsmith.engine.local.model.blocks import Attention
+from tinsmith.engine.local.model.comparison import agree, our_logits, own_logits
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.experts import Experts, is_experts
+from tinsmith.engine.local.model.families import (
+    FAMILIES,
+)
+from tinsmith.engine.local.model.foreign.building import text_model, transformers_config
+from tinsmith.engine.local.model.foreign.calls import (
+    ATTENTION_NAME,
+    AdaptedLinear,
+    ForwardCall,
+    calling,
+    replace_experts,
+    replace_recurrent_layers,
+)
+from tinsmith.engine.local.model.foreign.config import ForeignConfig
+from tinsmith.engine.local.model.images.settings import model_class
+from tinsmith.engine.local.model.images.vision import Vision
+from tinsmith.engine.local.model.inputs import Seen
+from tinsmith.engine.local.model.linear import Linear
+from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.model.rope import UnsupportedModelError
+from tinsmith.engine.local.model.sources import quiet_transformers
+from tinsmith.engine.local.ranks.group import ALONE, Ranks
+from tinsmith.engine.local.ranks.models import cut_config
+
+
+def load_foreign(
+    folder: Path,
+    config: ForeignConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    base_weights: BaseWeights = "full",
+    image_cache_bytes: int = 0,
+    ranks: Ranks = ALONE,
+) -> ForeignDecoder:
+    """The model in memory, after its logits were found equal to those of its own code.
+
+    Weights in few bits come after that, so that for a moment it is there in full. Of several ranks
+    each reads the whole model, on the CPU, and keeps its part.
+    """
+    with quiet_transformers():
+        settings = transformers_config(folder)
+        model = model_class(settings.model_type, config.images).from_pretrained(
+            folder,
+            config=settings,
+            dtype=dtype,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            trust_remote_code=False,
+        )
+    model = model.eval().requires_grad_(False)
+    if ranks.count == 1:
+        model = model.to(device)
+    expected = own_logits(model, config)
+    if ranks.count > 1:
+        config = cut_config(config, ranks.index, ranks.count)
+        _keep_part(model, config)
+        model = model.to(device)
+    decoder = ForeignDecoder(config, model, image_cache_bytes, ranks)
+    if not agree(our_logits(decoder), expected.to(device), dtype):
+        raise UnsupportedModelError(
+            f"{config.architecture} does more between hidden states and logits, or in its "
+            f"attention, than we know of; supported model types: {', '.join(FAMILIES)}"
+        )
+    decoder.quantize(base_weights)
+    return decoder
+
+
+def _keep_part(model: nn.Module, config: ForeignConfig) -> None:
+    """Keep of each expert what is this rank's."""
+    assert config.cut is not None and config.cut.experts is not None, "experts are what is cut"
+    for name, module in model.named_modules():
+        if is_experts(module):
+            Experts(name, module).keep(config.cut.experts)
+
+
+class ForeignDecoder(Decoder):
+    """A `transformers` model behind the interface of our decoder."""
+
+    config: ForeignConfig
+
+    def __init__(
+        self,
+        config: ForeignConfig,
+        model: Any,
+        image_cache_bytes: int = 0,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.device = model.device
+        self.dtype = model.dtype
+        self._model = model
+        self._text = text_model(model)
+        if config.images is not None:
+            self.vision = Vision(config.images, model.base_model.visual, image_cache_bytes)
+        head = model.get_output_embeddings()
+        self.head = Linear(head.weight, head.bias)
+        self._text.set_attn_implementation(ATTENTION_NAME)
+        self._linears_adapted = [
+            AdaptedLinear(model.get_submodule(projection.name), projection)
+            for projection in config.projections
+            if projection.part != "unembed" and projection.experts is None
+        ]
+        replace_experts(model)
+        replace_recurrent_layers(model)
+
+    @property
+    def packed_bytes(self) -> int:
+        return 0
+
+    def allow_packing(self) -> None:
+        """Nothing: the products are those of `transformers`."""
+
+    @property
+    def nbytes(self) -> int:
+        quantized = sum(linear.quantized_bytes for linear in self._linears_adapted)
+        return quantized + sum(parameter.nbytes for parameter in self._model.parameters())
+
+    def quantize(self, kind: BaseWeights) -> None:
+        """Keep the weights of its linear layers in few bits."""
+        if kind == "full":
+            return
+        if any(projection.experts is not None for projection in self.config.projections):
+            raise UnsupportedModelError(
+                f"base_weights = {kind!r} keeps linear layers in few bits, and most weights of "
+                f"{self.config.architecture} are in experts; serve it with base_weights = 'full'"
+            )
+        for linear in self._linears_adapted:
+            linear.quantize(kind)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        adapters: AdapterSegments,
+        *,
+        checkpoint_layers: bool = False,
+        seen: Seen | None = None,
+    ) -> Tensor:
+        """As in `Decoder`; activations are kept whether or not layers are to be checkpointed."""
+        inputs: dict[str, Any]
+        if seen is None:
+            inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
+        else:
+            inputs = self._with_images(tokens, positions, seen)
+        with calling(ForwardCall(self.config, attention, adapters, self.ranks)):
+            output = self._text(**inputs, use_cache=False)
+        return output.last_hidden_state[0]
+
+    def _with_images(self, tokens: Tensor, positions: Tensor, seen: Seen) -> dict[str, Any]:
+        """Embeddings with what is seen in their place, and positions on three axes."""
+        x = self._model.get_input_embeddings()(tokens.clamp(min=0))
+        on_axes = positions.expand(3, -1).clone()
+        on_axes[:, seen.rows] += seen.offsets
+        features, *deep = seen.features
+        inputs = {
+            "inputs_embeds": x.index_copy(0, seen.rows, features.to(x.dtype))[None],
+            "position_ids": on_axes[:, None],
+        }
+        if deep:
+            is_seen = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, seen.rows, True)
+            inputs |= {"visual_pos_masks": is_seen[None], "deepstack_visual_embeds": deep}
+        return inputs

@@ -1,0 +1,188 @@
+"""What a foreign model is like: found by watching one forward pass without weights, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tinsmith.engine.local.model.experts import Experts, is_experts
+from tinsmith.engine.local.model.families import (
+    Part,
+    Projection,
+    read_settings,
+)
+from tinsmith.engine.local.model.foreign.building import build_empty, text_model
+from tinsmith.engine.local.model.foreign.calls import ProbeCall, calling
+from tinsmith.engine.local.model.foreign.config import ForeignConfig
+from tinsmith.engine.local.model.images.settings import read_image_rules
+from tinsmith.engine.local.model.model_types import nearest_type, needed_transformers
+from tinsmith.engine.local.model.recurrent.layers import recurrent_layer
+from tinsmith.engine.local.model.recurrent.recurrence import StateShape
+from tinsmith.engine.local.model.rope import UnsupportedModelError
+
+_PROBE_TOKENS = 8
+
+
+def read_foreign_config(folder: Path, reason: UnsupportedModelError) -> ForeignConfig:
+    """The model's shape, or a refusal that begins with why our own decoder cannot run it."""
+    settings = read_settings(folder / "config.json")
+    model_type = str(settings.get("model_type"))
+    architecture = (settings.get("architectures") or [model_type])[0]
+    nearest = f"the nearest type that works is {nearest_type(model_type)!r}"
+    if (needed := needed_transformers(model_type)) is not None:
+        raise UnsupportedModelError(
+            f"{model_type} needs transformers {needed} or later, and {version('transformers')} is "
+            f"installed: pip install 'transformers>={needed}'"
+        )
+    try:
+        images = read_image_rules(folder)
+        with torch.device("meta"):
+            model = build_empty(folder, images)
+        return replace(_describe(model, str(architecture)), images=images)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"{reason}; and {architecture} cannot run: {error}; {nearest}"
+        ) from None
+    except Exception as error:  # foreign code: whatever it raises means that it does not fit
+        raise UnsupportedModelError(
+            f"{reason}; and transformers could not run {architecture}: {error}; {nearest}"
+        ) from error
+
+
+def _describe(model: Any, architecture: str) -> ForeignConfig:
+    settings = model.config.get_text_config()
+    projections = tuple(_projections(model))
+    _refuse_changing_rope(settings)
+    probe = ProbeCall(_PROBE_TOKENS)
+    tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
+    positions = torch.zeros_like(tokens)
+    with calling(probe), torch.no_grad():
+        text_model(model)(input_ids=tokens, position_ids=positions, use_cache=False)
+    _check_layers(settings, {*probe.specs, *probe.states})
+    if len(probe.shapes) != 1:
+        raise UnsupportedModelError("its layers differ in the number or size of heads")
+    ((heads, kv_heads, head_dim),) = probe.shapes
+    eos = model.generation_config.eos_token_id
+    return ForeignConfig(
+        architecture=architecture,
+        vocab_size=settings.vocab_size,
+        hidden_size=settings.hidden_size,
+        intermediate_size=getattr(settings, "intermediate_size", None) or 0,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_context_length=settings.max_position_embeddings,
+        norm_eps=0.0,
+        layers=tuple(probe.specs[layer] for layer in sorted(probe.specs)),
+        attending=tuple(sorted(probe.specs)),
+        recurring=tuple(sorted(probe.states)),
+        state=_common_state(list(probe.states.values())),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        is_tied=bool(model.config.tie_word_embeddings),
+        final_softcap=getattr(settings, "final_logit_softcapping", None),
+        projections=projections,
+    )
+
+
+def _refuse_unknown_experts(model: Any) -> None:
+    """Experts in another form than `is_experts` knows would go without adapters."""
+    settings = model.config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    has_some = any(getattr(settings, name, None) for name in names)
+    # Settings may speak of experts where no layer has any.
+    has_some &= "moe" in (getattr(settings, "layers_block_type", None) or ["moe"])
+    if has_some and not any(is_experts(module) for module in model.modules()):
+        raise UnsupportedModelError("its experts are not in the form that transformers gives them")
+
+
+def _check_layers(settings: Any, known: set[int]) -> None:
+    """Refuse a model some of whose layers may mix tokens in a way that was not seen."""
+    kinds = getattr(settings, "layers_block_type", None) or ()
+    without_mixing = {layer for layer, kind in enumerate(kinds) if kind in ("mlp", "moe")}
+    num_layers = settings.num_hidden_layers
+    if known | without_mixing != set(range(num_layers)):
+        raise UnsupportedModelError(
+            f"{len(known)} of its {num_layers} layers attend in the usual way or are recurrent "
+            "in one that we know"
+        )
+
+
+def _common_state(states: list[StateShape]) -> StateShape | None:
+    if not states:
+        return None
+    if len(set(states)) != 1:
+        raise UnsupportedModelError("its recurrent layers differ in the size of their states")
+    return replace(states[0], num_layers=len(states))
+
+
+def _refuse_changing_rope(settings: Any) -> None:
+    """Frequencies that follow the longest sequence at hand would let neighbours change results."""
+    rope = getattr(settings, "rope_parameters", None) or {}
+    kinds = {
+        str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)
+    }
+    if changing := kinds & {"dynamic", "longrope"}:
+        raise UnsupportedModelError(f"rope scaling {min(changing)!r} is not supported")
+
+
+_NOT_ADAPTED = ("q_b_proj", "kv_b_proj", "shared_expert_gate")
+"""Linear layers without an adapter, as in the hosted service: the second halves of projections
+that are of low rank themselves, and the weight of a shared expert."""
+
+
+def _part(model: nn.Module, name: str) -> Part:
+    """By the words of its module's path and class; some call every kind of layer a mixer."""
+    path = name.rpartition(".")[0]
+    kind = type(model.get_submodule(path)).__name__
+    return "attn" if "att" in f"{path} {kind}".lower() else "mlp"
+
+
+def _projections(model: Any) -> Iterator[Projection]:
+    """What is adapted inside the blocks, and the unembedding under the name `lm_head`."""
+    _refuse_unknown_experts(model)
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise UnsupportedModelError("its unembedding is not an ordinary linear layer")
+    found: set[Part] = set()
+    head_name = ""
+    not_ours: tuple[str, ...] = ("model.visual.",)  # the vision tower is frozen
+    for name, module in model.named_modules():
+        layer = recurrent_layer(module)
+        if module is head:
+            head_name = name
+        elif is_experts(module):
+            found.add("mlp")
+            yield from Experts(name, module).projections()
+        elif layer is not None:
+            found.add("attn")
+            yield from layer.projections(name, module)
+            not_ours += (f"{name}.",)
+        elif name.startswith(not_ours):
+            continue
+        elif isinstance(module, nn.Linear) and name.rpartition(".")[2] not in _NOT_ADAPTED:
+            part = _part(model, name)
+            found.add(part)
+            yield Projection(
+                layer=None,
+                name=name,
+                part=part,
+                inputs=module.in_features,
+                modules=(name,),
+                outputs=(module.out_features,),
+            )
+    if found != {"attn", "mlp"}:
+        raise UnsupportedModelError("its projections are not ordinary linear layers")
+    yield Projection(
+        layer=None,
+        name="lm_head",
+        part="unembed",
+        inputs=head.in_features,
+        modules=(head_name,),
+        outputs=(head.out_features,),
+    )
