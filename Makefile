@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: help demo check test lint types schema docs bench chaos load fuzz audit requirements format clean
+.PHONY: help demo check test lint types schema docs bench chaos load memory fuzz audit requirements format clean
 
 JOBS ?= 2
 SEED ?= 1
@@ -14,6 +14,7 @@ MINUTES ?= 30
 STORE ?= sqlite
 OPERATIONS ?= inf
 STEPS ?= 12
+ITERATIONS ?= 10000
 
 help:
 	@echo "make demo          start a server, fine-tune the embedded model, sample before and after"
@@ -24,6 +25,7 @@ help:
 	@echo "make docs          build the documentation into site/, and run what it says"
 	@echo "make bench         benchmarks, as ratios against peers (PARTS=\"codec client …\")"
 	@echo "make load          500 clients, 4,000 held polls, 1,000 requests a second, for ten minutes"
+	@echo "make memory        ten thousand iterations of reinforcement learning leave memory flat (ITERATIONS=10000)"
 	@echo "make fuzz          many more random requests and bytes than make test tries"
 	@echo "make audit         bandit, and pip-audit where its advisory service can be reached"
 	@echo "make chaos         break everything while clients train (SEED=1 MINUTES=30 STORE=sqlite or postgres OPERATIONS=10000 STEPS=12)"
@@ -85,6 +87,9 @@ load: $(STAMP)
 
 FUZZ_SECONDS ?= 120
 FUZZ_TARGETS := json_messages json_passes raw_json passes pass_ids outputs samples compressed paths custom_losses
+memory: $(STAMP)
+	TINSMITH_RL_ITERATIONS=$(ITERATIONS) $(BIN)/python -m pytest -q tests/engine/test_memory_plan.py
+
 fuzz: $(STAMP)
 	$(BIN)/python -m pytest tests/security/test_fuzz_api.py tests/security/test_paths.py -q --hypothesis-profile=long
 	for target in $(FUZZ_TARGETS); do \

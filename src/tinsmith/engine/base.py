@@ -96,6 +96,15 @@ class Health:
     memory_bytes: int = 0
     decoded_tokens: int = 0
     """Tokens sampled since the engine started, those of samples under way among them."""
+    weights_bytes: int = 0
+    """Of base models in memory."""
+    cache_bytes: int = 0
+    """Of keys and values in use, of `cache_limit_bytes`."""
+    cache_limit_bytes: int = 0
+    adapter_bytes: int = 0
+    """Of adapters, their gradients and moments, and frozen samplers."""
+    adapter_limit_bytes: int = 0
+    """Beyond it idle models should go; 0 is no limit."""
     busy_seconds: float = 0.0
     """Time spent computing since the engine started; the rest it has waited for work."""
 

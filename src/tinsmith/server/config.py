@@ -185,7 +185,8 @@ class ServerConfig:
     within seconds, the one idle longest first. Models at work stay, though they be more."""
 
     max_engine_bytes: int | None = None
-    """Memory of the engine beyond which idle models go to disk; None counts models alone."""
+    """Memory of the engine beyond which idle models go to disk; None goes by their number, and by
+    the share that the engine's plan has for adapters."""
 
     max_loaded_samplers: int = 64
     """Most frozen adapters in the engine; the one idle longest makes room, or else a job waits."""

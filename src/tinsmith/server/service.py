@@ -403,6 +403,11 @@ class Service:
             "engine_busy_seconds": lambda: self.engines.health.busy_seconds,
             "engine_decoded_tokens": lambda: self.engines.health.decoded_tokens,
             "engine_memory_bytes": lambda: self.engines.health.memory_bytes,
+            "engine_weights_bytes": lambda: self.engines.health.weights_bytes,
+            "engine_cache_bytes": lambda: self.engines.health.cache_bytes,
+            "engine_cache_limit_bytes": lambda: self.engines.health.cache_limit_bytes,
+            "engine_adapter_bytes": lambda: self.engines.health.adapter_bytes,
+            "engine_adapter_limit_bytes": lambda: self.engines.health.adapter_limit_bytes,
         }
         for name, read in gauges.items():
             self.metrics.gauge(name, read)

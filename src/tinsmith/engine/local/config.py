@@ -75,6 +75,10 @@ class LocalEngineConfig:
     checkpoint_layers: bool = False
     """Whether the backward pass computes activations again, layer by layer, to save memory."""
 
+    memory_fraction: float = 0.9
+    """Part of the device's memory, or on the CPU of the machine's, that is divided among base
+    models, keys and values, adapters and passes when the engine starts."""
+
     memory_budget_bytes: int | None = None
     """Most memory for base models together; beyond it the least recently used idle one is
     dropped. None keeps them all."""
@@ -96,8 +100,9 @@ class LocalEngineConfig:
     """Largest rank that a model may ask for."""
 
     kv_cache_bytes: int | None = None
-    """Memory for the keys and values of running samples. None is 1 GiB on the CPU and, on CUDA,
-    a third of what the base model leaves."""
+    """Memory for the keys and values of running samples, for each base model; it is allocated as
+    a whole. None is a third of what the base models leave, divided by their number, and on the
+    CPU at most 1 GiB."""
 
     image_cache_bytes: int | None = None
     """Memory, for each base model, for what its vision tower made of images; the owner who takes
@@ -123,3 +128,7 @@ class LocalEngineConfig:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and not value > 0:
                 raise ValidationError(f"must be above zero, got {value}", f"engine.{each.name}")
+        if self.memory_fraction > 1:
+            raise ValidationError(
+                f"must be at most 1, got {self.memory_fraction}", "engine.memory_fraction"
+            )

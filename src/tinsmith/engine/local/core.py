@@ -36,9 +36,10 @@ from tinsmith.engine.base import (
     TokensSampled,
 )
 from tinsmith.engine.grammar import Tokens
-from tinsmith.engine.local import progress
+from tinsmith.engine.local import device_memory, progress
 from tinsmith.engine.local.boundary.worker import PassResults
 from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.memory_plan import MemoryPlan, plan_memory
 from tinsmith.engine.local.model.base_models import BaseModels, device_of, dtype_of
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool
@@ -78,6 +79,7 @@ class EngineCore:
         self._adapters: dict[str, Adapter] = {}
         self._damaged: dict[str, str] = {}
         self._num_decoded = 0
+        self._plan: MemoryPlan | None = None
         self._samplers: dict[str, _Sampler] = {}
         self._jobs: dict[str, tuple[str, _Sampler | None]] = {}
         """The base model and sampler of each job under way."""
@@ -96,6 +98,7 @@ class EngineCore:
             except Exception as error:  # one model's trouble, whatever it is, is that model's
                 logger.warning("base model %r cannot be served: %s", name, error)
                 refused.append(RefusedModel(name=name, reason=_without_paths(str(error))))
+        logger.info("%s", self._planned())
         return Capabilities(
             models=tuple(infos),
             max_lora_rank=self._config.max_lora_rank,
@@ -113,6 +116,11 @@ class EngineCore:
             waiting_samples=sum(generator.num_waiting for generator in generators),
             decoded_tokens=self._num_decoded,
             memory_bytes=_memory_bytes(self._device),
+            weights_bytes=self._models.nbytes,
+            cache_bytes=sum(generator.cache_bytes for generator in generators),
+            cache_limit_bytes=sum(generator.max_cache_bytes for generator in generators),
+            adapter_bytes=self._adapter_bytes,
+            adapter_limit_bytes=0 if self._plan is None else self._plan.adapter_bytes,
         )
 
     # Training
@@ -124,6 +132,7 @@ class EngineCore:
             if adapter_id in self._adapters:
                 raise ValidationError(f"an adapter called {adapter_id!r} exists already")
             self._decoder(base_model)
+            self._check_room(self._pool(base_model).training_bytes(lora))
             self._adapters[adapter_id] = self._pool(base_model).create(base_model, lora)
         except (ValidationError, EngineError) as error:
             return _failure(error)
@@ -173,6 +182,7 @@ class EngineCore:
                     # Turns go by time, and kernels still in the queue have not taken theirs.
                     torch.cuda.synchronize(self._device)
                 yield finished and replace(finished, index=indices[finished.index])
+        device_memory.give_back(self._device, self._planned().pass_bytes)
 
     def step(self, steps: Sequence[Step]) -> list[dict[str, float] | Failure]:
         return [self._step(step) for step in steps]
@@ -331,6 +341,24 @@ class EngineCore:
             self._generators[base_model].forget(sampler.adapter)
         self._pool(base_model).release(sampler.adapter)
 
+    # Memory
+
+    def _planned(self) -> MemoryPlan:
+        """How memory is divided; made once, by all ranks together."""
+        if self._plan is None:
+            sizes = self._models.sizes()
+            self._plan = plan_memory(self._config, self._device, sizes, self._ranks)
+        return self._plan
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Refuse an adapter for which there is no memory, on all ranks if on one."""
+        needed, held = self._ranks.numbers(num_bytes), self._ranks.numbers(self._adapter_bytes)
+        self._planned().check_adapter(int(max(needed)), int(max(held)))
+
+    @property
+    def _adapter_bytes(self) -> int:
+        return sum(pool.nbytes for pool in self._pools.values())
+
     # Finding things
 
     def _check_base_model(self, name: str) -> None:
@@ -384,7 +412,8 @@ class EngineCore:
     def _decoder(self, base_model: str) -> Decoder:
         if base_model not in self._models.loaded and self._config.memory_budget_bytes is not None:
             # A generator holds on to its model: idle ones let go before room is made.
-            self._generators = {n: g for n, g in self._generators.items() if g.busy}
+            for name in [name for name, each in self._generators.items() if not each.busy]:
+                self._generators.pop(name).close()
         return self._models.get(base_model)
 
     def _generator(self, base_model: str) -> Generator:
@@ -393,7 +422,11 @@ class EngineCore:
             folder = self._models.folder(base_model)
             tokens = Tokens(folder, decoder.config.vocab_size)
             self._generators[base_model] = Generator(
-                decoder, self._config, read_detokenize(folder), tokens
+                decoder,
+                self._config,
+                read_detokenize(folder),
+                tokens,
+                cache_bytes=self._planned().cache_bytes,
             )
         return self._generators[base_model]
 

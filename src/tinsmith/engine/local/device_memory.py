@@ -16,6 +16,15 @@ def ours(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device)
 
 
+def give_back(device: torch.device, most_bytes: int) -> None:
+    """Give back what torch keeps of work that has ended, where that is more than its share."""
+    if device.type != "cuda":
+        return
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if kept > most_bytes:
+        torch.cuda.empty_cache()
+
+
 def unused(device: torch.device) -> int:
     """What can still be allocated."""
     return ours(device) - torch.cuda.memory_allocated(device)

@@ -136,6 +136,11 @@ class EnginePool:
             running_samples=sum(each.running_samples for each in heard),
             waiting_samples=sum(each.waiting_samples for each in heard),
             memory_bytes=sum(each.memory_bytes for each in heard),
+            weights_bytes=sum(each.weights_bytes for each in heard),
+            cache_bytes=sum(each.cache_bytes for each in heard),
+            cache_limit_bytes=sum(each.cache_limit_bytes for each in heard),
+            adapter_bytes=sum(each.adapter_bytes for each in heard),
+            adapter_limit_bytes=sum(each.adapter_limit_bytes for each in heard),
             decoded_tokens=sum(each.decoded_tokens for each in heard),
             busy_seconds=sum(each.busy_seconds for each in heard),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from tinsmith.engine.base import Engine, Failure
+from tinsmith.engine.base import Engine, Failure, Health
 from tinsmith.errors import EngineError, TinkerError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.engines.slot import Slot
@@ -139,7 +139,8 @@ class Residents:
         others = [m for m in self._loaded() if m is not incoming]
         excess = len(others) + 1 - self._config.max_loaded_models
         limit = self._config.max_engine_bytes
-        if limit is not None and (await engine.health()).memory_bytes > limit:
+        health = self._slot.health if limit is None else await engine.health()
+        if is_full(health, limit):
             excess = max(excess, 1)
         held = Counter(model.owner for model in [*others, incoming])
         idle = [m for m in others if _is_idle(m) and held[m.owner] >= held[incoming.owner]]
@@ -165,6 +166,13 @@ class Residents:
         for model in models:
             model.wants_unload = True
             self._wake(model)
+
+
+def is_full(health: Health, max_bytes: int | None) -> bool:
+    """Whether the engine holds more than it should, or adapters more than their share."""
+    is_beyond = max_bytes is not None and health.memory_bytes > max_bytes
+    limit = health.adapter_limit_bytes
+    return is_beyond or (limit > 0 and health.adapter_bytes > limit)
 
 
 def _is_idle(model: LiveModel) -> bool:

@@ -107,6 +107,18 @@ class BaseModels:
     def nbytes(self) -> int:
         return sum(decoder.nbytes for decoder in self._loaded.values())
 
+    def sizes(self) -> list[int]:
+        """Bytes of each model, loaded or not; what has several names counts once."""
+        places = {}
+        for name in self.names:
+            with contextlib.suppress(Exception):  # a model that is refused takes nothing
+                places[self._place(name)] = self._size(self.folder(name))
+        return list(places.values())
+
+    def _size(self, folder: Path) -> int:
+        whole = weights_nbytes(folder, self._dtype.itemsize, self._config.base_weights)
+        return whole // self._ranks.count
+
     def folder(self, name: str) -> Path:
         """Where the model's files are; a GGUF file is converted when first asked for."""
         if name not in self._config.models:

@@ -251,6 +251,10 @@ class AdapterPool:
         adapter._views = {}
         adapter.grad = adapter.exp_avg = adapter.exp_avg_sq = None
 
+    def training_bytes(self, lora: LoraConfig) -> int:
+        """What an adapter takes while it trains: weights, gradient and two moments."""
+        return 4 * 4 * self._layout(lora).size
+
     @property
     def nbytes(self) -> int:
         """Memory of all adapters in use, with what they need to train."""

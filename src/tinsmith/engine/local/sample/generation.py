@@ -28,8 +28,9 @@ import torch
 from tinsmith.detokenizer import Detokenize
 from tinsmith.engine.base import Failure, FailureCategory, SampleEvent, SampleJob, TokensSampled
 from tinsmith.engine.grammar import CompiledGrammar, Tokens
-from tinsmith.engine.local import device_memory, kernels
+from tinsmith.engine.local import kernels
 from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.memory_plan import plan_memory
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.foreign.config import is_foreign
 from tinsmith.engine.local.model.lora import Adapter
@@ -66,6 +67,7 @@ class Generator:
         prefill_tokens: int | None = None,
         use_graphs: bool = True,
         decode: Launches | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         """`detokenize` is needed for stop strings only; it must keep special tokens. `tokens`
         are needed for grammars only.
@@ -73,6 +75,7 @@ class Generator:
         `prefill_tokens` is the most prompt tokens in one step: 256 on the CPU, where they take
         about as long as a step should, and 8192 on CUDA. Without `use_graphs` the kernels of a
         step on CUDA are launched one by one. `decode` takes the place of that step.
+        `cache_bytes` is for keys and values; None plans for this base model alone.
         """
         self.num_decoded = 0
         """Tokens that sequences were given so far."""
@@ -83,7 +86,7 @@ class Generator:
         uses_kernels = _can_use_kernels(decoder, config)
         self._cache = KVCache(
             CacheShape.of(decoder.config, decoder.device, decoder.dtype),
-            config.kv_cache_bytes or _default_cache_bytes(decoder),
+            cache_bytes or _planned_bytes(decoder, config),
             has_padding=not uses_kernels,
         )
         self._scheduler = Scheduler(
@@ -128,6 +131,11 @@ class Generator:
     def cache_bytes(self) -> int:
         """Memory that keys and values take at the moment."""
         return self._cache.nbytes
+
+    def close(self) -> None:
+        """Give the memory of keys and values back. The generator cannot be used afterwards."""
+        self._cache.close()
+        self._decode = None
 
     def submit(self, job: SampleJob, adapter: Adapter | None) -> None:
         """Queue a job. What is wrong with it comes back as an event of the next step."""
@@ -331,8 +339,6 @@ def _decode_step(
     return DecodeStep(decoder, cache, config.max_running_samples, use_graphs=use_graphs)
 
 
-def _default_cache_bytes(decoder: Decoder) -> int:
-    if decoder.device.type == "cuda":
-        own = (device_memory.ours(decoder.device) - decoder.nbytes) // 3
-        return int(min(decoder.ranks.numbers(own)))
-    return 1 << 30
+def _planned_bytes(decoder: Decoder, config: LocalEngineConfig) -> int:
+    """For keys and values, where this base model has the device to itself."""
+    return plan_memory(config, decoder.device, [decoder.nbytes], decoder.ranks).cache_bytes

@@ -159,6 +159,10 @@ class KVCache:
         num_states = num_samples if self.shape.state_bytes else 0
         return self.bytes_of(self.shape.blocks_for(num_tokens) + num_samples, num_states)
 
+    def close(self) -> None:
+        """Free the memory, whoever still refers to the cache."""
+        self.keys = self.values = self.states = torch.empty(0)
+
     # Tables
 
     def new_table(
