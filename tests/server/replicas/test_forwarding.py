@@ -107,7 +107,7 @@ async def follower() -> AsyncIterator[Follower]:
     replica = Replica(lease, lead, Metrics(), 0.5, lambda: None)
     async with listening(replica) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
         yield Follower(replica, leases[0], http)
-    replica._forwarding.drop()
+    replica.forwarding.drop()
 
 
 async def _echo(request: Request) -> Response:
@@ -146,7 +146,7 @@ async def test_bodies_without_a_length_and_large_ones_pass_whole(follower: Follo
             answer = await follower.http.post("/x", content=pieces())
             assert len(answer.content) == 40_000_000
             assert answer.content[::1_000_000] == bytes(range(40))
-    assert follower.replica._memory.free_bytes == 256 * 1024 * 1024, "nothing is kept afterwards"
+    assert follower.replica.memory.free_bytes == 256 * 1024 * 1024, "nothing is kept afterwards"
 
 
 async def test_an_answer_is_passed_on_piece_by_piece(follower: Follower) -> None:
@@ -240,7 +240,7 @@ async def test_when_nobody_leads_for_long_the_client_is_told_to_come_again(
 async def test_a_body_too_large_to_be_kept_is_asked_for_again(
     follower: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "_MAX_KEPT_BYTES", 1000)
+    monkeypatch.setattr(bodies, "MAX_KEPT_BYTES", 1000)
 
     async def cut(request: Request) -> Response:
         await request.body()

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from starlette.types import Message, Receive
 
-_MAX_KEPT_BYTES = 16 * 1024 * 1024
+MAX_KEPT_BYTES = 16 * 1024 * 1024
 """Largest body that is kept to be sent again."""
 
 
@@ -83,7 +83,7 @@ class Body:
     def _keep(self, piece: bytes) -> None:
         if not self.is_repeatable:
             return
-        if self._kept_bytes + len(piece) > _MAX_KEPT_BYTES or self._memory.free_bytes < len(piece):
+        if self._kept_bytes + len(piece) > MAX_KEPT_BYTES or self._memory.free_bytes < len(piece):
             self.forget()
             self._position = 0
             self.is_repeatable = False

@@ -58,8 +58,8 @@ class Replica:
         self._metrics = metrics
         self._patience_seconds = patience_seconds
         self._on_lost = on_lost
-        self._forwarding = Forwarding()
-        self._memory = Memory(_KEPT_BYTES)
+        self.forwarding = Forwarding()
+        self.memory = Memory(_KEPT_BYTES)
         self._known: set[str] = set()
         """Hashes of credentials that the holder took."""
         self._change = asyncio.Event()
@@ -90,7 +90,7 @@ class Replica:
         """No longer hold questions open; called when the server has been asked to stop."""
         self._is_draining = True
         self._change.set()
-        self._forwarding.drop(only_unanswered=True)
+        self.forwarding.drop(only_unanswered=True)
         if self.service is not None:
             self.service.begin_drain()
 
@@ -101,7 +101,7 @@ class Replica:
             await asyncio.gather(self._taking, return_exceptions=True)
         if self.service is not None:
             await (self.service.abandon() if self.is_lost else self.service.stop())
-        self._forwarding.drop()
+        self.forwarding.drop()
         await self._lease.close()
 
     @contextlib.asynccontextmanager
@@ -141,7 +141,7 @@ class Replica:
         if self._epoch > self._passing_to:
             # Whoever was asked before may never answer: it may have been stopped and not ended.
             self._passing_to = self._epoch
-            self._forwarding.drop()
+            self.forwarding.drop()
         self._wake()
 
     def _wake(self) -> None:
@@ -176,7 +176,7 @@ class Replica:
         if own is not None:
             await own(scope, receive, send)
             return
-        body = Body(receive, self._memory)
+        body = Body(receive, self.memory)
         try:
             await self._pass_on(scope, body, send)
         except ClientGoneError:
@@ -231,7 +231,7 @@ class Replica:
                     await refusal(scope, body.receive, send)
                     return
                 sent_at = loop.time()
-                status = await self._forwarding.attempt(other.url, scope, body, send)
+                status = await self.forwarding.attempt(other.url, scope, body, send)
                 if status is not None:
                     self._learn(headers, status)
                     self._metrics.count("forwarded_requests")

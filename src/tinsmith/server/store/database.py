@@ -39,7 +39,7 @@ LOCK_NUMBER = 0x71A5_1714
 """What is locked in a Postgres database, by several servers together or by one tool alone; any
 number that others do not use."""
 
-_LOCK_SECONDS = 3.0
+LOCK_SECONDS = 3.0
 
 TROUBLE = (
     sa.exc.OperationalError,
@@ -97,7 +97,7 @@ class Database:
 
     def _lock_soon(self, connection: sa.Connection) -> None:
         """Take the lock; the database may not have noticed yet that its last holder is dead."""
-        deadline = time.monotonic() + _LOCK_SECONDS
+        deadline = time.monotonic() + LOCK_SECONDS
         while True:
             try:
                 return self._lock(connection)
