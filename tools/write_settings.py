@@ -65,9 +65,9 @@ ENGINE = f"""\
 ## Engine
 
 Given as `--set engine.NAME=VALUE`, as `{ENVIRONMENT_PREFIX}ENGINE__NAME` in the environment, or in
-the `[engine]` table of the file, where `kind` says which engine it is. `models`, `device`, `dtype`
-and `deterministic` are the server's settings of the same name, without `engine.`. The folders
-follow `XDG_CACHE_HOME`, `HF_HUB_CACHE` and `HF_HOME`.
+the `[engine]` table of the file, where `kind` says which engine it is. `models`, `device`, `dtype`,
+`on_policy` and `deterministic` are the server's settings of the same name, without `engine.`. The
+folders follow `XDG_CACHE_HOME`, `HF_HUB_CACHE` and `HF_HOME`.
 """
 
 TABLES = (

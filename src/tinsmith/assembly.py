@@ -81,6 +81,7 @@ def _local_factory(config: ServerConfig, cluster: RemoteCluster | None) -> Engin
         "dtype": config.dtype,
         "base_weights": config.base_weights,
         "deterministic": config.deterministic,
+        "on_policy": config.on_policy,
         "ranks": config.ranks,
         **({"models": config.models} if config.models else {}),
     }
@@ -89,7 +90,7 @@ def _local_factory(config: ServerConfig, cluster: RemoteCluster | None) -> Engin
 
     async def start_in_cluster(plan: SlotPlan) -> Engine:
         assert cluster is not None, "it is asked for where there is one"
-        threads = settings.num_threads or (None if settings.deterministic else config.engine_cpus)
+        threads = settings.num_threads or (None if _is_alone(settings) else config.engine_cpus)
         device = plan.device.partition("+")[0]
         own: dict[str, Any] = {"device": device, "num_threads": threads}
         config_of_slot = dataclasses.replace(settings, **own)
@@ -115,9 +116,14 @@ def _num_threads(settings: LocalEngineConfig, plan: SlotPlan) -> int | None:
     """Processes beside each other share the cores evenly: with all of them each, they would wait
     for one another at every operation."""
     num_processes = plan.num_slots * settings.ranks
-    if settings.num_threads is not None or settings.deterministic or num_processes == 1:
+    if settings.num_threads is not None or _is_alone(settings) or num_processes == 1:
         return settings.num_threads
     return max(1, _num_cores() // num_processes)
+
+
+def _is_alone(settings: LocalEngineConfig) -> bool:
+    """Whether the engine itself takes one thread, for the sake of bits."""
+    return settings.deterministic or settings.on_policy == "exact"
 
 
 def _num_cores() -> int:

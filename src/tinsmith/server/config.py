@@ -111,6 +111,9 @@ class ServerConfig:
     deterministic: bool = False
     """Whether results must be equal to the last bit whatever else runs; slower."""
 
+    on_policy: Literal["close", "exact"] = "close"
+    """With exact, log-probabilities of sampler and trainer are the same bits; slower, CPU only."""
+
     seed: int | None = None
     """With it, adapters created without a seed get the same ones in the same order of creations."""
 

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 @click.option(
     "--deterministic/--no-deterministic", default=None, help="Equal to the last bit; slower."
 )
+@click.option(
+    "--on-policy", help="close, or exact: sampler and trainer agree in every bit; slower."
+)
 @click.option("--seed", type=int, help="Adapters without a seed get the same in each run.")
 @click.option("--database-url", help="A Postgres URL instead of a file.")
 @click.option("--advertise", metavar="URL", help="Where other servers of it reach this one.")

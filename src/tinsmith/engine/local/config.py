@@ -60,9 +60,14 @@ class LocalEngineConfig:
     """Every sequence runs by itself, on a fixed number of threads: results are then equal to the
     last bit whatever else runs, and slower."""
 
+    on_policy: Literal["close", "exact"] = "close"
+    """With "exact" a sampled token's log-probability equals in every bit what `forward` gives for
+    the same weights and tokens, at temperature 1, whatever else runs; slower, on the CPU in float32
+    only, for models of our own decoder."""
+
     num_threads: int | None = None
     """Threads for the mathematics on the CPU; None leaves torch's choice, and is one thread in
-    deterministic mode."""
+    deterministic mode and with `on_policy` "exact"."""
 
     micro_batch_tokens: int | None = None
     """Most tokens in one micro-batch; a longer sequence runs alone. None is 16384 on CUDA and, on

@@ -446,7 +446,7 @@ def _failure(error: ValidationError | EngineError) -> Failure:
 
 
 def _set_up_torch(config: LocalEngineConfig, device: torch.device) -> None:
-    if config.deterministic:
+    if config.deterministic or config.on_policy == "exact":
         torch.set_num_threads(config.num_threads or 1)
     elif config.num_threads is not None:
         torch.set_num_threads(config.num_threads)

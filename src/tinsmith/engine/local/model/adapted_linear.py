@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.local import kernels
+from tinsmith.engine.local.model import invariant
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import ActiveRun, AdapterSegments, LowRank
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
@@ -49,7 +50,7 @@ def forward(
         return y, _grouped().add_forward(y, x, adapters, key, residual)
     if residual is not None:
         y.add_(residual)
-    return y, _add_forward(y, x, adapters.active(*key), key)
+    return y, _add_forward(y, x, adapters.active(*key), key, linear.is_invariant)
 
 
 def backward_input(
@@ -116,7 +117,8 @@ def lora_linear_backward(
     if kernels.are_usable(x):
         inners = _grouped().inner_products(x, adapters, key)
     else:
-        inners = [_inner(run, x, key) for run in adapters.active(*key)]
+        is_invariant = linear.is_invariant
+        inners = [_inner(run, x, key, is_invariant) for run in adapters.active(*key)]
     backward_adapters(grad, x, inners, inner_grads, adapters, key)
     return grad_x
 
@@ -150,25 +152,32 @@ def _grouped() -> ModuleType:
     return importlib.import_module("tinsmith.engine.local.model.grouped_linear")
 
 
-def _add_forward(y: Tensor, x: Tensor, runs: Sequence[ActiveRun], key: _Key) -> Inner:
+def _add_forward(
+    y: Tensor, x: Tensor, runs: Sequence[ActiveRun], key: _Key, is_invariant: bool
+) -> Inner:
     """Add the adapters' part to y, in place; the products with A."""
     inners = []
     for run in runs:
         start, stop, adapter, _ = run
-        inner = _inner(run, x, key)
+        inner = _inner(run, x, key, is_invariant)
         left = 0
         b = adapter.weights()[key].b
         for inner_of, b_of in zip(inner.split(adapter.rank, dim=1), b, strict=True):
             right = left + len(b_of)
-            y[start:stop, left:right].addmm_(inner_of, b_of.t())
+            if is_invariant:
+                y[start:stop, left:right] += invariant.product(inner_of, b_of)
+            else:
+                y[start:stop, left:right].addmm_(inner_of, b_of.t())
             left = right
         inners.append(inner)
     return inners
 
 
-def _inner(run: ActiveRun, x: Tensor, key: _Key) -> Tensor:
+def _inner(run: ActiveRun, x: Tensor, key: _Key, is_invariant: bool) -> Tensor:
     start, stop, adapter, _ = run
-    return (x[start:stop] @ adapter.weights()[key].a.t()).mul_(adapter.scale)
+    a = adapter.weights()[key].a
+    inner = invariant.product(x[start:stop], a) if is_invariant else x[start:stop] @ a.t()
+    return inner.mul_(adapter.scale)
 
 
 def _add_backward_input(

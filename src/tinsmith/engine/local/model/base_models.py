@@ -86,6 +86,14 @@ class BaseModels:
         self._progress = progress
         self._device = device_of(config)
         self._dtype = dtype_of(config)
+        if self._is_exact and (self._device.type, self._dtype) != ("cpu", torch.float32):
+            raise EngineError(
+                'on_policy = "exact" works on the CPU in float32 only, not on '
+                f"{self._device.type} in {str(self._dtype).removeprefix('torch.')}; "
+                "leave it out, or set device = cpu and dtype = float32"
+            )
+        if self._is_exact and config.ranks > 1:
+            raise EngineError('on_policy = "exact" takes one rank; leave out one of the two')
         self._folders: dict[str, Path] = {}
         self._configs: dict[Path, DecoderConfig] = {}
         self._loaded: OrderedDict[Path, Decoder] = OrderedDict()
@@ -143,6 +151,10 @@ class BaseModels:
             try:
                 config = read_config(folder)
             except UnsupportedModelError as error:
+                if self._is_exact:
+                    raise EngineError(
+                        f'on_policy = "exact" is for models of our own decoder: {error}'
+                    ) from None
                 config = read_foreign_config(folder, error)
             else:
                 if self._config.verify_models:
@@ -151,6 +163,10 @@ class BaseModels:
                 cut_config(config, 0, self._config.ranks)
             self._configs[place] = config
         return self._configs[place]
+
+    @property
+    def _is_exact(self) -> bool:
+        return self._config.on_policy == "exact"
 
     def _verify(self, name: str, config: DecoderConfig) -> None:
         try:
@@ -182,6 +198,8 @@ class BaseModels:
             self._make_room(name, folder)
             logger.info("loading %s from %s", name, folder)
             self._loaded[place] = self._load(folder, config)
+            if self._is_exact:
+                self._loaded[place].make_invariant()
             if self._may_pack(name, place):
                 self._loaded[place].allow_packing()
         self._loaded.move_to_end(place)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinsmith.engine.local.model import invariant
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
 from tinsmith.engine.local.model.recurrent.recurrence import FreshStates
 
@@ -72,7 +73,11 @@ class PackedAttention:
     quarter, and makes a sequence's result independent of the others.
     """
 
-    def __init__(self, config: DecoderConfig, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, config: DecoderConfig, lengths: Sequence[int], *, is_invariant: bool = False
+    ) -> None:
+        """With `is_invariant` the same to the last bit as token by token; see `invariant`."""
+        self._is_invariant = is_invariant
         self.sequences = FreshStates(lengths)
         self._config = config
         self._lengths = list(lengths)
@@ -88,8 +93,16 @@ class PackedAttention:
         groups = [(length, len(list(same))) for length, same in itertools.groupby(self._lengths)]
         sizes = [length * count for length, count in groups]
         parts = zip(groups, *(x.split(sizes) for x in (q, k, v)), strict=True)
-        outputs = [_attend(spec, length, sinks, *part) for (length, _), *part in parts]
+        outputs = [self._attend(spec, length, sinks, *part) for (length, _), *part in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend(
+        self, spec: AttentionSpec, length: int, sinks: Tensor | None, *parts: Tensor
+    ) -> Tensor:
+        if self._is_invariant:
+            found: Tensor = _InvariantAttention.apply(spec, length, sinks, *parts)
+            return found
+        return _attend(spec, length, sinks, *parts)
 
     def _attend_packed(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._bounds is None:
@@ -185,6 +198,30 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc]  # torch i
                 grad, q, k, v, out, normalizers, *ctx.settings, *random, **ctx.options
             )
         return *grads, None, None, None, None
+
+
+class _InvariantAttention(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated
+    """`_attend` with the bits of decoding. Its gradient is the plain one's."""
+
+    @staticmethod
+    def forward(ctx, spec, length, sinks, q, k, v):  # type: ignore[no-untyped-def]
+        ctx.settings = (spec, length, sinks)
+        ctx.save_for_backward(q, k, v)
+        positions = torch.arange(length, device=q.device)[None]
+        found = [
+            invariant.attend(
+                spec, one[None], k.transpose(0, 1), v.transpose(0, 1), positions, sinks
+            )
+            for one, k, v in zip(*(x.split(length) for x in (q, k, v)), strict=True)
+        ]
+        return torch.cat([part[0] for part in found])
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            out = _attend(*ctx.settings, *inputs)
+        return None, None, None, *torch.autograd.grad(out, inputs, grad)
 
 
 @contextlib.contextmanager

@@ -113,6 +113,16 @@ class Decoder:
         for linear in self._linears():
             linear.allow_packing()
 
+    @property
+    def is_invariant(self) -> bool:
+        """Whether a token's logits are the same to the last bit whatever is beside it."""
+        return self.head.is_invariant
+
+    def make_invariant(self) -> None:
+        """Take more time for that; see `invariant`."""
+        for linear in self._linears():
+            linear.is_invariant = True
+
     def _linears(self) -> list[Linear]:
         parts = [self.head, *(part for layer in self.layers for part in layer)]
         return [part for part in parts if isinstance(part, Linear)]

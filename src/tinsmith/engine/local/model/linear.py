@@ -21,9 +21,10 @@ from __future__ import annotations
 import platform
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tinsmith.engine.local.model import few_rows
+from tinsmith.engine.local.model import few_rows, invariant
 from tinsmith.engine.local.model.quantized import Quantized
 
 MIN_NUMBERS = 1 << 16
@@ -51,6 +52,8 @@ class Linear:
         """With `is_exact` the product is as exact packed as it is without."""
         self._weight = weight
         self.bias = bias
+        self.is_invariant = False
+        """Whether a row's product is the same to the last bit whatever rows are beside it."""
         self._is_exact = is_exact
         self._is_packable = False
         self._forward: list[Tensor] | None = None
@@ -84,10 +87,25 @@ class Linear:
 
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ + bias of x (N, inputs), without gradients."""
+        if self.is_invariant:
+            kind = (
+                "packed" if self._packs_forward else "plain",
+                self._is_packable,
+                *self._weight.shape,
+            )
+            return invariant.in_tiles(self._product_of_tile, x, kind)
         max_rows = _MAX_EXACT_ROWS if self._is_exact else len(x)
         is_packed = self._is_packable and self._packs_forward and 1 < len(x) <= max_rows
         if not is_packed:
             return few_rows.linear(x, self.weight, self.bias)
+        return self._packed_product(x)
+
+    def _product_of_tile(self, x: Tensor) -> Tensor:
+        if self._is_packable and self._packs_forward:
+            return self._packed_product(x)
+        return F.linear(x, self.weight, self.bias)
+
+    def _packed_product(self, x: Tensor) -> Tensor:
         if self._forward is None:
             inputs = self.weight.shape[1]
             pieces = self.weight.split(_EXACT_CHAIN if self._is_exact else inputs, dim=1)

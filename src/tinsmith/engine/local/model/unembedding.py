@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.invariant import row_sums
 from tinsmith.engine.local.model.lora import AdapterSegments
 
 
@@ -109,12 +110,10 @@ class TargetLogprobs:
 
     def _normalize(self, logits: Tensor, part: slice) -> Tensor:
         """log Σ exp(logits) of each row. Overwrites them with exp(logits − largest) if it may."""
-        if self._is_capped and self._ranks.count == 1:
-            return logits.logsumexp(dim=1, keepdim=True)
         largest = logits.amax(dim=1, keepdim=True)
         self._ranks.max_(largest)
         shifted = logits - largest if self._is_capped else logits.sub_(largest)
-        torch.sum(shifted.exp_(), dim=1, keepdim=True, out=self._totals[part])
+        self._totals[part] = row_sums(shifted.exp_())
         self._ranks.sum_(self._totals[part])
         return largest + self._totals[part].log()
 

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.engine.local import kernels
+from tinsmith.engine.local.model import invariant
 from tinsmith.engine.local.model.batch import (
     Bounds,
     PackedAttention,
@@ -60,8 +61,16 @@ class Rows(NamedTuple):
 class CachedAttention:
     """The `Attention` of one step. Lengths are those before it; the caller counts up after."""
 
-    def __init__(self, config: DecoderConfig, prompts: list[Rows], running: list[Rows]) -> None:
-        """A row of `running` is one sequence's new token."""
+    def __init__(
+        self,
+        config: DecoderConfig,
+        prompts: list[Rows],
+        running: list[Rows],
+        *,
+        is_invariant: bool = False,
+    ) -> None:
+        """A row of `running` is one sequence's new token. With `is_invariant` every row finds what
+        it would find in training, to the last bit; see `invariant`."""
         self._sequences = sorted([*prompts, *running])
         self._layers = config.layers
         self._cache = cache = self._sequences[0].table.cache
@@ -69,6 +78,9 @@ class CachedAttention:
         self._packed: _PackedPrompts | None = None
         if prompts and not running and kernels.are_usable(cache.keys):
             self._packed = _PackedPrompts(config, cache, sorted(prompts))
+        self._alike = _InvariantRows.of(self._sequences, cache) if is_invariant else []
+        if self._alike:
+            prompts, running = [], []
         self._prompts = [_PromptRows(rows, cache) for rows in prompts]
         self._running = [_RunningRows(rows, cache) for rows in _of_like_length(running)]
         self._is_whole = not prompts and len(self._running) == 1 and self._running[0].are_in_order
@@ -94,6 +106,8 @@ class CachedAttention:
             return self._running[0].attend(layer, spec, q, sinks)
         # Mixed: each part takes its rows of (N, H, D).
         out = torch.empty_like(q)
+        for alike in self._alike:
+            out[alike.rows] = alike.attend(layer, spec, q[alike.rows], sinks)
         for prompt in self._prompts:
             rows = prompt.rows
             out[rows] = prompt.attend(layer, spec, q[rows], k[rows], v[rows], sinks)
@@ -314,6 +328,36 @@ class _PromptRows:
                 is_seen &= key > token - window
             self._bias[first, window] = torch.where(is_seen, 0.0, _MASKED)
         return self._bias[first, window]
+
+
+class _InvariantRows:
+    """Tokens, as many of each, of sequences of like length; they find the bits of training."""
+
+    def __init__(self, parts: list[Rows], cache: KVCache) -> None:
+        device = cache.shape.device
+        self.rows = _rows_of(parts, device)
+        self._size = (len(parts), -1)
+        num_blocks = [cache.shape.blocks_for(part.end) for part in parts]
+        blocks = np.zeros((len(parts), max(num_blocks)), dtype=np.int64)
+        for row, (part, count) in enumerate(zip(parts, num_blocks, strict=True)):
+            blocks[row, :count] = part.table.blocks[:count]
+        self._gathered = _Gathered(cache, blocks)
+        positions = [np.arange(part.num_past, part.end) for part in parts]
+        self._positions = torch.from_numpy(np.stack(positions)).to(device)
+
+    @classmethod
+    def of(cls, sequences: list[Rows], cache: KVCache) -> list[_InvariantRows]:
+        parts: dict[tuple[int, int], list[Rows]] = {}
+        for rows in sequences:
+            key = (rows.stop - rows.start, cache.shape.blocks_for(rows.end).bit_length())
+            parts.setdefault(key, []).append(rows)
+        return [cls(part, cache) for part in parts.values()]
+
+    def attend(self, layer: int, spec: AttentionSpec, q: Tensor, sinks: Tensor | None) -> Tensor:
+        """q (N, H, D) to (N, H, D), over all that the cache holds."""
+        keys, values = self._gathered.read(layer)
+        batch = q.unflatten(0, self._size)
+        return invariant.attend(spec, batch, keys, values, self._positions, sinks).flatten(0, 1)
 
 
 class _Own(NamedTuple):

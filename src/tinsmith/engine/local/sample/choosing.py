@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.engine.local.model.invariant import row_sums
+
 NOT_FINITE = "the model gave logits that are not finite; its adapter's weights may have diverged"
 
 SMALL_TEMPERATURE = 1e-3
@@ -68,7 +70,7 @@ class Distributions:
                 lowest = self._peak + _tensor(np.log(min_p), logits, torch.float32)
             logits = logits.masked_fill(logits < lowest[:, None], -torch.inf)
         self._weights = torch.exp(logits - self._peak[:, None])
-        self._total = self._weights.sum(dim=-1)
+        self._total = row_sums(self._weights)[:, 0]
         self._log_total = self._peak + self._total.log()
 
     def is_finite(self) -> np.ndarray:

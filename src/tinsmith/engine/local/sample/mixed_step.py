@@ -96,7 +96,12 @@ class MixedStep:
         if not len(self._tokens):
             return  # only prompts of which the cache knew everything
         device = self._decoder.device
-        attention = CachedAttention(self._decoder.config, self._prompt_rows(), self._running_rows())
+        attention = CachedAttention(
+            self._decoder.config,
+            self._prompt_rows(),
+            self._running_rows(),
+            is_invariant=self._decoder.is_invariant,
+        )
         # (N,) to (N, hidden); attention writes the KV cache and reads it.
         self._hidden = self._decoder.hidden(
             torch.from_numpy(self._tokens).to(device),

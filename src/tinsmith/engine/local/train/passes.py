@@ -322,7 +322,7 @@ def run_batch(
     tokens = np.concatenate([each.tokens for each in inputs])
     positions = np.concatenate([each.positions(0, len(each.tokens)) for each in inputs])
     seen = _seen(items, inputs, progress, decoder)
-    attention = PackedAttention(decoder.config, lengths)
+    attention = PackedAttention(decoder.config, lengths, is_invariant=decoder.is_invariant)
     adapters = _segments(items, progress)
     with torch.set_grad_enabled(needs_gradient):
         hidden = decoder.hidden(
