@@ -56,6 +56,15 @@ def _peak(name: str) -> Callable[[Result], float]:
     return lambda r: r["cases"][name]["ours_peak_gb"] / r["cases"][name]["peft_peak_gb"]
 
 
+def _over_http(case: str, size: str | None = None) -> Callable[[Result], float]:
+    """A case's rate over HTTP as a share of the engine's alone."""
+    return lambda result: (result[case] if size is None else result[case][size])["ratio"]
+
+
+def _first(field: str) -> Callable[[Result], float]:
+    return lambda result: result["first"][field]
+
+
 def _largest_peak(result: Result) -> float:
     """Of the largest case in which both sides had enough memory."""
     shared = [case for case in result["cases"].values() if "peft_peak_gb" in case]
@@ -181,8 +190,8 @@ SECTIONS: dict[str, list[Target]] = {
     ],
 }
 for _shape, _rate, _tenants, _few, _many in (
-    ("qwen3-0.6b", 0.35, 55_700, 18_000, 35_000),
-    ("qwen3-4b", 0.58, 22_396, 10_000, 22_000),
+    ("qwen3-0.6b", 0.45, 55_700, 40_000, 70_000),
+    ("qwen3-4b", 0.68, 22_396, 17_000, 34_000),
 ):
     SECTIONS[f"One H200, bfloat16, random weights of the shape of {_shape}"] = [
         Target(
@@ -220,6 +229,52 @@ for _shape, _rate, _tenants, _few, _many in (
             f"sampling-cuda-{_shape}",
             lambda r: r["mixed"]["eight_over_one"],
             1.15,
+        ),
+        _at_most(
+            "one adapter over none, time",
+            f"sampling-cuda-{_shape}",
+            lambda r: r["mixed"]["one_over_none"],
+            1.1,
+        ),
+        Target(
+            "256 at once, share of the floor of a step",
+            f"sampling-cuda-{_shape}",
+            lambda r: r["256"]["of_floor"],
+            0.55,
+        ),
+        *(
+            Target(
+                f"over HTTP, {_count} samples at once, of the engine's rate",
+                f"service-cuda-{_shape}",
+                _over_http("sample", str(_count)),
+                0.85,
+            )
+            for _count in (64, 256, 1024)
+        ),
+        Target(
+            "over HTTP, 16x1024, of the engine's rate",
+            f"service-cuda-{_shape}",
+            _over_http("train"),
+            0.95,
+        ),
+        Target(
+            "over HTTP, eight tenants of 2x256, of the engine's rate",
+            f"service-cuda-{_shape}",
+            _over_http("tenants"),
+            0.75,
+        ),
+        *(
+            _at_most(
+                f"after `/readyz`: {_what}, s",
+                f"service-cuda-{_shape}",
+                _first(_field),
+                3,
+            )
+            for _what, _field in (
+                ("first training step", "step_s"),
+                ("first sample", "sample_s"),
+                ("first burst with an adapter", "burst_with_adapter_s"),
+            )
         ),
     ]
 
