@@ -26,6 +26,8 @@ from tinsmith.types import SampleResponse
 
 pytestmark = pytest.mark.gpu
 
+SMALL = LocalEngineConfig(device="cuda", kv_cache_bytes=1 << 28)
+
 NewAdapter = Callable[..., Adapter]
 
 
@@ -62,7 +64,7 @@ def test_samples_on_cuda_have_the_logprobs_of_the_trainer(
     decoder = load(folder, "cuda")
     adapter, prompt = new_adapter(decoder), tokens_of(11)
     jobs = [(job_of("j", prompt, num_samples=3, max_tokens=14, seed=5), adapter)]
-    for response in answers(Generator(decoder, LocalEngineConfig(device="cuda")), jobs).values():
+    for response in answers(Generator(decoder, SMALL), jobs).values():
         assert_trainer_agrees(decoder, prompt, response, adapter)
 
 
@@ -74,7 +76,7 @@ def test_bfloat16_on_cuda_trains_and_samples(
     succeed(decoder, RAGGED, adapter)
     assert adapter.grad is not None and adapter.grad.isfinite().all()
     jobs = [(job_of("j", tokens_of(11), num_samples=3, max_tokens=14, seed=5), adapter)]
-    config = LocalEngineConfig(device="cuda", dtype="bfloat16")
+    config = LocalEngineConfig(device="cuda", dtype="bfloat16", kv_cache_bytes=1 << 28)
     (response,) = answers(Generator(decoder, config), jobs).values()
     assert isinstance(response, SampleResponse)
     assert all(len(sequence.tokens) > 0 for sequence in response.sequences)

@@ -24,6 +24,8 @@ from tinsmith.engine.local.sample.generation import Generator
 
 pytestmark = pytest.mark.gpu
 
+SMALL = LocalEngineConfig(device="cuda", kv_cache_bytes=1 << 28)
+
 
 def test_in_bfloat16_the_sampler_is_as_close_to_float32_as_the_trainer(
     cuda: torch.device, variant: str, model_folder: Callable[[str], Path]
@@ -31,7 +33,7 @@ def test_in_bfloat16_the_sampler_is_as_close_to_float32_as_the_trainer(
     """These tiny models are hot: rounding alone moves log-probabilities by up to 0.04."""
     exact = Decoder.load(model_folder(variant), device=cuda)
     decoder = Decoder.load(model_folder(variant), device=cuda, dtype=torch.bfloat16)
-    generator = Generator(decoder, LocalEngineConfig(device="cuda"), prefill_tokens=9)
+    generator = Generator(decoder, SMALL, prefill_tokens=9)
     prompt = tokens_of(21)
     jobs = [
         (job_of("one", prompt, max_tokens=40, seed=1), None),
@@ -55,7 +57,7 @@ def test_on_cuda_in_float32_samples_are_the_trainers(
 ) -> None:
     decoder = Decoder.load(model_folder(variant), device=cuda)
     adapter = new_adapter(decoder)
-    generator = Generator(decoder, LocalEngineConfig(device="cuda"), prefill_tokens=9)
+    generator = Generator(decoder, SMALL, prefill_tokens=9)
     prompt = tokens_of(21)
     jobs = [
         (job_of("one", prompt, max_tokens=40, seed=1, prompt_alt_tokens_k=2), adapter),
@@ -76,7 +78,7 @@ def test_on_cuda_in_bfloat16_sampler_and_trainer_agree_on_the_real_model(
     decoder = Decoder.load(real_model_folder, device=cuda, dtype=torch.bfloat16)
     prompt = list(range(1000, 1300, 7))
     job = job_of("a", prompt, max_tokens=100, num_samples=4, seed=1)
-    response = answer(Generator(decoder, LocalEngineConfig(device="cuda")), job)
+    response = answer(Generator(decoder, SMALL), job)
     assert_trainer_agrees(decoder, prompt, response, tolerance=1e-2)
 
 

@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine.sample.sampling_reference import answer, job_of
+from tests.support.tiny_families import save_tiny
 from tinsmith.engine.base import SampleJob
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
+from tinsmith.engine.local.model.base_models import BaseModels
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.sample.generation import Generator
+from tinsmith.engine.local.sample.kvcache import KVCache
 from tinsmith.types import LoraConfig, ModelInput, SampleResponse, SamplingParams
 
 
@@ -54,6 +60,37 @@ def freeze_and_sample(core: EngineCore, numbers: range, keep: int) -> None:
         assert core.freeze("model", f"sampler {number}") is None
         sample(core, f"sampler {number}")
         core.unload_sampler(f"sampler {number - keep}")
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3_5_text"])
+def test_the_pool_of_keys_and_values_is_free_as_soon_as_its_generator_is(
+    variant: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """It is a large part of a device, which the next base model may need at once."""
+    if variant == "llama":
+        decoder = Decoder.load(model_folder("llama"))
+    else:
+        save_tiny(variant, tmp_path)
+        decoder = BaseModels(config_of(tmp_path)).get("tiny")
+    gc.collect()
+    gc.disable()
+    try:
+        before = num_caches()
+        generator = Generator(decoder, config_of(tmp_path))
+        answer(generator, job_of("a", list(range(3, 40)), num_samples=2))
+        assert num_caches() == before + 1
+        del generator
+        assert num_caches() == before
+    finally:
+        gc.enable()
+
+
+def num_caches() -> int:
+    return sum(type(each) is KVCache for each in gc.get_objects())
+
+
+def config_of(folder: Path) -> LocalEngineConfig:
+    return LocalEngineConfig(device="cpu", models={"tiny": str(folder)}, kv_cache_bytes=1 << 20)
 
 
 def test_a_loop_of_hundreds_of_freezes_leaves_memory_flat(core: EngineCore) -> None:

@@ -18,9 +18,10 @@ Requests are checked before they come here. The interleaving with training is th
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ from tinsmith.engine.local.sample.kvcache import CacheShape, KVCache
 from tinsmith.engine.local.sample.launched import Launched, Launches
 from tinsmith.engine.local.sample.mixed_step import Chunk, MixedStep, requests_of
 from tinsmith.engine.local.sample.next_tokens import NextToken
-from tinsmith.engine.local.sample.scheduler import Scheduler
+from tinsmith.engine.local.sample.scheduler import Failing, Scheduler
 from tinsmith.engine.local.sample.sequences import Request, Sequence
 from tinsmith.errors import ValidationError
 
@@ -95,7 +96,7 @@ class Generator:
             max_shared=None if is_cuda else _SHARED_ROWS,
             prefill_tokens=prefill_tokens or (8192 if is_cuda else 256),
             is_deterministic=config.deterministic,
-            failing=self._failing,
+            failing=_weakly(self._failing),
         )
         if decode is None and uses_kernels:
             decode = _decode_step(decoder, self._cache, config, use_graphs)
@@ -321,6 +322,18 @@ class Generator:
     def _remove(self, request: Request) -> None:
         del self._requests[request.job.job_id]
         self._scheduler.remove(request)
+
+
+def _weakly(failing: Failing) -> Failing:
+    """Without keeping its generator alive, whose memory is then free as soon as nobody needs it."""
+    weak = weakref.WeakMethod(failing)
+
+    def call(*requests: Request) -> AbstractContextManager[None]:
+        method = weak()
+        assert method is not None, "a scheduler without its generator"
+        return method(*requests)
+
+    return call
 
 
 def _can_use_kernels(decoder: Decoder, config: LocalEngineConfig) -> bool:

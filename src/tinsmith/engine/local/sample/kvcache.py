@@ -27,7 +27,13 @@ from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.model.recurrent.recurrence import StateShape
 from tinsmith.engine.local.sample.pages import Pages
-from tinsmith.engine.local.sample.prefixes import Known, Prefixes, Realm, WholePrompts
+from tinsmith.engine.local.sample.prefixes import (
+    Known,
+    Prefixes,
+    Readers,
+    Realm,
+    WholePrompts,
+)
 from tinsmith.errors import EngineError
 
 _BLOCK_TOKENS = {"cuda": 32}
@@ -132,6 +138,7 @@ class KVCache:
         self._blocks = Pages(num_blocks, shape.max_blocks if is_cpu else 0)
         num_states = state_share // max(1, shape.state_bytes)
         self._states = Pages(num_states, 2 if is_cpu and shape.state_bytes else 0)
+        self._readers = Readers(self._blocks, self._states)
         self.keys = shape.zero_blocks(self._blocks.count)
         self.values = shape.zero_blocks(self._blocks.count)
         self.states = shape.zero_states(self._states.count)
@@ -139,7 +146,7 @@ class KVCache:
         if shape.state is None:
             self._remembered = Prefixes(self._blocks, shape.block_tokens)
         else:
-            self._remembered = WholePrompts(self._share, self._leave)
+            self._remembered = WholePrompts(self._readers)
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +180,7 @@ class KVCache:
 
         With `force` too little is an error: nobody is left who could give way.
         """
-        self._share(known)
+        self._readers.share(known)
         table = BlockTable(self, known)
         num_new = self.shape.blocks_for(num_tokens) - len(table.blocks)
         num_states = num_samples if self.shape.state_bytes else 0
@@ -191,7 +198,7 @@ class KVCache:
 
     def fork(self, table: BlockTable) -> BlockTable:
         """Another table of the same tokens."""
-        self._share(table.held)
+        self._readers.share(table.held)
         return BlockTable(self, table.held)
 
     def extend(self, table: BlockTable, num_tokens: int, *, force: bool = False) -> bool:
@@ -209,7 +216,7 @@ class KVCache:
 
     def free(self, table: BlockTable) -> None:
         """Leave all that a table reads."""
-        self._leave(table.held)
+        self._readers.leave(table.held)
         table.blocks, table.num_tokens, table.state, table.common = [], 0, None, ()
 
     # Remembered prompts
@@ -284,19 +291,6 @@ class KVCache:
                     and self._states.has_room(num_states, force=True)
                 )
         return True
-
-    def _share(self, held: Known) -> None:
-        for block in held.blocks:
-            self._blocks.share(block)
-        if held.state is not None:
-            self._states.share(held.state)
-
-    def _leave(self, held: Known) -> None:
-        # From the end, so that of a prompt the last block is the first to be forgotten.
-        for block in reversed(held.blocks):
-            self._blocks.leave(block)
-        if held.state is not None:
-            self._states.leave(held.state)
 
     def _too_small(self, num_tokens: int) -> str:
         needed = self.bytes_for(num_tokens, 1)

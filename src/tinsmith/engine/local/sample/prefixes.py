@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,26 @@ class Known(NamedTuple):
 
 
 NOTHING = Known()
+
+
+class Readers(NamedTuple):
+    """Who reads which blocks and states, counted for both at once."""
+
+    blocks: Pages
+    states: Pages
+
+    def share(self, held: Known) -> None:
+        for block in held.blocks:
+            self.blocks.share(block)
+        if held.state is not None:
+            self.states.share(held.state)
+
+    def leave(self, held: Known) -> None:
+        # From the end, so that of a prompt the last block is the first to be forgotten.
+        for block in reversed(held.blocks):
+            self.blocks.leave(block)
+        if held.state is not None:
+            self.states.leave(held.state)
 
 
 class Prefixes:
@@ -113,12 +133,11 @@ def block_keys(tokens: np.ndarray, block_tokens: int) -> list[bytes]:
 class WholePrompts:
     """Whole prompts: their blocks, the last of them partly filled, and the state at their end.
 
-    `share` and `leave` count the readers of blocks and states; a remembered prompt is one.
+    A remembered prompt counts among the readers.
     """
 
-    def __init__(self, share: Callable[[Known], None], leave: Callable[[Known], None]) -> None:
-        self._share = share
-        self._leave = leave
+    def __init__(self, readers: Readers) -> None:
+        self._readers = readers
         self._prompts: dict[str, OrderedDict[tuple[Realm, bytes], Known]] = {}
         """For each scope its prompts, the one used last at the end."""
         self._lengths: dict[Realm, Counter[int]] = {}
@@ -142,7 +161,7 @@ class WholePrompts:
         key = (realm, _prompt_key(tokens))
         prompts = self._prompts.setdefault(realm.scope, OrderedDict())
         if held.num_tokens and key not in prompts:
-            self._share(held)
+            self._readers.share(held)
             prompts[key] = held
             self._lengths.setdefault(realm, Counter())[held.num_tokens] += 1
         if not prompts:
@@ -173,7 +192,7 @@ class WholePrompts:
             del self._lengths[realm][held.num_tokens]
         if not self._lengths[realm]:
             del self._lengths[realm]
-        self._leave(held)
+        self._readers.leave(held)
 
 
 def _prompt_key(tokens: np.ndarray) -> bytes:
