@@ -29,7 +29,7 @@ from typing import Any
 
 import reports
 from service_client import Errand
-from service_engine import EngineErrand
+from service_engine import EngineErrand, rounds_of
 from serving import Server, serve
 from tinsmith.engine.local.config import EMBEDDED_MODEL, EMBEDDED_SOURCE
 from trainers import SHAPES, write_random_model
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--client", choices=tuple(PACKAGES), default="ours")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--samples", type=int, nargs="+", help="how many at once, case by case")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3, help="of samples; of 1,024 at once one")
     parser.add_argument("--serve-option", action="append", default=[], help="one of the server's")
     parser.add_argument("--out", type=Path, help="write the result to this file")
     arguments = parser.parse_args()
@@ -144,7 +144,7 @@ class HttpSide:
         return {f"{name}_s": round(seconds, 2) for name, seconds in taken.items()}
 
     def sample(self) -> dict[str, Any]:
-        """By how many at once; the first round of each is not counted."""
+        """By how many at once; the first round of each is told apart."""
         return {str(count): self._sample(count) for count in self._engine.samples}
 
     def _sample(self, count: int) -> dict[str, float]:
@@ -154,13 +154,14 @@ class HttpSide:
             count,
             engine.prompt_tokens,
             new_tokens=engine.new_tokens,
-            rounds=engine.rounds + 1,
+            rounds=rounds_of(count, engine.rounds) + 1,
         )
         cpu = self._server.cpu_seconds()
         (found,) = self._run([errand])
         cpu = self._server.cpu_seconds() - cpu
         return {
             "tokens_per_s": round(statistics.median(found["tokens_per_s"][1:]), 1),
+            "first_tokens_per_s": round(found["tokens_per_s"][0], 1),
             "server_cpu_ms_per_sample": round(cpu / (count * errand.rounds) * 1e3, 2),
         }
 

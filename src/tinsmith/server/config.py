@@ -102,6 +102,10 @@ class ServerConfig:
     engine_lost_seconds: float = 60.0
     """After this long without an engine a slot's models go on in others, until one is up again."""
 
+    warm_up: bool | None = None
+    """Whether base models are loaded and kernels compiled before the server is ready; by default
+    on CUDA only."""
+
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the base weights: auto, float32 or bfloat16."""
 

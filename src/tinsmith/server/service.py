@@ -36,6 +36,7 @@ from tinsmith.server.engines.draining import Draining
 from tinsmith.server.engines.plan import slot_plans
 from tinsmith.server.engines.pool import EnginePool
 from tinsmith.server.engines.slot import EngineFactory, Slot
+from tinsmith.server.engines.warm_up import warmed
 from tinsmith.server.futures import Promises
 from tinsmith.server.imports import Imports
 from tinsmith.server.metrics import Metrics
@@ -122,7 +123,7 @@ class Service:
         self.weights = WeightsFolders(self.folder.weights, store, self.trash)
         self.engines = EnginePool(
             slot_plans(config, epoch or 0),
-            engine_factory,
+            warmed(engine_factory, config.warm_up),
             self.weights.sweep_drafts,
             lambda: LoadedSamplers(self.weights.folder, config.max_loaded_samplers),
         )

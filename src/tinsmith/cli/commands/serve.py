@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 @click.option("--roles", "engine_roles", help="What the engines do in turns: train, sample, both.")
 @click.option("--cluster", help="Where engines run elsewhere: manual.")
 @click.option("--engine-host", help="Address that engines of a cluster connect to (127.0.0.1).")
+@click.option(
+    "--warm-up/--no-warm-up", default=None, help="Compile and load before it is ready (on CUDA)."
+)
 @click.option("--dtype", help="auto, float32 or bfloat16.")
 @click.option("--base-weights", help="full, int8 or nf4: base models in less memory.")
 @click.option(

@@ -122,7 +122,7 @@ class LocalEngineConfig:
     before it is first served; a model that differs is refused."""
 
     cache_folder: Path = field(default_factory=default_cache_folder)
-    """Where converted models are kept, and which models were verified."""
+    """Where converted models and compiled kernels are kept, and which models were verified."""
 
     hub_folder: Path = field(default_factory=default_hub_folder)
     """The Hugging Face cache in which models are looked up by name; nothing is added to it."""

@@ -450,6 +450,9 @@ def _set_up_torch(config: LocalEngineConfig, device: torch.device) -> None:
         torch.set_num_threads(config.num_threads or 1)
     elif config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    if device.type == "cuda":
+        # Compiled kernels stay beside what else is kept from one start to the next.
+        os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache_folder / "triton"))
     if config.deterministic and device.type == "cuda":
         # Without it products may take any of several roads.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
