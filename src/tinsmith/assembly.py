@@ -18,6 +18,7 @@ from tinsmith.server.engines.slot import EngineFactory
 
 if TYPE_CHECKING:
     from tinsmith.engine.local.config import LocalEngineConfig
+    from tinsmith.engine.ray.ray_placer import RayPlacer
     from tinsmith.engine.remote.cluster import RemoteCluster
 
 ENGINES = ("fake", "local")
@@ -51,7 +52,19 @@ def engine_cluster(config: ServerConfig) -> RemoteCluster | None:
             "engine_host",
         )
     folder = config.data_dir.absolute() / "engines"
-    return RemoteCluster(EngineListener(config.engine_host, config.engine_port, folder))
+    listener = EngineListener(config.engine_host, config.engine_port, folder)
+    return RemoteCluster(listener, None if config.cluster == "manual" else _ray_placer(config))
+
+
+def _ray_placer(config: ServerConfig) -> RayPlacer:
+    from tinsmith.engine.ray.config import check_ray
+    from tinsmith.engine.ray.ray_placer import RayPlacer
+
+    check_ray()
+    num_gpus = config.engine_gpus
+    if num_gpus is None:
+        num_gpus = 1.0 if "cuda" in (config.device, config.devices) else 0.0
+    return RayPlacer(config.cluster, config.engine_cpus, num_gpus)
 
 
 def _fake_factory(config: ServerConfig) -> EngineFactory:

@@ -24,7 +24,8 @@ for module in pkgutil.walk_packages(tinsmith.__path__, "tinsmith."):
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
-            if error.name != "triton":  # comes with torch where there is a GPU
+            # The first comes with torch where there is a GPU, the second is an extra of its own.
+            if error.name not in ("triton", "ray"):
                 raise
 """
 

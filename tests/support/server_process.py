@@ -35,7 +35,11 @@ def serving(folder: Path, *options: str) -> Iterator[ServerProcess]:
 class ServerProcess:
     """`tinsmith serve` on a free loopback port, in its own process."""
 
-    def __init__(self, data_dir: Path, *options: str) -> None:
+    def __init__(
+        self, data_dir: Path, *options: str, environment: dict[str, str] | None = None
+    ) -> None:
+        """`environment` is the server's own, instead of this process's."""
+        self._environment = environment
         self.data_dir = data_dir
         self.options = options
         self.url = ""
@@ -53,7 +57,11 @@ class ServerProcess:
         log = (self.data_dir.parent / "server.log").open("a")
         with log:
             self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, env=clean_environment()
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=self._environment or clean_environment(),
             )
         assert self.process.stdout is not None
         for line in self.process.stdout:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--devices", help="Devices of the engines in turns, as cuda:0,cuda:1.")
 @click.option("--ranks", type=int, help="Divide each base model among so many processes (1).")
 @click.option("--roles", "engine_roles", help="What the engines do in turns: train, sample, both.")
-@click.option("--cluster", help="Where engines run elsewhere: manual.")
+@click.option("--cluster", help="Where engines run elsewhere: auto or a Ray address, or manual.")
 @click.option("--engine-host", help="Address that engines of a cluster connect to (127.0.0.1).")
 @click.option(
     "--warm-up/--no-warm-up", default=None, help="Compile and load before it is ready (on CUDA)."

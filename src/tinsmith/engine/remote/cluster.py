@@ -118,7 +118,7 @@ class RemoteCluster(Cluster):
         if expected.arrival.done():
             return expected.arrival.result()
         if ended.done():
-            raise EngineError(ended.result())
+            raise EngineError(f"the engine of slot {expected.slot} {ended.result()}")
         raise EngineError(f"nobody started an engine for slot {expected.slot}")
 
     def _left(self, slot: int, epoch: int) -> None:

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 HELLO_SECONDS = 10.0
 """How long a connection may take to say who it is."""
 
+FAREWELL_SECONDS = 2.0
+"""How long the other end may take to agree that a connection is over."""
+
 
 class Arrival(NamedTuple):
     """An engine that was expected and is here."""
@@ -66,6 +69,7 @@ class EngineListener:
                 self._port,
                 ssl=self._authority.context(),
                 ssl_handshake_timeout=HELLO_SECONDS,
+                ssl_shutdown_timeout=FAREWELL_SECONDS,
             )
         except OSError as error:
             raise EngineError(
