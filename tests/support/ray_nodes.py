@@ -1,8 +1,9 @@
 """A Ray cluster on this machine: a head without cores, and nodes of one core each.
 
-Run by itself it starts them, prints where they are, and kills the node of the number that it reads
-from its standard input; when that ends, so do they. Ray is in a process of its own because what it
-does to its process (signals, warnings, threads) is no business of tests.
+Run by itself it starts them, prints where they are, and then does what it reads: "add" starts
+another node, "kill N" kills the node whose number that is; when its input ends, so do they. Ray is
+in a process of its own because what it does to its process (signals, warnings, threads) is no
+business of tests.
 """
 
 from __future__ import annotations
@@ -32,12 +33,19 @@ class RayNodes:
     environment: dict[str, str]
     process: subprocess.Popen[str]
 
-    def kill(self, number: int) -> None:
+    def add(self) -> None:
+        """Have another node join."""
+        self.raylets.append(self._do("add"))
+
+    def kill(self, raylet: int) -> None:
         """Kill a node's raylet, and reap it: to its workers a zombie looks alive."""
+        assert self._do(f"kill {self.raylets.index(raylet)}") == raylet
+
+    def _do(self, command: str) -> int:
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(f"{number}\n")
+        self.process.stdin.write(f"{command}\n")
         self.process.stdin.flush()
-        assert self.process.stdout.readline().strip() == "killed"
+        return int(self.process.stdout.readline())
 
 
 @contextlib.contextmanager
@@ -49,6 +57,8 @@ def ray_nodes(num_nodes: int) -> Iterator[RayNodes]:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
+            # Whatever the system: nodes then keep to the loopback interface.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_TMPDIR": folder,
         }
         process = subprocess.Popen(
@@ -73,21 +83,26 @@ def ray_nodes(num_nodes: int) -> Iterator[RayNodes]:
 def main(num_nodes: int) -> None:
     from ray.cluster_utils import Cluster
 
-    common: dict[str, Any] = {
-        "node_ip_address": "127.0.0.1",
-        "object_store_memory": _STORE_BYTES,
-    }
+    common: dict[str, Any] = {"object_store_memory": _STORE_BYTES}
     head = {"num_cpus": 0, "include_dashboard": False, **common}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    nodes = [cluster.add_node(num_cpus=1, **common) for _ in range(num_nodes)]
-    raylets = [node.all_processes["raylet"][0].process for node in nodes]
+
+    def add() -> Any:
+        node = cluster.add_node(num_cpus=1, **common)
+        return node.all_processes["raylet"][0].process
+
+    raylets = [add() for _ in range(num_nodes)]
     place = {"address": cluster.address, "raylets": [raylet.pid for raylet in raylets]}
     print(json.dumps(place), flush=True)
     for line in sys.stdin:
-        raylet = raylets[int(line)]
-        raylet.kill()
-        raylet.wait()
-        print("killed", flush=True)
+        if line.strip() == "add":
+            raylets.append(add())
+            print(raylets[-1].pid, flush=True)
+        else:
+            raylet = raylets[int(line.split()[1])]
+            raylet.kill()
+            raylet.wait()
+            print(raylet.pid, flush=True)
     cluster.shutdown()
 
 
