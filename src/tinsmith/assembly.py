@@ -63,7 +63,7 @@ def _ray_placer(config: ServerConfig) -> RayPlacer:
     check_ray()
     num_gpus = config.engine_gpus
     if num_gpus is None:
-        num_gpus = 1.0 if "cuda" in (config.device, config.devices) else 0.0
+        num_gpus = float(config.ranks) if "cuda" in (config.device, config.devices) else 0.0
     return RayPlacer(config.cluster, config.engine_cpus, num_gpus)
 
 

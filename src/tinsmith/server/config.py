@@ -97,7 +97,8 @@ class ServerConfig:
     """How many cores each engine gets in a cluster; it computes with as many threads."""
 
     engine_gpus: float | None = None
-    """How many GPUs each engine gets in a cluster; by default one where `device` is cuda."""
+    """How many GPUs each engine gets in a cluster; by default one for each rank where `device` is
+    cuda."""
 
     engine_lost_seconds: float = 60.0
     """After this long without an engine a slot's models go on in others, until one is up again."""
