@@ -77,7 +77,10 @@ def ray_nodes(num_nodes: int) -> Iterator[RayNodes]:
             found = json.loads(line)
             yield RayNodes(found["address"], found["raylets"], environment, process)
         finally:
-            process.communicate(timeout=60)
+            try:
+                process.communicate(timeout=60)
+            finally:
+                process.kill()
 
 
 def main(num_nodes: int) -> None:
