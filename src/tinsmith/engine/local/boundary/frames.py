@@ -206,7 +206,6 @@ class Channel(asyncio.BufferedProtocol):
         self.is_lost = False
         self._decoder = Decoder()
         self._transport: asyncio.Transport | None = None
-        self._is_encrypted = False
 
     @classmethod
     async def open(cls, sock: socket.socket, owner: ChannelOwner) -> Channel:
@@ -227,9 +226,6 @@ class Channel(asyncio.BufferedProtocol):
         pieces = encode(value)
         if len(pieces) == 1:
             self._transport.write(pieces[0])
-        elif self._is_encrypted:
-            # TLS copies everything anyway, and makes a record of each piece that it is given.
-            self._transport.write(b"".join(pieces))
         else:
             self._transport.writelines(pieces)
 
@@ -252,7 +248,6 @@ class Channel(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._is_encrypted = transport.get_extra_info("sslcontext") is not None
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._decoder.space()
