@@ -150,7 +150,8 @@ class Placer:
         now = time.monotonic()
         self._suspects = {n: until for n, until in self._suspects.items() if until > now}
         avoided = {"ray.io/node-id": f"!in({','.join(self._suspects)})"} if self._suspects else None
-        host = EngineHost.options(
+        actors: Any = EngineHost  # Ray's decorator makes it more than its class
+        host = actors.options(
             name=_name(command.key),
             namespace=self._namespace,
             lifetime="detached",
