@@ -54,6 +54,12 @@ def test_models_that_do_not_fit_together_leave_room_for_work() -> None:
     assert plan.weights_bytes == GIB
 
 
+def test_each_name_of_a_model_has_its_part_of_the_share_for_keys_and_values() -> None:
+    one = plan_memory(config_of(memory_fraction=0.001), CPU, [0])
+    three = plan_memory(config_of(memory_fraction=0.001), CPU, [0], num_names=3)
+    assert three.num_caches * three.cache_bytes <= one.cache_bytes == one.total_bytes // 3
+
+
 def test_an_adapter_for_which_there_is_no_memory_is_refused_with_the_numbers() -> None:
     plan = plan_memory(config_of(), CPU, [GIB])
     room = plan.adapter_bytes + plan.pass_bytes

@@ -346,8 +346,10 @@ class EngineCore:
     def _planned(self) -> MemoryPlan:
         """How memory is divided; made once, by all ranks together."""
         if self._plan is None:
-            sizes = self._models.sizes()
-            self._plan = plan_memory(self._config, self._device, sizes, self._ranks)
+            sizes, num_names = self._models.sizes(), len(self._models.names)
+            self._plan = plan_memory(
+                self._config, self._device, sizes, self._ranks, num_names=num_names
+            )
         return self._plan
 
     def _check_room(self, num_bytes: int) -> None:

@@ -70,16 +70,19 @@ def plan_memory(
     device: torch.device,
     weights_bytes: Sequence[int],
     ranks: Ranks = ALONE,
+    *,
+    num_names: int | None = None,
 ) -> MemoryPlan:
     """Divide what the device has for base models of these sizes, and all that works with them.
 
     The answer depends on the device, the settings and the models, and not on what was done before;
-    of several ranks, on the device with the least.
+    of several ranks, on the device with the least. Where some of the models have several names,
+    `num_names` counts them: each is sampled by itself.
     """
     total = int(config.memory_fraction * min(ranks.numbers(_device_bytes(device))))
     weights = _weights_share(config, total, weights_bytes)
     rest = max(0, total - weights)
-    count = max(1, len(weights_bytes))
+    count = max(1, len(weights_bytes), num_names or 0)
     share = rest // 3 // count
     if device.type != "cuda":
         share = min(share, _CPU_CACHE_BYTES)
