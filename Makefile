@@ -12,6 +12,7 @@ JOBS ?= 2
 SEED ?= 1
 MINUTES ?= 30
 STORE ?= sqlite
+REPLICAS ?= 1
 OPERATIONS ?= inf
 STEPS ?= 12
 ITERATIONS ?= 10000
@@ -28,7 +29,7 @@ help:
 	@echo "make memory        ten thousand iterations of reinforcement learning leave memory flat (ITERATIONS=10000)"
 	@echo "make fuzz          many more random requests and bytes than make test tries"
 	@echo "make audit         bandit, and pip-audit where its advisory service can be reached"
-	@echo "make chaos         break everything while clients train (SEED=1 MINUTES=30 STORE=sqlite or postgres OPERATIONS=10000 STEPS=12)"
+	@echo "make chaos         break everything while clients train (SEED=1 MINUTES=30 STORE=sqlite or postgres REPLICAS=1 OPERATIONS=10000 STEPS=12)"
 	@echo "make requirements  every requirement with the tests that cite it"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -100,7 +101,7 @@ audit: $(STAMP)
 	$(BIN)/python -m pytest tests/security/test_static.py -q -rs
 
 chaos: $(STAMP)
-	$(BIN)/python tools/chaos --seed $(SEED) --minutes $(MINUTES) --operations $(OPERATIONS) --store $(STORE) --steps $(STEPS)
+	$(BIN)/python tools/chaos --seed $(SEED) --minutes $(MINUTES) --operations $(OPERATIONS) --store $(STORE) --replicas $(REPLICAS) --steps $(STEPS)
 
 requirements: $(STAMP)
 	$(BIN)/python tools/requirements.py

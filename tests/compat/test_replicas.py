@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 import time
 import urllib.error
@@ -15,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from history.checker import violations
@@ -108,6 +113,54 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         for server in servers:
             server.stop()
         database.close()
+
+
+def test_nginx_with_the_configuration_of_the_guide_needs_not_know_who_leads(
+    pair: Pair, tmp_path: Path
+) -> None:
+    nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if nginx is None:
+        pytest.skip("nginx is not installed (Debian: apt install nginx-light)")
+    guide = Path(__file__).parents[2] / "docs" / "how-to" / "several-servers.md"
+    found = re.search(r"```text title=\"nginx.conf\"\n(.*?)```", guide.read_text(), re.DOTALL)
+    assert found is not None
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ports = {"8001": pair.servers[0].port, "8002": pair.servers[1].port, "8000": port}
+    text = re.sub(r"127\.0\.0\.1:(\d+)", lambda m: f"127.0.0.1:{ports[m[1]]}", found[1])
+    (tmp_path / "nginx.conf").write_text(
+        f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/errors;\n"
+        + text.replace(
+            "http {", f"http {{ access_log off; client_body_temp_path {tmp_path}/body;", 1
+        )
+    )
+    command = [nginx, "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, follower = pair.by_role()
+    before = _forwarded(follower)
+    try:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port}/api/v1",
+            headers={"x-api-key": pair.servers[0].key},
+            transport=httpx.HTTPTransport(retries=8),
+        ) as api:
+            for _ in range(10):
+                assert api.get("/training_runs").status_code == 200
+                body = {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}
+                assert api.post("/create_session", json=body).status_code == 200
+    finally:
+        process.terminate()
+        process.wait(30)
+    assert _forwarded(follower) > before, "the other server was asked, too"
+
+
+def _forwarded(server: ServerProcess) -> float:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return sum(
+        float(n) for n in re.findall(r"^tinsmith_forwarded_requests_total (\S+)", text, re.M)
+    )
 
 
 def test_killing_and_stopping_the_server_that_leads_cost_a_client_nothing_but_time(

@@ -29,7 +29,7 @@ from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.server import service
 from tinsmith.server.config import build_config
 from tinsmith.server.engines.plan import SlotPlan
-from tinsmith.server.serving import serve
+from tinsmith.server.serving import serve_alone
 from tinsmith.types import Datum, ModelInput, SamplingParams
 
 ROOT = Path(tinsmith.__file__).parent
@@ -132,7 +132,8 @@ class House:
 
         asyncio.set_event_loop(self._loop)
         task = self._loop.create_task(
-            serve(self._config, factory, announce, lambda _: None), name="serve"
+            serve_alone(self._config, lambda: (factory, None), announce, lambda _: None),
+            name="serve",
         )
         with contextlib.suppress(asyncio.CancelledError):
             self._loop.run_until_complete(task)

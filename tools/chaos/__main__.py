@@ -1,11 +1,12 @@
 """Break everything, again and again, while clients train; then look whether anything was lost.
 
     python tools/chaos --seed 1 --minutes 30 [--operations 10000] [--store sqlite|postgres]
-                       [--clients 6] [--steps 12] [--engines 2]
+                       [--clients 6] [--steps 12] [--engines 2] [--replicas 1]
 
 It ends after the minutes, or as soon as so many operations have been carried out.
 
-Several official clients and several of ours train against one server, through a proxy. A driver
+Several official clients and several of ours train against one server, or several that share a
+Postgres, through a proxy. A driver
 kills and stops the server and its engines, empties their slots, moves models between them, starts
 it with stores that are not its own, sets its clock, fills the disk, stops the database, cuts,
 delays and refuses connections and kills clients; which, in which order and for how long the seed
@@ -71,6 +72,7 @@ class Chaos:
         disk_bytes: int,
         num_engines: int,
         steps: int = STEPS,
+        num_replicas: int = 1,
     ) -> None:
         self.chance = random.Random(seed)
         self._steps = steps
@@ -88,10 +90,16 @@ class Chaos:
             tiny_model.build(model)
         self.data = self.disk.folder / "data"
         self._older = folder / "older.db"
-        self.server = Server(folder, self.data, model, self.mark, num_engines, *options)
+        self.servers = [
+            Server(folder, self.data, model, self.mark, num_engines, *options)
+            for _ in range(num_replicas)
+        ]
+        self.server = self.servers[0]
         self.history = Recorder()
         self.proxy = FaultProxy(
-            [self.server.port], random.Random(seed + 1), lambda: Listener(self._hear)
+            [server.port for server in self.servers],
+            random.Random(seed + 1),
+            lambda: Listener(self._hear),
         )
         self.counts: collections.Counter[str] = collections.Counter()
         self.problems: list[str] = []
@@ -113,7 +121,7 @@ class Chaos:
         return f"sqlite:///{self.data / 'tinsmith.db'}"
 
     async def run(self, seconds: float, max_operations: float, num_clients: int) -> None:
-        await self.server.start()
+        await self._start_all()
         await self.proxy.start()
         jobs = [(package, program) for program in PROGRAMS for package in PACKAGES]
         slots = [jobs[index % len(jobs)] for index in range(num_clients)]
@@ -128,13 +136,32 @@ class Chaos:
         await breaking
         counting.cancel()
         await self._watch_memory()
-        code = await self.server.stop()
-        if code != 0:
-            self.problems.append(f"the server ended with {code}")
+        for server in self.servers:
+            code = await server.stop()
+            if code != 0:
+                self.problems.append(f"a server ended with {code}")
         # What was in doubt when a connection or a process died is cleared away by the next start.
         await self.server.start()
         await self.server.stop()
         self._check()
+
+    # Servers
+
+    async def _start_all(self) -> None:
+        """Those that do not run; the first of all makes the key."""
+        for server in self.servers:
+            if server.process is None or server.process.poll() is not None:
+                await server.start()
+
+    async def _kill_all(self) -> None:
+        for server in self.servers:
+            await server.kill()
+
+    def _some_server(self) -> Server:
+        return self.server if len(self.servers) == 1 else self.chance.choice(self.servers)
+
+    def _engines(self) -> list[int]:
+        return [pid for server in self.servers for pid in server.engines()]
 
     # Clients
 
@@ -215,7 +242,7 @@ class Chaos:
             loops = [self._loop() for _ in range(self.server.num_engines)]
             if not all(await asyncio.gather(*loops)):
                 return
-            sizes.append(sum(map(resident_bytes, self.server.engines())))
+            sizes.append(sum(map(resident_bytes, self._engines())))
         self.counts["engine's MiB after a loop"] = sizes[-2] >> 20
         self.counts["engine's MiB after two loops"] = sizes[-1] >> 20
         if sizes[-1] - sizes[-2] > MAX_GROWTH_BYTES * self.server.num_engines:
@@ -276,21 +303,23 @@ class Chaos:
             await actions[name]()
 
     async def _kill_server(self) -> None:
-        await self.server.kill()
+        server = self._some_server()
+        await server.kill()
         await asyncio.sleep(self.chance.uniform(0.0, 1.0))
-        await self.server.start()
+        await server.start()
 
     async def _kill_server_twice(self) -> None:
         """The second time while it starts."""
-        await self.server.kill()
-        self.server.spawn()
+        server = self._some_server()
+        await server.kill()
+        server.spawn()
         await asyncio.sleep(self.chance.uniform(0.2, 3.0))
-        await self.server.kill()
-        await self.server.start()
+        await server.kill()
+        await server.start()
 
     async def _damage_snapshot(self) -> None:
         """Flip a bit in the newest snapshot of a model, once for each: it has two at a time."""
-        await self.server.kill()
+        await self._kill_all()
         tables = invariants.read(self.store_url)
         newest = {
             row["model_id"]: row["snapshot_weights_id"]
@@ -309,7 +338,7 @@ class Chaos:
             content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
             file.write_bytes(content)
             self.counts["snapshots with a flipped bit"] += 1
-        await self.server.start()
+        await self._start_all()
 
     async def _kill_engine(self) -> None:
         pid = self._some_engine()
@@ -319,7 +348,7 @@ class Chaos:
                 self.counts["engines that died"] += 1
 
     def _some_engine(self) -> int | None:
-        engines = self.server.engines()
+        engines = self._engines()
         return self.chance.choice(engines) if engines else None
 
     async def _empty_slot(self) -> None:
@@ -344,7 +373,7 @@ class Chaos:
 
     async def _try_other_stores(self) -> None:
         """A new database, and one as it was when this was last tried: both are refused."""
-        await self.server.kill()
+        await self._kill_all()
         if self.postgres is None:
             strangers = [f"sqlite:///{self.folder / uuid.uuid4().hex}.db"]
             strangers += [f"sqlite:///{self._older}"] if self._older.exists() else []
@@ -360,12 +389,14 @@ class Chaos:
             self.problems.append("a start with another store changed the data folder")
         if self.postgres is None:
             _copy(self.data / "tinsmith.db", self._older)
-        await self.server.start()
+        await self._start_all()
 
     async def _stop_server(self) -> None:
-        self.server.signal(signal.SIGSTOP)
-        await asyncio.sleep(self.chance.uniform(0.5, 4.0))
-        self.server.signal(signal.SIGCONT)
+        """With others beside it sometimes for longer than they wait."""
+        server = self._some_server()
+        server.signal(signal.SIGSTOP)
+        await asyncio.sleep(self.chance.uniform(0.5, 4.0 if len(self.servers) == 1 else 9.0))
+        server.signal(signal.SIGCONT)
 
     async def _stop_engine(self) -> None:
         """Sometimes for longer than a server waits for a sign of life."""
@@ -460,8 +491,9 @@ class Chaos:
 
     async def close(self) -> None:
         await self.proxy.close()
-        if self.server.process is not None and self.server.process.poll() is None:
-            await self.server.kill()
+        for server in self.servers:
+            if server.process is not None and server.process.poll() is None:
+                await server.kill()
         if self.postgres is not None:
             self.postgres.close()
         self.disk.close()
@@ -496,6 +528,7 @@ async def _main(arguments: argparse.Namespace) -> int:
         disk_bytes,
         arguments.engines,
         arguments.steps,
+        arguments.replicas,
     )
     try:
         await chaos.run(arguments.minutes * 60, arguments.operations, arguments.clients)
@@ -519,9 +552,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--steps", type=int, default=STEPS, help="how long each client trains")
     parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--replicas", type=int, default=1, help="how many servers; of postgres")
     parser.add_argument("--store", choices=["sqlite", "postgres"], default="sqlite")
     parser.add_argument("--model", type=Path, help="a folder with the tiny model; made if missing")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.replicas > 1 and arguments.store != "postgres":
+        parser.error("several servers share a Postgres: --store postgres")
+    return arguments
 
 
 if __name__ == "__main__":

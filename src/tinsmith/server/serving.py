@@ -79,7 +79,7 @@ def run(
     _raise_file_limit()
     with DataFolder(config.data_dir).locked(is_shared=config.shares_store):
         if not config.shares_store:
-            uvloop.run(_serve_alone(config, new_engines, announce, report_models))
+            uvloop.run(serve_alone(config, new_engines, announce, report_models))
             return
         with _listen(config) as listener:
             while True:
@@ -92,7 +92,7 @@ def run(
                     announce = _nobody_listens
 
 
-async def _serve_alone(
+async def serve_alone(
     config: ServerConfig,
     new_engines: NewEngines,
     announce: Announce,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -43,6 +44,20 @@ async def test_a_revoked_key_is_no_longer_accepted(server: TestServer) -> None:
     assert me["name"] == "other" and me["details"]["org_details"]["name"] == "somebody-else"
     response = await other.http.delete("/api/v1/auth/apikey/me", headers=other.headers)
     assert response.status_code == 204
+    assert (await other.get("/auth/apikey/me")).status_code == 401
+
+
+async def test_a_key_revoked_in_the_database_alone_is_refused_within_a_second(
+    server: TestServer,
+) -> None:
+    """By another server or a tool with which no file is shared."""
+    other = await server.other_user()
+    me = (await other.get("/auth/apikey/me")).json()
+    assert me["name"] == "other"
+    keys = await server.service.store.keys.list()
+    revoked = next(key for key in keys if key.name == "other")
+    await server.service.store.keys.revoke(revoked.key_id, time.time())
+    await asyncio.sleep(1.0)
     assert (await other.get("/auth/apikey/me")).status_code == 401
 
 

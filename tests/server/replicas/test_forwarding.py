@@ -101,7 +101,9 @@ async def follower() -> AsyncIterator[Follower]:
         async def here(request: Request) -> Response:
             return PlainTextResponse(b"here: " + await request.body())
 
-        service = type("Service", (), {"begin_drain": lambda self: None})()
+        async def stop(self: object) -> None: ...
+
+        service = type("Service", (), {"begin_drain": lambda self: None, "stop": stop})()
         return service, Starlette(routes=[Route("/{path:path}", here, methods=METHODS)])
 
     replica = Replica(lease, lead, Metrics(), 0.5, lambda: None)

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 
 from tests.support.databases import emptied
 from tinsmith.server.config import build_config
+from tinsmith.server.replicas.lease import Holder, Lease
 from tinsmith.server.serving import claim_store
 from tinsmith.server.store.errors import (
     LeaseLostError,
@@ -195,6 +196,22 @@ def test_tables_of_a_later_release_are_left_to_its_servers(join: Join, url: str)
     with pytest.raises(StoreTooNewError, match="9999"):
         old.take()
     assert new.renew(1), "it has taken nothing"
+
+
+async def test_an_older_server_follows_a_newer_one_and_does_not_start_alone(
+    join: Join, url: str
+) -> None:
+    new = join("new")
+    assert new.take() == 1
+    _run(url, "UPDATE alembic_version SET version_num = '9999'")
+    follower = Lease(join("old"), LONG, lambda: None)
+    await follower.start()
+    assert follower.view.other == Holder("http://new", 1)
+    await follower.close()
+    new.release(1)
+    alone = Lease(join("older"), LONG, lambda: None)
+    with pytest.raises(StoreTooNewError, match="later release"):
+        await alone.start()
 
 
 def test_servers_that_start_at_once_on_an_empty_database_make_its_tables_once(url: str) -> None:

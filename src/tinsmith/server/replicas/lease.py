@@ -88,7 +88,10 @@ class Lease:
     def _first(self) -> View:
         self._leases.make_tables()
         self.store_id = self._leases.store_id()
-        return self._look(self.view)
+        view = self._look(self.view)
+        if self._is_too_old and view.other is None:
+            raise StoreTooNewError(f"{view.trouble}, and there is no server to follow")
+        return view
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._is_ending.wait(self._pause()):

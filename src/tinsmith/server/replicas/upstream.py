@@ -58,13 +58,12 @@ class Link:
                 await self._feed()
 
     @property
+    def is_open(self) -> bool:
+        return not self._reader.at_eof() and not self._writer.is_closing()
+
+    @property
     def is_reusable(self) -> bool:
-        return (
-            self.is_whole
-            and self._parser.should_keep_alive()
-            and not self._reader.at_eof()
-            and not self._writer.is_closing()
-        )
+        return self.is_whole and self._parser.should_keep_alive() and self.is_open
 
     def reuse(self) -> None:
         self.idle_since = time.monotonic()
@@ -131,7 +130,7 @@ class Upstream:
         idle = self._idle.get(url, [])
         while idle:
             link = idle.pop()
-            if time.monotonic() - link.idle_since < _IDLE_SECONDS:
+            if link.is_open and time.monotonic() - link.idle_since < _IDLE_SECONDS:
                 return link
             link.abort()
         return None
