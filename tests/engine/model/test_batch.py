@@ -26,7 +26,7 @@ items_of = st.lists(
 
 @given(items_of, st.integers(1, 100))
 def test_every_item_is_in_one_micro_batch_and_budgets_hold(items: list[Item], budget: int) -> None:
-    batches = list(plan(items, max_tokens=budget))
+    batches = list(plan(items, max_tokens=lambda: budget))
     flat = [item for batch in batches for item in batch]
     assert sorted(flat, key=lambda item: item.pass_index) == items
     for batch in batches:
@@ -39,21 +39,21 @@ def test_every_item_is_in_one_micro_batch_and_budgets_hold(items: list[Item], bu
 
 @given(items_of)
 def test_one_by_one_keeps_the_order(items: list[Item]) -> None:
-    batches = plan(items, max_tokens=1000, one_by_one=True)
+    batches = plan(items, max_tokens=lambda: 1000, one_by_one=True)
     assert list(batches) == [(item,) for item in items]
 
 
 def test_items_of_one_adapter_are_neighbours_and_keep_their_order() -> None:
     rows = [(0, "a"), (1, "b"), (2, "a"), (3, "c"), (4, "b")]
     items = [Item(number, 0, 2, adapter) for number, adapter in rows]
-    (batch,) = plan(items, max_tokens=100)
+    (batch,) = plan(items, max_tokens=lambda: 100)
     assert [item.pass_index for item in batch] == [0, 2, 1, 4, 3]
 
 
 def test_items_that_keep_apart_come_last_and_only_with_those_of_their_pass() -> None:
     rows = [(0, True), (1, False), (2, True), (0, True), (1, False)]
     items = [Item(index, n, 2, "a", keeps_apart=apart) for n, (index, apart) in enumerate(rows)]
-    batches = [[item.datum for item in batch] for batch in plan(items, max_tokens=100)]
+    batches = [[item.datum for item in batch] for batch in plan(items, max_tokens=lambda: 100)]
     assert batches == [[1, 4], [0, 3], [2]]
 
 

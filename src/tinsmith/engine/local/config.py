@@ -71,7 +71,8 @@ class LocalEngineConfig:
 
     micro_batch_tokens: int | None = None
     """Most tokens in one micro-batch; a longer sequence runs alone. None is 16384 on CUDA and, on
-    the CPU, 1024 for models below 8 MiB to 256 for those above 32 MiB."""
+    the CPU, 1024 for models below 8 MiB to 512 for those above 16 MiB, or to 256 above 32 MiB
+    while others wait."""
 
     logits_bytes: int | None = None
     """Most memory for logits at a time while training. None is 256 MiB on the CPU, 2 GiB

@@ -9,10 +9,11 @@ computed, so a user's mistake becomes a `Failure` and changes nothing. The proce
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -80,6 +81,8 @@ class EngineCore:
         self._damaged: dict[str, str] = {}
         self._num_decoded = 0
         self._plan: MemoryPlan | None = None
+        self._num_passing = 0
+        """Calls for passes under way; each has begun to run."""
         self._samplers: dict[str, _Sampler] = {}
         self._jobs: dict[str, tuple[str, _Sampler | None]] = {}
         """The base model and sampler of each job under way."""
@@ -176,13 +179,28 @@ class EngineCore:
                 yield FinishedPass(index, _failure(error), 0.0)
             return
         indices, passes = list(chosen), list(chosen.values())
-        with self._models.use(base_model) as decoder:
-            for finished in run_passes(passes, self._adapters, decoder, self._config):
+        has_company = len({each.scope for each in passes}) > 1
+
+        def is_shared() -> bool:
+            return has_company or self.is_sampling or self._num_passing > 1
+
+        with self._passing(), self._models.use(base_model) as decoder:
+            for finished in run_passes(
+                passes, self._adapters, decoder, self._config, is_shared=is_shared
+            ):
                 if self._device.type == "cuda" and self.is_sampling:
                     # Turns go by time, and kernels still in the queue have not taken theirs.
                     torch.cuda.synchronize(self._device)
                 yield finished and replace(finished, index=indices[finished.index])
         device_memory.give_back(self._device, self._planned().pass_bytes)
+
+    @contextlib.contextmanager
+    def _passing(self) -> Iterator[None]:
+        self._num_passing += 1
+        try:
+            yield
+        finally:
+            self._num_passing -= 1
 
     def step(self, steps: Sequence[Step]) -> list[dict[str, float] | Failure]:
         return [self._step(step) for step in steps]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,12 +37,13 @@ class Item:
 
 
 def plan(
-    items: Iterable[Item], *, max_tokens: int, one_by_one: bool = False
+    items: Iterable[Item], *, max_tokens: Callable[[], int], one_by_one: bool = False
 ) -> Iterator[tuple[Item, ...]]:
     """Yield micro-batches, early items first; within one, items of an adapter are neighbours.
 
     A micro-batch holds only items that need gradients, or only items that do not; items that keep
-    apart come last. With `one_by_one` every item has a micro-batch to itself, in order.
+    apart come last. `max_tokens` is asked anew for each. With `one_by_one` every item has a
+    micro-batch to itself, in order.
     """
     waiting: dict[tuple[bool, int], list[Item]] = {}
     num_tokens: Counter[tuple[bool, int]] = Counter()
@@ -51,7 +52,7 @@ def plan(
             yield (item,)
             continue
         company = (item.forward_only, item.pass_index if item.keeps_apart else -1)
-        if company in waiting and num_tokens[company] + item.length > max_tokens:
+        if company in waiting and num_tokens[company] + item.length > max_tokens():
             yield _by_adapter(waiting.pop(company))
             del num_tokens[company]
         waiting.setdefault(company, []).append(item)

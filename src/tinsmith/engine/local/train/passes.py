@@ -22,7 +22,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -50,8 +50,15 @@ from tinsmith.types import Datum, ForwardBackwardOutput, TensorData
 
 logger = logging.getLogger(__name__)
 
-_CPU_WORK = 2**33
-"""Tokens times bytes of weights that make a micro-batch on the CPU."""
+CPU_WORK = 2**33
+"""Tokens times bytes of weights that make a micro-batch on the CPU..."""
+
+FEWEST_TOKENS = 512
+"""... and how many it has at least: with two threads 256 take a tenth longer than 2,048, token by
+token, and 512 as long."""
+
+FEWEST_SHARED_TOKENS = 256
+"""As many while others wait for its end."""
 
 _LOSS_THREADS = 4
 """Uploaded losses that run at a time, each of another call."""
@@ -68,6 +75,8 @@ def run_passes(
     decoder: Decoder,
     config: LocalEngineConfig,
     max_tokens: int | None = None,
+    *,
+    is_shared: Callable[[], bool] = lambda: False,
 ) -> Iterator[FinishedPass | None]:
     """Run passes of adapters on `decoder`; yield each as it is finished.
 
@@ -77,6 +86,7 @@ def run_passes(
     Gradients of a pass are in its adapter's `grad` when its result comes out. In deterministic
     mode they are added datum by datum, so that cutting a pass into several changes no bit.
     `max_tokens` is given when memory ran out before: a micro-batch then holds no more than that.
+    `is_shared` says whether others wait for the end of a micro-batch, which is short then.
     """
     progress = {index: _Progress(p, adapters[p.adapter_id]) for index, p in enumerate(passes)}
     yield from _finished(progress, adapters, decoder, config)
@@ -93,7 +103,10 @@ def run_passes(
         for number, datum in enumerate(p.data)
     ]
     limits = _Limits.of(config, decoder)
-    batch_tokens = limits.batch_tokens if max_tokens is None else max_tokens
+
+    def batch_tokens() -> int:
+        return max_tokens or (limits.shared_tokens if is_shared() else limits.batch_tokens)
+
     for batch in plan(items, max_tokens=batch_tokens, one_by_one=config.deterministic):
         wanted = [item for item in batch if item.pass_index in progress]
         if not wanted:
@@ -201,6 +214,9 @@ def _finished(
 @dataclass(frozen=True, slots=True)
 class _Limits:
     batch_tokens: int
+    shared_tokens: int
+    """Of a micro-batch whose end others wait for."""
+
     logits_rows: int
     """Most rows that are unembedded at a time."""
 
@@ -220,18 +236,20 @@ class _Limits:
             unused = int(min(decoder.ranks.numbers(device_memory.unused(decoder.device))))
             row_bytes = decoder.dtype.itemsize * decoder.config.vocab_size
             score_rows = max(logits_rows, min(4 * logits_bytes, unused // 4) // row_bytes)
+        fixed = config.micro_batch_tokens or (16_384 if is_cuda else None)
         return cls(
-            batch_tokens=config.micro_batch_tokens or (16_384 if is_cuda else _cpu_tokens(decoder)),
+            batch_tokens=fixed or _cpu_tokens(decoder, FEWEST_TOKENS),
+            shared_tokens=fixed or _cpu_tokens(decoder, FEWEST_SHARED_TOKENS),
             logits_rows=logits_rows,
             score_rows=score_rows,
             checkpoint_layers=config.checkpoint_layers,
         )
 
 
-def _cpu_tokens(decoder: Decoder) -> int:
-    """Tokens of a micro-batch on the CPU: as few as are efficient, since everybody waits for its
-    end. It goes by the model's size and not by measured time, which would change roundings."""
-    return min(max(_CPU_WORK // decoder.nbytes, 256), 1024)
+def _cpu_tokens(decoder: Decoder, fewest: int) -> int:
+    """Tokens of a micro-batch on the CPU: not many, since whoever comes waits for its end. It goes
+    by the model's size and not by measured time, so that one owner alone gets the same bits."""
+    return min(max(CPU_WORK // decoder.nbytes, fewest), 1024)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,84 @@
+"""Micro-batches on the CPU: efficient for one owner alone, short while others wait for their end.
+
+Counted in turns, which a loaded machine does not change.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tinsmith.engine.base import Pass, SampleJob
+from tinsmith.engine.local.boundary.worker import PassResults
+from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.core import EngineCore
+from tinsmith.engine.local.train import passes
+from tinsmith.types import Datum, ForwardBackwardOutput, LoraConfig, ModelInput, SamplingParams
+
+TOKENS = [10 + number % 80 for number in range(65)]
+DATUM = Datum(
+    model_input=ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs={"target_tokens": TOKENS[1:]}
+)
+
+
+@pytest.fixture
+def core(tiny_llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
+    monkeypatch.setattr(passes, "CPU_WORK", 1)  # as if the model were large
+    core = EngineCore(LocalEngineConfig(models={"tiny": str(tiny_llama_folder)}, device="cpu"))
+    for name in ("ann", "bob"):
+        assert core.create_adapter(name, "tiny", LoraConfig(rank=2, seed=1)) is None
+    return core
+
+
+def _pass(owner: str, num_data: int = 16) -> Pass:
+    """A pass of 1,024 tokens, if nothing else is said."""
+    return Pass(
+        adapter_id=owner,
+        data=[DATUM] * num_data,
+        loss_fn="cross_entropy",
+        forward_only=True,
+        scope=owner,
+    )
+
+
+def _num_turns(results: PassResults) -> int:
+    turns = list(results)
+    assert all(isinstance(t.result, ForwardBackwardOutput) for t in turns if t is not None)
+    return turns.count(None)
+
+
+def test_one_owner_alone_has_few_long_turns(core: EngineCore) -> None:
+    assert _num_turns(core.run_passes([_pass("ann")])) == 2
+    assert _num_turns(core.run_passes([_pass("ann", 8), _pass("ann", 8)])) == 2
+
+
+def test_turns_are_short_where_two_owners_have_a_part_in_a_call(core: EngineCore) -> None:
+    assert _num_turns(core.run_passes([_pass("ann", 8), _pass("bob", 8)])) == 4
+
+
+def test_turns_are_short_while_another_call_is_under_way(core: EngineCore) -> None:
+    long = core.run_passes([_pass("ann", 32)])
+    assert next(long) is None
+    assert _num_turns(core.run_passes([_pass("bob")])) == 4
+    assert _num_turns(long) == 3, "long ones again"
+    left = core.run_passes([_pass("ann", 32)])
+    next(left)
+    left.close()
+    assert _num_turns(core.run_passes([_pass("bob")])) == 2, "one that was given up counts no more"
+
+
+def test_turns_are_short_while_somebody_samples(core: EngineCore) -> None:
+    job = SampleJob(
+        job_id="j",
+        base_model="tiny",
+        weights_id=None,
+        prompt=ModelInput.from_ints([10, 11]),
+        params=SamplingParams(max_tokens=8, seed=5, stop=[]),
+        scope="bob",
+    )
+    assert core.submit_sample(job) is None
+    assert _num_turns(core.run_passes([_pass("ann")])) == 4
+    while core.is_sampling:
+        core.sampling_turn()
+    assert _num_turns(core.run_passes([_pass("ann")])) == 2
