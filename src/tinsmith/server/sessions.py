@@ -16,9 +16,13 @@ from typing import Any
 
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.operations.live_models import LiveModels
+from tinsmith.server.remembered import Remembered
 from tinsmith.server.store.records import SessionRecord
 from tinsmith.server.store.store import Store
 from tinsmith.types import CreateSessionRequest
+
+_MAX_RECORDS = 1024
+"""Sessions kept in memory, each with up to 64 KiB of metadata; others are read again."""
 
 
 class Sessions:
@@ -26,7 +30,7 @@ class Sessions:
         self._store = store
         self._models = models
         self._config = config
-        self._sessions: dict[str, SessionRecord] = {}
+        self._sessions = Remembered(store.sessions.get, _MAX_RECORDS)
         self._seen: dict[str, float] = {}
         """When each gave its last sign of life, by the monotonic clock."""
         self._unwritten: set[str] = set()
@@ -45,17 +49,12 @@ class Sessions:
             display_name=request.display_name,
         )
         await self._store.sessions.add(session)
-        self._sessions[session.session_id] = session
         self._seen[session.session_id] = time.monotonic()
         return session
 
     async def get(self, session_id: str, owner: str) -> SessionRecord | None:
         """The owner's session; None when there is none, or it is somebody else's."""
-        session = self._sessions.get(session_id) or await self._store.sessions.get(session_id)
-        if session is None or session.owner != owner:
-            return None
-        self._sessions.setdefault(session_id, session)
-        return session
+        return await self._sessions.get(session_id, lambda session: session.owner == owner)
 
     def touch(self, session_id: str) -> None:
         self._seen[session_id] = time.monotonic()
@@ -67,7 +66,7 @@ class Sessions:
 
     async def set(self, session: SessionRecord, values: dict[str, Any]) -> None:
         await self._store.sessions.update(session.session_id, values)
-        self._sessions.pop(session.session_id, None)
+        self._sessions.forget(session.session_id)
 
     async def finish(self, session: SessionRecord, reason: str, detail: str | None) -> None:
         """End a session; the first end counts."""
@@ -84,7 +83,7 @@ class Sessions:
         for session_id, seen in list(self._seen.items()):
             if now - seen >= self._config.session_timeout_seconds:
                 del self._seen[session_id]
-                self._sessions.pop(session_id, None)
+                self._sessions.forget(session_id)
                 await self._put_away(session_id)
 
     async def without_samplers(self) -> list[str]:
