@@ -16,9 +16,8 @@ from typing import Any
 
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.operations.live_models import LiveModels
-from tinsmith.server.remembered import Remembered
 from tinsmith.server.store.records import SessionRecord
-from tinsmith.server.store.store import Store
+from tinsmith.server.store.store import Remembered, Store
 from tinsmith.types import CreateSessionRequest
 
 _MAX_RECORDS = 1024

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tinsmith.server.owners import working_for
+from tinsmith.server.edge.owners import working_for
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.store import Store
 

@@ -32,7 +32,7 @@ from tinsmith.server.edge.http import (
     nothing,
     read_body,
 )
-from tinsmith.server.owners import working_for
+from tinsmith.server.edge.owners import working_for
 from tinsmith.server.service import Service
 from tinsmith.types.model import Model
 from tinsmith.wire import dialects, json

@@ -17,13 +17,13 @@ from typing import TypeVar
 
 from tinsmith.engine.base import Engine, Failure, Pass, Step
 from tinsmith.errors import EngineError, TinkerError
+from tinsmith.server.edge.owners import working_for
 from tinsmith.server.operations.execution import DiskTroubleError
 from tinsmith.server.operations.finishes import failed, pass_done, step_done
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.operation import Operation, PassKind, SingleKind, StepKind
 from tinsmith.server.operations.runner import STORE_PAUSE_SECONDS, OperationsWork, Parts
 from tinsmith.server.operations.shares import moved
-from tinsmith.server.owners import working_for
 from tinsmith.server.store.errors import StoreDamagedError, StoreUnavailableError
 from tinsmith.server.store.records import Finish
 

@@ -17,6 +17,7 @@ from typing import Protocol
 from tinsmith.engine.base import Engine, Failure
 from tinsmith.errors import EngineError, TinkerError
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.edge.owners import working_for
 from tinsmith.server.engines.supervisor import EngineSupervisor
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.operations.endings import Endings
@@ -25,7 +26,6 @@ from tinsmith.server.operations.finishes import failed
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.shares import Shares
-from tinsmith.server.owners import working_for
 from tinsmith.server.store.errors import StoreUnavailableError
 from tinsmith.server.store.records import Finish
 

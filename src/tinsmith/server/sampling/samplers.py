@@ -5,9 +5,8 @@ Several may share one folder of weights. Which weights are in the engine is the 
 
 from __future__ import annotations
 
-from tinsmith.server.remembered import Remembered
 from tinsmith.server.store.records import SamplerRecord
-from tinsmith.server.store.store import Store
+from tinsmith.server.store.store import Remembered, Store
 
 _MAX_RECORDS = 10_000
 """Samplers kept in memory; others are read from the store again."""

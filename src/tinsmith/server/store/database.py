@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
+from tinsmith.server.edge.owners import owner_at_work
 from tinsmith.server.edge.workers import Workers
-from tinsmith.server.owners import owner_at_work
 from tinsmith.server.store import schema
 from tinsmith.server.store.errors import (
     StoreConflictError,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.in_process_server import MODEL
-from tinsmith.server.remembered import Remembered
 from tinsmith.server.sampling.samplers import Samplers
 from tinsmith.server.sessions import Sessions
+from tinsmith.server.store.store import Remembered
 
 if TYPE_CHECKING:
     from tests.support.in_process_server import Api, TestServer
