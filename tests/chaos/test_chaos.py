@@ -41,7 +41,8 @@ def test_nothing_is_lost_whatever_breaks(tiny_model: Path, store: str, seed: int
     assert counts["engine's MiB after two loops"] > 0
 
 
-def test_the_engine_that_chaos_kills_is_a_module_that_exists() -> None:
+@pytest.mark.parametrize("victim", ["ENGINE", "RANK"])
+def test_the_process_that_chaos_kills_is_a_module_that_exists(victim: str) -> None:
     """It is found by its command line; under a wrong name nothing would ever be killed."""
-    name = runpy.run_path(str(CHAOS / "machinery.py"))["ENGINE"].decode()
+    name = runpy.run_path(str(CHAOS / "machinery.py"))[victim].decode()
     assert importlib.util.find_spec(name) is not None

@@ -1,18 +1,18 @@
 """Break everything, again and again, while clients train; then look whether anything was lost.
 
     python tools/chaos --seed 1 --minutes 30 [--operations 10000] [--store sqlite|postgres]
-                       [--clients 6] [--steps 12] [--engines 2] [--replicas 1]
+                       [--clients 6] [--steps 12] [--engines 2] [--ranks 1] [--replicas 1]
 
 It ends after the minutes, or as soon as so many operations have been carried out.
 
 Several official clients and several of ours train against one server, or several that share a
-Postgres, through a proxy. A driver
-kills and stops the server and its engines, empties their slots, moves models between them, starts
-it with stores that are not its own, sets its clock, fills the disk, stops the database, cuts,
-delays and refuses connections and kills clients; which, in which order and for how long the seed
-decides. Each client's output must be that of an undisturbed run to the last bit, and so must the
-final weights; what clients saw, written down as it passed, must be possible (`tools/history`); then
-the store and the folder are looked through, and a long loop of samplers must not have taken memory.
+Postgres, through a proxy. A driver kills and stops the server, its engines and their ranks, empties
+their slots, moves models between them, starts it with stores that are not its own, sets its clock,
+fills the disk, stops the database, cuts, delays and refuses connections and kills clients; which,
+in which order and for how long the seed decides. Each client's output must be that of an
+undisturbed run to the last bit, and so must the final weights; what clients saw, written down as it
+passed, must be possible (`tools/history`); then the store and the folder are looked through, and a
+long loop of samplers must not have taken memory.
 Ends with 1 if anything is amiss.
 """
 
@@ -71,6 +71,7 @@ class Chaos:
         model: Path | None,
         disk_bytes: int,
         num_engines: int,
+        num_ranks: int,
         steps: int = STEPS,
         num_replicas: int = 1,
     ) -> None:
@@ -81,10 +82,10 @@ class Chaos:
         self.mark = uuid.uuid4().hex
         self.disk = SmallDisk(folder / "disk", disk_bytes)
         self.postgres = Postgres() if store == "postgres" else None
-        options: list[str] = []
+        options = ["--ranks", str(num_ranks)]
         if self.postgres is not None:
             self.postgres.start()
-            options = ["--database-url", self.postgres.url]
+            options += ["--database-url", self.postgres.url]
         if model is None:
             model = folder / "tiny"
             tiny_model.build(model)
@@ -162,6 +163,9 @@ class Chaos:
 
     def _engines(self) -> list[int]:
         return [pid for server in self.servers for pid in server.engines()]
+
+    def _ranks(self) -> list[int]:
+        return [pid for server in self.servers for pid in server.ranks()]
 
     # Clients
 
@@ -348,8 +352,8 @@ class Chaos:
                 self.counts["engines that died"] += 1
 
     def _some_engine(self) -> int | None:
-        engines = self._engines()
-        return self.chance.choice(engines) if engines else None
+        processes = self._ranks()
+        return self.chance.choice(processes) if processes else None
 
     async def _empty_slot(self) -> None:
         slot = self.chance.randrange(self.server.num_engines)
@@ -527,6 +531,7 @@ async def _main(arguments: argparse.Namespace) -> int:
         arguments.model,
         disk_bytes,
         arguments.engines,
+        arguments.ranks,
         arguments.steps,
         arguments.replicas,
     )
@@ -552,6 +557,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--steps", type=int, default=STEPS, help="how long each client trains")
     parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1, help="processes of each engine")
     parser.add_argument("--replicas", type=int, default=1, help="how many servers; of postgres")
     parser.add_argument("--store", choices=["sqlite", "postgres"], default="sqlite")
     parser.add_argument("--model", type=Path, help="a folder with the tiny model; made if missing")

@@ -20,6 +20,7 @@ from pathlib import Path
 
 MARK = "CHAOS_RUN"
 ENGINE = b"tinsmith.engine.local.boundary.process"
+RANK = b"tinsmith.engine.local.ranks.process"
 GAP_SECONDS = 20.0
 """Far longer than any fault here keeps a request from being sent again."""
 
@@ -137,11 +138,12 @@ class Server:
     def engines(self) -> list[int]:
         """The engine processes."""
         assert self.process is not None
-        pid = self.process.pid
-        with contextlib.suppress(OSError):
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            return [int(c) for c in children if ENGINE in _file(c, "cmdline")]
-        return []
+        return _children(self.process.pid, ENGINE)
+
+    def ranks(self) -> list[int]:
+        """The engine processes, and those that have models together with them."""
+        engines = self.engines()
+        return [*engines, *(rank for engine in engines for rank in _children(engine, RANK))]
 
     def cluster(self, verb: str, slot: int) -> None:
         """`tinsmith cluster drain` or `resume`."""
@@ -179,6 +181,14 @@ def orphans(mark: str) -> list[int]:
         if entry.name.isdigit() and wanted in _file(entry.name, "environ").split(b"\0"):
             found.append(int(entry.name))
     return found
+
+
+def _children(pid: int, module: bytes) -> list[int]:
+    """The processes that run a module and were started by the main thread of a process."""
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(child) for child in children if module in _file(child, "cmdline")]
+    return []
 
 
 def _file(pid: str, name: str) -> bytes:
