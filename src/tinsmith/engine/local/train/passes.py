@@ -113,7 +113,7 @@ def run_passes(
             continue
         involved = [progress[index] for index in dict.fromkeys(i.pass_index for i in wanted)]
         if wanted[0].keeps_apart:
-            yield from _compiling(involved[0], config.custom_loss_seconds)
+            yield from _compiling(involved[0], config.custom_loss_seconds, decoder.ranks)
             if involved[0].is_done:
                 yield from _finished(progress, adapters, decoder, config)
                 continue
@@ -434,13 +434,13 @@ def _score(
     return hidden_grad
 
 
-def _compiling(state: _Progress, max_seconds: float) -> Iterator[None]:
+def _compiling(state: _Progress, max_seconds: float, ranks: Ranks) -> Iterator[None]:
     """Make a pass's uploaded loss callable, in the thread for them, or fail the pass; yields while
     that takes."""
     if state.custom is not None:
         return
     running = _loss_threads().submit(_compile, state, max_seconds)
-    while not running.done():
+    while not ranks.first(running.done):  # as many turns on every rank
         futures.wait([running], timeout=_LOSS_TURN_SECONDS)
         yield None
     running.result()
