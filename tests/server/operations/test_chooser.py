@@ -235,3 +235,13 @@ def test_an_owner_with_passes_under_way_begins_no_others_beside_them() -> None:
     under_way = UnderWay(is_idle=False, owners_passing=frozenset({"ann"}))
     assert [candidate.model for candidate in _choose(ready, under_way).passes] == ["b"]
     assert not _choose(ready, UnderWay(is_idle=False, may_pass=False)).passes
+
+
+def test_steps_that_wait_for_others_go_before_a_batch_of_passes() -> None:
+    stepping, passing = _candidate("a", "optim_step"), _candidate("b", "forward_backward")
+    choice = _choose([stepping, passing], UnderWay(is_idle=False, has_steps=True))
+    assert not choice.steps and not choice.passes, "behind the batch the step would be late"
+    choice = _choose([stepping, passing])
+    assert (_names(choice.steps), _names(choice.passes)) == (["a"], ["b"])
+    choice = _choose([passing], UnderWay(is_idle=False, has_steps=True))
+    assert _names(choice.passes) == ["b"]

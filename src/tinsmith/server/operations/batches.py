@@ -144,6 +144,7 @@ class PassBatch(_Batch):
         """`expected` are the seconds that each pass has been charged with."""
         super().__init__(parts, claims)
         self._expected = expected
+        self.num_tokens = sum(operation.num_tokens for _, operation in claims)
         self.began_at = time.monotonic()
 
     @property

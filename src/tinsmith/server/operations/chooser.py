@@ -154,10 +154,12 @@ def choose(
             steps.append(candidate)
         elif candidate.front and candidate.owner not in under_way.owners_passing:
             passes.append(candidate)
+    # Steps that wait for others go before passes: behind a batch they would miss the next one.
+    may_pass = under_way.may_pass and not (under_way.has_steps and steps)
     return Choice(
         moves,
         [] if under_way.has_steps else choose_steps(steps, shares),
-        choose_passes(passes, shares, max_tokens, max_seconds) if under_way.may_pass else [],
+        choose_passes(passes, shares, max_tokens, max_seconds) if may_pass else [],
     )
 
 

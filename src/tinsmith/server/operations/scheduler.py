@@ -34,6 +34,7 @@ from tinsmith.server.operations.chooser import (
 from tinsmith.server.operations.endings import Endings
 from tinsmith.server.operations.execution import Executor
 from tinsmith.server.operations.gaps import GapWatch
+from tinsmith.server.operations.gathering import Gathering
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.recovery import Recovery
@@ -79,6 +80,7 @@ class Scheduler:
             config=config,
             free=self._free,
         )
+        self._gathering = Gathering()
         self._gaps = GapWatch(config.gap_timeout_seconds, time.monotonic)
         self.housekeeping_seconds = 1.0
         self._wake = asyncio.Event()
@@ -175,7 +177,7 @@ class Scheduler:
 
     def _start_ready(self) -> None:
         ready = [model for model in self._awake if not model.is_busy]
-        under_way = self._under_way()
+        under_way = self._under_way(ready)
         # Where no batch may begin, there is no need to look at all that waits.
         max_tokens = self._config.max_gathered_tokens if under_way.may_pass else 0
         choice = choose(
@@ -205,17 +207,26 @@ class Scheduler:
             seconds_per_token=model.seconds_per_token,
         )
 
-    def _under_way(self) -> UnderWay:
+    def _under_way(self, ready: Sequence[LiveModel]) -> UnderWay:
         works = [work for work in self._works.values() if work is not None]
         return UnderWay(
             is_idle=not self._works,
             is_alone=self._is_alone,
-            may_pass=self._may_pass(),
+            may_pass=self._may_pass() and not self._is_held_back(ready),
             owners_passing=frozenset(o for batch in self._pass_batches() for o in batch.owners),
             has_steps=any(isinstance(work, StepBatch) for work in works),
             num_saving=sum(isinstance(work, Save) for work in works),
             singles_of=Counter(w.models[0].owner for w in works if isinstance(w, Single | Load)),
         )
+
+    def _is_held_back(self, ready: Sequence[LiveModel]) -> bool:
+        """Whether the next batch waits for company; then it is looked at again in time."""
+        heads = ((model, model.queue.head()) for model in ready)
+        passing = [m.model_id for m, head in heads if head is not None and head.is_pass]
+        seconds = self._gathering.hold(passing, time.monotonic())
+        if seconds:
+            asyncio.get_running_loop().call_later(seconds, self._wake.set)
+        return seconds > 0
 
     def _is_waiting(self, model: LiveModel) -> bool:
         """Whether the model has something to do that could not start yet."""
@@ -294,7 +305,15 @@ class Scheduler:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._works[task]
+        work = self._works.pop(task)
+        if isinstance(work, PassBatch):
+            now = time.monotonic()
+            self._gathering.batch_ended(
+                [model.model_id for model in work.models],
+                num_tokens=work.num_tokens,
+                seconds=now - work.began_at,
+                at=now,
+            )
         if not self._works:
             self._is_alone = False
         self._wake.set()
