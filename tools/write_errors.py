@@ -81,8 +81,12 @@ CURES = {
     ),
     "DataFolderInUseError": "Stop the other server, or give this one another `--data-dir`.",
     "ForeignStoreError": (
-        "Check `--data-dir` and `--database-url`, or restore both from one "
+        "Check `--data-dir`, `--storage` and `--database-url`, or restore both from one "
         "[backup](../how-to/backup.md). To bind them on purpose: `tinsmith storage adopt`."
+    ),
+    "StorageUnavailableError": (
+        "Nothing, once the storage is back: large requests are answered with 503 until then, and "
+        "clients try again. See [object storage](../how-to/object-storage.md)."
     ),
     "DamagedBackupError": "Use another backup; the message names the files that differ.",
     "StoreInUseError": (

@@ -37,8 +37,8 @@ def install_line(extra: str) -> str:
 def install_line_for(module: str) -> str:
     """The command that installs a module's package, with what else its extra lacks."""
     name = module.partition(".")[0].replace("_", "-")
-    extras = ("cli", "server", "engine", "postgres", "grammar", "otel", "age", "cluster", "ray")
-    for extra in extras:
+    local = ("cli", "server", "engine", "postgres", "grammar", "otel", "age")
+    for extra in (*local, "cluster", "ray", "storage"):
         if name in packages(extra):
             return install_line(extra)
     return f"pip install {name}"

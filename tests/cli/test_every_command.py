@@ -159,6 +159,10 @@ CASES: dict[str, Callable[[World], Call]] = {
     "storage adopt": lambda w: Call(
         ("--yes", "--data-dir", str(w.tmp_path)), "Bound", ("known", "missing")
     ),
+    "storage check": lambda w: Call(w.data_dir, "are there and whole", ("known", "faults")),
+    "storage repair": lambda w: Call(
+        ("--data-dir", str(w.tmp_path)), "are there and whole", ("known", "faults")
+    ),
     "storage restore": lambda w: Call(
         (_deleted(w), *w.data_dir), "Restored tinker://", ("restored",)
     ),

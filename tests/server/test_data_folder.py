@@ -13,10 +13,13 @@ import sqlalchemy as sa
 
 from tinsmith.cli.server import storage
 from tinsmith.server.config import ServerConfig, build_config
-from tinsmith.server.data_folder import DataFolder, ForeignStoreError
+from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.serving import claim_store, open_store
+from tinsmith.server.storage import binding
+from tinsmith.server.storage.folder import FolderStorage
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import sqlite_url
+from tinsmith.server.store.errors import ForeignStoreError
 from tinsmith.server.store.records import AuditRecord
 from tinsmith.server.trash import Trash
 from tinsmith.types import Datum, ModelInput
@@ -247,7 +250,7 @@ async def test_a_server_that_adopted_a_folder_deletes_nothing_that_it_does_not_k
     before = sorted(_files(left.data_dir).values())
     empty = _with(left, database_url=sqlite_url(tmp_path / "another.db"))
     store = open_store(empty)
-    await DataFolder(empty.data_dir).adopt(store)
+    await binding.adopt(FolderStorage(DataFolder(empty.data_dir)), store)
     await store.close()
     server = await start_server(database_url=empty.database_url)
     await server.service.tidy()
@@ -309,7 +312,7 @@ async def test_a_move_to_the_trash_that_did_not_end_leaves_nothing(tmp_path: Pat
     trash = Trash(tmp_path / "trash")
     file = tmp_path / "w"
     file.write_bytes(b"x")
-    trash.put(file, "deleted")
+    trash.take_in(trash.announce(file, "deleted"), file)
     (entry,) = trash.entries()
     trash.content(entry).rename(file)
     assert trash.entries() == []

@@ -12,6 +12,7 @@ from tinsmith.cli.server import storage
 from tinsmith.server.checkpoints import Checkpoints
 from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.serving import claim_store
+from tinsmith.server.storage.folder import FolderStorage
 from tinsmith.server.trash import Trash
 from tinsmith.server.weights import WeightsFolders
 
@@ -41,7 +42,7 @@ async def _delete(config: ServerConfig, path: str) -> None:
     folder = DataFolder(config.data_dir)
     store = await claim_store(config)
     try:
-        weights = WeightsFolders(folder.weights, store, Trash(folder.trash))
+        weights = WeightsFolders(FolderStorage(folder), store)
         checkpoints = Checkpoints(store, weights)
         with pytest.MonkeyPatch.context() as patch:
             Death(patch, NUM_MOMENTS - int(path.rpartition("n")[2]), WRITES)

@@ -19,7 +19,7 @@ from tinsmith.server.checkpoints import Checkpoints
 from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.imports import Imports
 from tinsmith.server.serving import claim_store
-from tinsmith.server.trash import Trash
+from tinsmith.server.storage.folder import FolderStorage
 from tinsmith.server.uploads import Uploads
 from tinsmith.server.weights import WeightsFolders
 from tinsmith.types import LoraConfig
@@ -259,7 +259,7 @@ async def _import_and_die(config: ServerConfig, moment: int) -> None:
     folder = DataFolder(config.data_dir)
     store = await claim_store(config)
     try:
-        weights = WeightsFolders(folder.weights, store, Trash(folder.trash))
+        weights = WeightsFolders(FolderStorage(folder), store)
         uploads = Uploads(folder.uploads, 1000)
         engines: Any = _Engines()
         imports = Imports(store, uploads, weights, Checkpoints(store, weights), engines)

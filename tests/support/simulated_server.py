@@ -28,6 +28,8 @@ from tinsmith.server.edge.app import build_app
 from tinsmith.server.engines.plan import SlotPlan
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
+from tinsmith.server.storage import binding
+from tinsmith.server.storage.folder import FolderStorage
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.store import Store
 from tinsmith.server.store.writer import Batch, CommitCount, OnCommit, Write, commit
@@ -142,8 +144,9 @@ class SimulatedServer:
         folder.create()
         self.writers: list[LoopWriter] = []
         self.store = Store(sqlite_url(folder.database), folder.blobs, open_writer=self._writer)
-        await folder.check(self.store)
-        await folder.bind(self.store)
+        storage = FolderStorage(folder)
+        await binding.check(storage, self.store)
+        await binding.bind(storage, self.store)
         if prepare is not None:
             await prepare(self.store)
         secret = await self.store.keys.secret("signing")

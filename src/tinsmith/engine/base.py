@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from tinsmith.disk import FileRecord
 from tinsmith.engine.images import ImageRules
 from tinsmith.types import (
     AdamParams,
@@ -162,6 +163,8 @@ SnapshotKind = Literal["sampler", "training", "exact"]
 class SnapshotInfo:
     size_bytes: int
     step: int
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    """What was written, by name; empty where something was read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +206,8 @@ class ImportedAdapter:
     lora: LoraConfig
     """What an adapter must be created with to load it."""
     size_bytes: int
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    """What was written, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

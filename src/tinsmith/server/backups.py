@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +26,8 @@ from tinsmith.disk import FileRecord
 from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.data_folder import DataFolder
+from tinsmith.server.storage import binding
+from tinsmith.server.storage.folder import FolderStorage
 from tinsmith.server.store.copying import check_sqlite, copy_in, copy_out
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.store import Store
@@ -69,6 +72,7 @@ def _tell_nobody(done: int, total: int) -> None:
 
 def create(config: ServerConfig, to: Path, tell: Tell = _tell_nobody) -> Backup:
     """Copy a server's store and data folder to a new folder, whether or not the server runs."""
+    _refuse_object_storage(config)
     source = DataFolder(config.data_dir)
     url = _url(config, source)
     with disk.new_folder(to) as draft:
@@ -88,7 +92,7 @@ def create(config: ServerConfig, to: Path, tell: Tell = _tell_nobody) -> Backup:
             known = _names(url, source)
             for name in set(copied) - (known & named):
                 disk.discard_folder(target.weights / name)
-                disk.discard_file(_blob(target, name))
+                disk.discard_file(target.blob(name))
                 del copied[name]
             missing = named - set(copied)
             if not missing:
@@ -123,6 +127,7 @@ def verify(folder: Path) -> Backup:
 
 def restore(folder: Path, config: ServerConfig) -> Backup:
     """Make a data folder, and fill an empty Postgres where one is given, from a whole backup."""
+    _refuse_object_storage(config)
     backup = verify(folder)
     reason = (
         f"the service was restored from a backup of {backup.moment}, and this run was set back to "
@@ -139,8 +144,18 @@ def restore(folder: Path, config: ServerConfig) -> Backup:
         if config.database_url is not None:
             copy_in(target.database, config.database_url)
             disk.discard_file(target.database)
-        asyncio.run(_with_store(_url(config, target), target, target.adopt))
+        storage = FolderStorage(target)
+        asyncio.run(_with_store(_url(config, target), target, partial(binding.adopt, storage)))
     return backup
+
+
+def _refuse_object_storage(config: ServerConfig) -> None:
+    if config.storage is not None:
+        raise ValidationError(
+            f"a backup is a folder, and weights are in {config.storage}: back up the database with "
+            "its own tools and the storage with its versions, see the page on object storage",
+            "storage",
+        )
 
 
 def read(folder: Path) -> Backup:
@@ -196,15 +211,11 @@ def _copy_one(source: DataFolder, target: DataFolder, name: str) -> dict[str, Fi
     folder = source.weights / name
     files = [f for f in folder.rglob("*") if f.is_file()] if folder.is_dir() else []
     found = {}
-    for file in files or [_blob(source, name)]:
+    for file in files or [source.blob(name)]:
         path = file.relative_to(source.root)
         disk.create_folder((target.root / path).parent)
         found[path.as_posix()] = disk.copy_file(file, target.root / path)
     return found
-
-
-def _blob(folder: DataFolder, name: str) -> Path:
-    return folder.blobs / name[:2] / name
 
 
 def _fault(folder: Path, path: str, backup: Backup) -> str | None:

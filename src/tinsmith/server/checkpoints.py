@@ -73,6 +73,11 @@ class Checkpoints:
         weights = await self._store.weights.get(checkpoint.weights_id)
         if weights is None:
             raise ValidationError(f"the weights of {checkpoint.tinker_path} are gone")
+        if weights.lost is not None:
+            raise ValidationError(
+                f"the weights of {checkpoint.tinker_path} are lost: {weights.lost}; use another "
+                "checkpoint of the run"
+            )
         return weights
 
     async def loadable(self, checkpoint: CheckpointRecord) -> WeightsRecord:

@@ -23,6 +23,7 @@ ENVIRONMENT_PREFIX = "TINSMITH_"
 
 _ENGINE_PREFIX = "engine."
 _LEAST_LEASE_SECONDS = 1.0
+_STORAGE_URL = re.compile(r"(?:s3|gs|az)://[^/].*|file:///.+")
 
 
 def default_data_dir() -> Path:
@@ -53,6 +54,18 @@ class ServerConfig:
 
     lease_seconds: float = 4.0
     """How long the others wait for the server that runs the engines before one takes over."""
+
+    storage: str | None = None
+    """Where weights and large requests are kept: s3://bucket/prefix, gs://bucket/prefix,
+    az://container/prefix or file:///folder; by default the data folder. Needs the extra
+    `storage`."""
+
+    storage_cache_bytes: int = 64 * 1024**3
+    """Most bytes of copies of weights in the data folder, where they are kept elsewhere."""
+
+    storage_urls: bool = True
+    """Whether clients fetch checkpoints from an object storage itself, by signed URLs; without,
+    this server passes them on."""
 
     auth: bool = True
     """Whether requests need a key. Without, the server listens on loopback only."""
@@ -333,6 +346,12 @@ class ServerConfig:
             raise ValidationError(
                 f"must be at least {_LEAST_LEASE_SECONDS:g}, got {self.lease_seconds:g}",
                 "lease_seconds",
+            )
+        if self.storage is not None and not _STORAGE_URL.fullmatch(self.storage):
+            raise ValidationError(
+                "expected s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or "
+                f"file:///folder, got {self.storage!r}",
+                "storage",
             )
         if not self.auth and not self.is_loopback:
             raise ValidationError(

@@ -1,11 +1,7 @@
-"""The data folder: where things lie in it, its lock, and which store it belongs to.
+"""The data folder: where things lie in it, its lock, and what it says of itself.
 
 The lock is held as long as the process lives, by the system's own means, so a server that was
 killed leaves nothing behind that the next one would have to clear away.
-
-A store and its folder carry one random id, an epoch, which counts up while they are used, and the
-number of commits. They are compared before a server touches either: a store that does not know what
-is in the folder (a new one, another's, an older copy) must not take it for rubbish.
 """
 
 from __future__ import annotations
@@ -14,27 +10,20 @@ import fcntl
 import json
 import logging
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tinsmith import disk
 from tinsmith.errors import TinkerError
+from tinsmith.server.store.errors import ForeignStoreError
 from tinsmith.server.store.records import IdentityRecord
-from tinsmith.server.store.store import Store
 
 logger = logging.getLogger(__name__)
-
-_ADOPT = "to use them together all the same: tinsmith storage adopt"
 
 
 class DataFolderInUseError(TinkerError):
     """Another server has the data folder."""
-
-
-class ForeignStoreError(TinkerError):
-    """The database and the data folder do not belong together; the message says why."""
 
 
 class DataFolder:
@@ -45,6 +34,8 @@ class DataFolder:
         self.blobs = root / "blobs"
         self.trash = root / "trash"
         self.uploads = root / "uploads"
+        self.cache = root / "cache"
+        """Copies of weights whose originals are in object storage."""
         self._identity = root / "identity.json"
         self._position = root / "position"
         self._is_position_noted = True
@@ -78,52 +69,6 @@ class DataFolder:
         finally:
             os.close(descriptor)
 
-    def check_belongs(self, store_id: str | None) -> None:
-        """Refuse a store that another folder belongs to, while a server may be at work on both."""
-        here = self.identity()
-        if store_id is not None and (here is None or here.store_id != store_id):
-            raise self._foreign("the database belongs to another data folder")
-
-    async def check(self, store: Store) -> None:
-        """Refuse a store that this folder does not belong to. Changes nothing."""
-        ours, here = await store.identity.get(), self.identity()
-        if here is None and (ours is None or ours.epoch == 0):
-            await self._check_contents(store)
-        elif here is None:
-            if self.names() or await store.file_names():
-                raise self._foreign("the database belongs to another data folder")
-        elif ours is None:
-            raise self._foreign("the database is new, and the folder belongs to another one")
-        elif ours.store_id != here.store_id:
-            raise self._foreign("each belongs to another one")
-        elif ours.epoch < here.epoch or ours.position < here.position:
-            raise self._foreign("the database is an older copy of the one last used here")
-        elif ours.epoch > here.epoch + 1:
-            raise self._foreign("the folder is an older copy of the one last used with it")
-
-    async def bind(self, store: Store) -> None:
-        """After `check`: the two belong together from here on."""
-        if await store.identity.get() is None or self.identity() is None:
-            await self.adopt(store)
-        store.identity.count_commits(self._note_position)
-        await self.advance(store)
-
-    async def adopt(self, store: Store) -> None:
-        """Give both a new identity, whatever they belonged to before; copies made until now of
-        either are strangers to both."""
-        fresh = IdentityRecord(store_id=uuid.uuid4().hex, epoch=0)
-        await store.identity.put(fresh)
-        disk.discard_file(self._position)
-        self._write_identity(fresh)
-        await self.advance(store)
-
-    async def advance(self, store: Store) -> None:
-        """Count up, so that copies made before this moment are told from what is here now.
-
-        The database goes first: after a crash in between it is one ahead, never behind.
-        """
-        self._write_identity(await store.identity.advance())
-
     def identity(self) -> IdentityRecord | None:
         """What the folder says of itself; None when it was never bound to a store."""
         try:
@@ -136,28 +81,39 @@ class DataFolder:
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
-            raise self._foreign(f"{self._identity.name} is damaged ({error})") from None
+            raise ForeignStoreError(
+                f"the data folder {self.root}", f"{self._identity.name} is damaged ({error})"
+            ) from None
 
-    def names(self) -> set[str]:
-        """The weights, requests and results in the folder, by the names that a store knows."""
-        found = {f.name for f in self.blobs.glob("??/*")}
-        if self.weights.exists():
-            found |= {f.name for f in self.weights.iterdir()}
-        return {name for name in found if not disk.is_draft(Path(name))}
-
-    async def _check_contents(self, store: Store) -> None:
-        """Before the first binding: do they look as if they belong together?"""
-        here, known = self.names(), await store.file_names()
-        if here and not known:
-            raise self._foreign(f"the database knows none of the {len(here)} items in the folder")
-        if known and not here & known:
-            raise self._foreign(f"none of the {len(known)} items that the database knows is there")
-
-    def _write_identity(self, identity: IdentityRecord) -> None:
+    def write_identity(self, identity: IdentityRecord) -> None:
+        """A new one begins at position 0, wherever the one before it was."""
+        if identity.epoch == 0:
+            disk.discard_file(self._position)
         facts = {"store_id": identity.store_id, "epoch": identity.epoch}
         disk.publish_file(self._identity, json.dumps(facts).encode())
 
-    def _note_position(self, position: int) -> None:
+    def names(self, changed_before: float | None = None) -> set[str]:
+        """The weights, requests and results in the folder, by the names that a store knows; only
+        those that were not changed since a moment, where one is given."""
+        found = [*self.blobs.glob("??/*")]
+        if self.weights.exists():
+            found += self.weights.iterdir()
+        return {
+            path.name
+            for path in found
+            if not disk.is_draft(path)
+            and (changed_before is None or path.stat().st_mtime <= changed_before)
+        }
+
+    def blob(self, name: str) -> Path:
+        """Where a request or result lies."""
+        return self.blobs / name[:2] / name
+
+    def blob_drafts(self) -> list[Path]:
+        """Requests and results that were not written to the end, or are being written now."""
+        return [*filter(disk.is_draft, self.blobs.glob("??/.*"))]
+
+    def note_position(self, position: int) -> None:
         """Called for each commit. Not synced: after a power cut the folder may know less than the
         store, or nothing, which is no mismatch."""
         was_noted = self._is_position_noted
@@ -177,10 +133,3 @@ class DataFolder:
         except FileNotFoundError:
             return 0
         return int(text) if text.isdecimal() else 0
-
-    def _foreign(self, reason: str) -> ForeignStoreError:
-        return ForeignStoreError(
-            f"this database and the data folder {self.root} do not belong together: {reason}. "
-            "Nothing was changed. Check --data-dir and --database-url, or restore both from one "
-            f"backup; {_ADOPT}"
-        )

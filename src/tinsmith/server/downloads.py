@@ -13,14 +13,17 @@ import hashlib
 import mimetypes
 import re
 import tarfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+
+Reading = Callable[[], AbstractAsyncContextManager[object]]
 
 _PIECE_BYTES = 1024 * 1024
 _HASHING = ThreadPoolExecutor(max_workers=2, thread_name_prefix="digest")
@@ -70,8 +73,10 @@ def archive_content(weights_id: str, folder: Path, names: Sequence[str]) -> Cont
     return Content(version, "application/x-tar", parts)
 
 
-async def respond(request: Request, content: Content) -> Response:
-    """What was asked for of some content: all, a range, or that it is the same as before."""
+async def respond(request: Request, content: Content, reading: Reading = nullcontext) -> Response:
+    """What was asked for of some content: all, a range, or that it is the same as before.
+
+    `reading` keeps its files where they are, now for the caller and later for the answer."""
     etag = f'"{hashlib.sha256(content.version.encode()).hexdigest()[:32]}"'
     headers = {"etag": etag, "accept-ranges": "bytes"}
     if request.headers.get("if-none-match") == etag:
@@ -91,7 +96,7 @@ async def respond(request: Request, content: Content) -> Response:
         headers["content-range"] = f"bytes {start}-{stop - 1}/{size}"
     headers["content-length"] = str(stop - start)
     return StreamingResponse(
-        _read(content, start, stop),
+        _read(content, start, stop, reading),
         status_code=status,
         headers=headers,
         media_type=content.media_type,
@@ -107,7 +112,13 @@ def _range(request: Request, etag: str) -> tuple[int, int | None] | None:
     return int(found[1]), int(found[2]) + 1 if found[2] else None
 
 
-async def _read(content: Content, start: int, stop: int) -> AsyncIterator[bytes]:
+async def _read(content: Content, start: int, stop: int, reading: Reading) -> AsyncIterator[bytes]:
+    async with reading():
+        async for piece in _pieces_of(content, start, stop):
+            yield piece
+
+
+async def _pieces_of(content: Content, start: int, stop: int) -> AsyncIterator[bytes]:
     position = 0
     for part in content.parts:
         first, last = max(start - position, 0), min(stop - position, _size(part))

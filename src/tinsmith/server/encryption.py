@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith import disk, extras
+from tinsmith.disk import FileRecord
 from tinsmith.errors import ValidationError
 
 Recipient = Any  # pyrage has no annotations
@@ -46,15 +47,16 @@ def read_recipients(texts: Sequence[str]) -> list[Recipient]:
     return recipients
 
 
-def encrypt_folder(source: Path, folder: Path, recipients: Sequence[str]) -> int:
-    """Write the files of `source`, encrypted, as the new folder `folder`; how many bytes."""
+def encrypt_folder(source: Path, folder: Path, recipients: Sequence[str]) -> dict[str, FileRecord]:
+    """Write the files of `source`, encrypted, as the new folder `folder`; what was written."""
     import pyrage
 
     keys = read_recipients(recipients)
-    size = 0
+    written = {}
     with disk.new_folder(folder) as draft:
         for file in sorted(source.iterdir()):
             with file.open("rb") as plain:
                 encrypt = partial(pyrage.encrypt_io, plain, recipients=keys)
-                size += disk.write_file(draft / f"{file.name}.age", encrypt).size
-    return size
+                name = f"{file.name}.age"
+                written[name] = disk.write_file(draft / name, encrypt)
+    return written

@@ -17,7 +17,7 @@ from tinsmith.server.engines.pool import EnginePool
 from tinsmith.server.store.records import CheckpointRecord, ModelRecord, WeightsRecord
 from tinsmith.server.store.store import Store
 from tinsmith.server.uploads import Uploads
-from tinsmith.server.weights import WeightsFolders
+from tinsmith.server.weights import WeightsFolders, files_value
 from tinsmith.types import AdamOptimizerConfig
 from tinsmith.types.checkpoints import KIND_SEGMENTS
 from tinsmith.types.imports import ImportWeightsRequest
@@ -68,7 +68,7 @@ class Imports:
     ) -> CheckpointRecord:
         source = await self._uploads.join(owner, message.upload_id, message.files)
         engine = await self._engines.first()
-        with self._weights.new() as (weights_id, folder):
+        async with self._weights.new() as (weights_id, folder):
             imported = await engine.import_adapter(message.base_model, source, folder, message.kind)
         if isinstance(imported, Failure):
             if imported.category == "server":
@@ -109,6 +109,7 @@ class Imports:
             optimizer=optimizer,
             size_bytes=imported.size_bytes,
             created_at=at,
+            files=files_value(imported.files),
         )
         checkpoint = CheckpointRecord(
             model_id=run_id,

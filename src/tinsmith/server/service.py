@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tinsmith import disk
 from tinsmith.engine.base import BaseModelInfo, Capabilities, RefusedModel
 from tinsmith.engine.cluster import Cluster
 from tinsmith.errors import EngineError
@@ -55,10 +54,11 @@ from tinsmith.server.sampling.requests import Sampling
 from tinsmith.server.sampling.samplers import Samplers
 from tinsmith.server.sampling.stats import SamplerStats
 from tinsmith.server.sessions import Sessions
+from tinsmith.server.storage import binding
+from tinsmith.server.storage.opening import open_storage
 from tinsmith.server.store.records import ModelRecord, StepRecord, StepSource
 from tinsmith.server.store.store import Store
 from tinsmith.server.tracing import Spans
-from tinsmith.server.trash import Trash
 from tinsmith.server.uploads import Uploads
 from tinsmith.server.usage import Usage
 from tinsmith.server.weights import WeightsFolders
@@ -119,13 +119,13 @@ class Service:
         self.events = Events(store)
         self.posted = Posted(store, config.key_max_posted_bytes)
         self.folder = DataFolder(config.data_dir)
-        self.trash = Trash(self.folder.trash)
-        self.weights = WeightsFolders(self.folder.weights, store, self.trash)
+        self.storage = open_storage(config)
+        self.weights = WeightsFolders(self.storage, store)
         self.engines = EnginePool(
             slot_plans(config, epoch or 0),
             warmed(engine_factory, config.warm_up),
             self.weights.sweep_drafts,
-            lambda: LoadedSamplers(self.weights.folder, config.max_loaded_samplers),
+            lambda: LoadedSamplers(self.weights.reading, config.max_loaded_samplers),
         )
         self.promises = Promises(_RECENT_RESULT_BYTES)
         self.models = LiveModels(store, self.promises)
@@ -210,10 +210,9 @@ class Service:
         self._add_gauges()
 
     async def start(self) -> None:
-        await self.weights.sweep_unknown(min_age_seconds=0.0)
-        await self._sweep_unknown_blobs()
+        await self.weights.sweep_unknown(is_start=True)
         await asyncio.to_thread(self.uploads.clear)
-        await asyncio.to_thread(self.trash.sweep)
+        await self.storage.sweep_trash(self.store.confirm)
         await self.engines.start()
         await self.sessions.welcome_back()
         for model_id in await self.store.log.models_with_pending():
@@ -248,7 +247,7 @@ class Service:
                     await model.recorded()
         try:
             await self.tidy()
-            await self.folder.advance(self.store)
+            await binding.advance(self.storage, self.store)
         except Exception:
             logger.exception("the last housekeeping failed")
         await self._let_go()
@@ -345,10 +344,12 @@ class Service:
         if all(model.committing is None for model in self.models):
             # Otherwise a folder may be waiting for its record, however long the store was away.
             await self.weights.sweep_unknown()
-        await asyncio.to_thread(
-            self.trash.empty, now - self.config.trash_seconds, self.config.key_max_stored_bytes
+        await self.storage.empty_trash(
+            now - self.config.trash_seconds,
+            self.config.key_max_stored_bytes,
+            self.store.file_names,
         )
-        await self.folder.advance(self.store)
+        await binding.advance(self.storage, self.store)
         await self.sessions.retire_models()
         await self.store.log.drop_results(
             retrieved_before=now - self.config.retrieved_retention_seconds,
@@ -360,22 +361,6 @@ class Service:
             ended_before=now - self.config.training_retention_seconds,
         )
         await self.losses.delete_unused(now - self.config.loss_retention_seconds)
-
-    async def _sweep_unknown_blobs(self) -> None:
-        """Move files whose record never came to the trash. Only before anything is recorded."""
-        found = await asyncio.to_thread(lambda: [*self.folder.blobs.glob("??/*")])
-        # In this order: another server that takes over meanwhile has written none of them.
-        await self.store.confirm()
-        known = await self.store.log.blob_names()
-
-        def sweep() -> None:
-            for file in found:
-                if disk.is_draft(file):
-                    disk.discard_file(file)
-                elif file.name not in known:
-                    self.trash.put(file, "the store has no record of it")
-
-        await asyncio.to_thread(sweep)
 
     async def _keep_house(self) -> None:
         for round_number in itertools.count(1):

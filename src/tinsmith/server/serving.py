@@ -26,7 +26,7 @@ from tinsmith.engine.base import Capabilities
 from tinsmith.engine.cluster import Cluster
 from tinsmith.errors import TinkerError
 from tinsmith.server.config import ServerConfig
-from tinsmith.server.data_folder import DataFolder, ForeignStoreError
+from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.edge.answer_headers import FIXED_HEADERS
 from tinsmith.server.edge.app import build_app
 from tinsmith.server.edge.auth import create_key
@@ -38,8 +38,10 @@ from tinsmith.server.metrics import Metrics
 from tinsmith.server.replicas.lease import Lease
 from tinsmith.server.replicas.replica import Replica
 from tinsmith.server.service import Service
+from tinsmith.server.storage import binding
+from tinsmith.server.storage.opening import open_blobs, open_storage
 from tinsmith.server.store.database import sqlite_url
-from tinsmith.server.store.errors import LeaseLostError
+from tinsmith.server.store.errors import ForeignStoreError, LeaseLostError
 from tinsmith.server.store.fence import Fence
 from tinsmith.server.store.leases import Leases
 from tinsmith.server.store.losses import LossBounds
@@ -192,9 +194,10 @@ class _Replica:
     async def _check_folder(self, store_id: str | None) -> None:
         """A server that follows finds out now, and not when it is needed, that it has a folder
         which is not the others'. The first of them may be about to bind it."""
+        storage = open_storage(self._config)
         for pause in (0.2, 0.5, 1.0, 2.0, None):
             try:
-                DataFolder(self._config.data_dir).check_belongs(store_id)
+                await binding.check_belongs(storage, store_id)
                 return
             except ForeignStoreError:
                 if pause is None:
@@ -292,16 +295,16 @@ async def claim_store(
 ) -> Store:
     """The store of a data folder, for the one server that works on them.
 
-    Others are kept out, by the lease if there is one. A database that does not belong to the folder
-    is refused.
+    Others are kept out, by the lease if there is one. A database that does not belong to the
+    storage is refused.
     """
     store = await asyncio.to_thread(open_store, config, metrics, fence)
-    folder = DataFolder(config.data_dir)
+    storage = open_storage(config)
     try:
         if fence is None:
             await store.keep_others_out()
-        await folder.check(store)
-        await folder.bind(store)
+        await binding.check(storage, store)
+        await binding.bind(storage, store)
     except BaseException:
         await store.close()
         raise
@@ -323,7 +326,7 @@ def open_store(
 
     return Store(
         url,
-        folder.blobs,
+        open_blobs(config),
         on_commit,
         max_owner_bytes=config.key_max_stored_bytes,
         max_example_bytes=config.key_max_example_bytes,

@@ -13,6 +13,7 @@ import logging
 import time
 import uuid
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,6 @@ class TrashEntry:
 class Trash:
     def __init__(self, root: Path) -> None:
         self._root = root
-
-    def put(self, path: Path, reason: str) -> None:
-        """Move a file or folder here."""
-        self.take_in(self.announce(path, reason), path)
 
     def announce(
         self, path: Path, reason: str, weights: dict[str, Any] | None = None
@@ -105,7 +102,7 @@ class Trash:
         how many there were. Only for whoever holds the folder's lock."""
         old = {e.entry_id for e in self.entries() if e.moved_at < moved_before}
         if max_owner_bytes is not None:
-            old |= self._beyond(max_owner_bytes)
+            old |= beyond(self.entries(), max_owner_bytes)
         for entry_id in old:
             logger.info("deleting %s from the trash", entry_id)
             disk.discard_folder(self._root / entry_id)
@@ -119,16 +116,6 @@ class Trash:
                 if folder.name not in whole and not _has_content(folder):
                     disk.discard_folder(folder)
 
-    def _beyond(self, max_owner_bytes: int) -> set[str]:
-        together: dict[str, int] = defaultdict(int)
-        beyond = set()
-        for entry in self.entries():
-            if entry.owner is not None:
-                together[entry.owner] += entry.size_bytes
-                if together[entry.owner] > max_owner_bytes:
-                    beyond.add(entry.entry_id)
-        return beyond
-
     def _all(self) -> list[TrashEntry]:
         if not self._root.exists():
             return []
@@ -140,6 +127,18 @@ class Trash:
             return TrashEntry(**json.loads((folder / _FACTS).read_text()))
         except (OSError, ValueError, TypeError):
             return None
+
+
+def beyond(entries: Sequence[TrashEntry], max_owner_bytes: int) -> set[str]:
+    """The ids of each owner's oldest beyond a size; `entries` begin with the newest."""
+    together: dict[str, int] = defaultdict(int)
+    found = set()
+    for entry in entries:
+        if entry.owner is not None:
+            together[entry.owner] += entry.size_bytes
+            if together[entry.owner] > max_owner_bytes:
+                found.add(entry.entry_id)
+    return found
 
 
 def _has_content(folder: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import runpy
 import statistics
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,7 +101,9 @@ async def test_who_comes_while_a_server_starts_does_not_crowd_into_the_quickest_
     async def nothing() -> None: ...
 
     plans = [SlotPlan(number=number) for number in range(2)]
-    pool = EnginePool(plans, start, nothing, lambda: LoadedSamplers(Path, 1))
+    pool = EnginePool(
+        plans, start, nothing, lambda: LoadedSamplers(lambda name: nullcontext(Path(name)), 1)
+    )
     new_model = runpy.run_path(str(PLACEMENTS))["new_model"]
     await pool.start()
     async with asyncio.timeout(10):

@@ -69,7 +69,7 @@ async def test_an_engine_that_starts_leaves_what_another_is_writing(
 ) -> None:
     server = await start_server(engines=2)
     weights = server.service.weights
-    with weights.new() as (_, folder):
+    async with weights.new() as (_, folder):
         draft, stray = (folder.with_name(f".{name}.draft") for name in (folder.name, "stray"))
         draft.mkdir()
         stray.mkdir()

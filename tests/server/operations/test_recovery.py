@@ -9,6 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from tinsmith.engine.fake import FakeEngine
+from tinsmith.server.trash import Trash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -267,7 +268,7 @@ async def test_weights_without_a_record_go_to_the_trash_at_the_start(
     stray.mkdir(parents=True)
     server = await start_server()
     assert not stray.exists()
-    assert [e.name for e in server.service.trash.entries()] == ["0123"]
+    assert [e.name for e in Trash(server.service.folder.trash).entries()] == ["0123"]
 
 
 async def test_results_are_forgotten_after_their_time(start_server: StartServer) -> None:

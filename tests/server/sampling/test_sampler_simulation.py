@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -127,7 +128,10 @@ class World:
         self.engines: dict[int, StrictEngine] = {}
         plans = [SlotPlan(number=number) for number in range(random.choice((1, 2, 3)))]
         self.pool = EnginePool(
-            plans, self._new_engine, _nothing, lambda: LoadedSamplers(Path, MAX_LOADED)
+            plans,
+            self._new_engine,
+            _nothing,
+            lambda: LoadedSamplers(lambda name: nullcontext(Path(name)), MAX_LOADED),
         )
         self.sampling = Sampling(
             spans=Spans(),

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, help="Adapters without a seed get the same in each run.")
 @click.option("--database-url", help="A Postgres URL instead of a file.")
 @click.option("--advertise", metavar="URL", help="Where other servers of it reach this one.")
+@click.option("--storage", help="Where weights are kept: s3://…, gs://…, az://… or file:///….")
 @click.option(
     "--auth/--no-auth", default=None, help="Without keys the server is for loopback only."
 )

@@ -1,15 +1,18 @@
-"""`tinsmith storage`: what a server's data folder holds, and what can be brought back."""
+"""`tinsmith storage`: what a server's storage holds, and what can be brought back."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tinsmith.cli import naming
 from tinsmith.cli.output import Output, Table, size_text, time_text, with_output
 from tinsmith.cli.server.local_server import config_of, which_server
+
+if TYPE_CHECKING:
+    from tinsmith.server.storage.checking import Findings
 
 
 @click.group("storage")
@@ -103,6 +106,39 @@ def restore(output: Output, /, entry_id: str, **where: Any) -> None:
         click.echo(f"Restored {name}.")
 
 
+@command.command("check")
+@click.option("--quick", is_flag=True, help="Compare names and sizes; do not read the files.")
+@which_server
+@with_output
+def check(output: Output, /, quick: bool, **where: Any) -> None:
+    """Compare the database with what is in the storage, both ways.
+
+    Changes nothing. Ends with exit code 1 if something is missing, damaged or unknown.
+    """
+    from tinsmith.cli.server import storage
+
+    found = storage.check(config_of(**where), reads=not quick)
+    _show_faults(output, found)
+    if found.faults:
+        click.get_current_context().exit(1)
+
+
+@command.command("repair")
+@which_server
+@with_output
+def repair(output: Output, /, **where: Any) -> None:
+    """Do what can be done about what `check` finds; nothing is deleted.
+
+    What is missing or damaged is marked as lost, so that whoever asks for it hears why, and what
+    the database does not know goes to the trash. The server must not run, unless its storage is
+    object storage.
+    """
+    from tinsmith.cli.server import storage
+
+    config = config_of(**where)
+    _show_faults(output, storage.repair(config))
+
+
 @command.command("adopt")
 @click.option("--yes", "-y", "is_sure", is_flag=True, help="Do not ask.")
 @which_server
@@ -126,6 +162,21 @@ def adopt(output: Output, /, is_sure: bool, **where: Any) -> None:
             f"Bound. Of what the database knows, {num_here} are in the folder "
             f"and {num_missing} are missing."
         )
+
+
+def _show_faults(output: Output, found: Findings) -> None:
+    faults = found.faults
+    output.show(
+        {
+            "known": found.num_known,
+            "faults": [{"kind": f.kind, "name": f.name, "detail": f.detail} for f in faults],
+        },
+        Table(
+            ["Fault", "Name", "Detail"],
+            [[f.kind, f.name, f.detail] for f in faults],
+            None if faults else f"All {found.num_known} are there and whole",
+        ),
+    )
 
 
 def _moment(seconds: float) -> datetime:

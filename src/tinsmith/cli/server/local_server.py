@@ -22,6 +22,7 @@ T = TypeVar("T")
 def which_server(function: F) -> F:
     """The options that say which server is meant; the same as those of `serve`."""
     for option in (
+        click.option("--storage", help="The server's object storage, if it uses one."),
         click.option("--database-url", help="The server's Postgres URL, if it uses one."),
         click.option(
             "--data-dir", type=click.Path(path_type=Path), help="The server's data folder."

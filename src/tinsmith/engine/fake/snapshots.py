@@ -40,10 +40,11 @@ def save(adapter: BigramAdapter, folder: Path, kind: SnapshotKind) -> SnapshotIn
         "state_sha256": hashlib.sha256(state.getvalue()).hexdigest(),
     }
     with disk.new_folder(folder) as draft:
-        disk.write_file(draft / _STATE_FILE, [state.getvalue()])
+        files = {_STATE_FILE: disk.write_file(draft / _STATE_FILE, [state.getvalue()])}
         config["sha256"] = _checksum(config)
-        disk.write_file(draft / _CONFIG_FILE, [json.dumps(config).encode()])
-    return SnapshotInfo(size_bytes=_size(folder), step=adapter.step)
+        text = json.dumps(config).encode()
+        files[_CONFIG_FILE] = disk.write_file(draft / _CONFIG_FILE, [text])
+    return SnapshotInfo(size_bytes=_size(folder), step=adapter.step, files=files)
 
 
 def restore(adapter: BigramAdapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:

@@ -260,7 +260,7 @@ class EngineCore:
             return _failure(error)
         except OSError as error:
             return Failure(f"the adapter could not be written to {folder}: {error}", "server")
-        return ImportedAdapter(lora=adapter.lora, size_bytes=info.size_bytes)
+        return ImportedAdapter(lora=adapter.lora, size_bytes=info.size_bytes, files=info.files)
 
     def load_sampler(self, weights_id: str, base_model: str, folder: Path) -> Failure | None:
         try:

@@ -248,7 +248,9 @@ async def guarded(
         status, detail, headers = 413, str(error), None
     except (ValidationError, StoreValueError) as error:
         status, detail, headers = 400, str(error), None
-    except (EngineError, StoreUnavailableError) as error:
+    except StoreUnavailableError as error:
+        status, detail, headers = 503, str(error), WAIT
+    except EngineError as error:
         status, detail, headers = 503, str(error), None
     except ClientDisconnect:
         return Response(status_code=400)

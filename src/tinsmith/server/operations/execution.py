@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tinsmith.engine.base import Engine, Failure, Pass, SnapshotKind, Step
+from tinsmith.engine.base import Engine, Failure, Pass, SnapshotInfo, SnapshotKind, Step
 from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.server.checkpoints import Checkpoints, checkpoint_name, expiry
 from tinsmith.server.encryption import ENCRYPTED, encrypt_folder
@@ -23,7 +23,7 @@ from tinsmith.server.operations.finishes import done, failed
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.uploaded_losses import UploadedLosses
-from tinsmith.server.store.errors import OverQuotaError
+from tinsmith.server.store.errors import OverQuotaError, StoreDamagedError
 from tinsmith.server.store.records import (
     AuditRecord,
     CheckpointRecord,
@@ -32,7 +32,7 @@ from tinsmith.server.store.records import (
     WeightsRecord,
 )
 from tinsmith.server.store.store import Store
-from tinsmith.server.weights import WeightsFolders, weights_record
+from tinsmith.server.weights import WeightsFolders, files_value, weights_record
 from tinsmith.types import (
     AdamParams,
     CreateModelResponse,
@@ -120,8 +120,7 @@ class Executor:
             )
             if failure is not None:
                 return failed(operation, failure)
-        folder = self.weights.folder(weights_id)
-        info = await engine.restore(model.model_id, folder, _restored(request))
+        info = await self._restore(engine, model, weights_id, _restored(request))
         if isinstance(info, Failure):
             return failed(operation, info)
         response = LoadWeightsResponse(
@@ -134,9 +133,17 @@ class Executor:
     ) -> Failure | None:
         request = (await self.request_of(operation, LoadRequest)).request
         assert operation.record.weights_id is not None
-        folder = self.weights.folder(operation.record.weights_id)
-        info = await engine.restore(model.model_id, folder, _restored(request))
+        info = await self._restore(engine, model, operation.record.weights_id, _restored(request))
         return info if isinstance(info, Failure) else None
+
+    async def _restore(
+        self, engine: Engine, model: LiveModel, weights_id: str, kind: SnapshotKind
+    ) -> SnapshotInfo | Failure:
+        try:
+            async with self.weights.reading(weights_id) as folder:
+                return await engine.restore(model.model_id, folder, kind)
+        except StoreDamagedError as error:
+            return Failure(str(error), "server")
 
     async def _choose_weights(self, operation: Operation) -> str:
         """What a load takes, chosen once: if the server dies before the end is recorded, the path
@@ -224,15 +231,23 @@ class Executor:
 
     async def _encrypted(self, plain: WeightsRecord, recipients: list[str]) -> WeightsRecord:
         """Encrypted weights in the place of plain ones."""
-        source = self.weights.folder(plain.weights_id)
         try:
-            with self.weights.new() as (weights_id, folder):
-                size = await asyncio.to_thread(encrypt_folder, source, folder, recipients)
+            async with (
+                self.weights.reading(plain.weights_id) as source,
+                self.weights.new() as (weights_id, folder),
+            ):
+                files = await asyncio.to_thread(encrypt_folder, source, folder, recipients)
         except OSError as error:
             raise DiskTroubleError(f"the export could not be encrypted: {error}") from error
         finally:
             await self.weights.discard(plain.weights_id)
-        return dataclasses.replace(plain, weights_id=weights_id, kind=ENCRYPTED, size_bytes=size)
+        return dataclasses.replace(
+            plain,
+            weights_id=weights_id,
+            kind=ENCRYPTED,
+            size_bytes=sum(record.size for record in files.values()),
+            files=files_value(files),
+        )
 
     async def _save_ephemeral(
         self, engine: Engine, model: LiveModel, operation: Operation, sampling_seq_id: int
@@ -267,7 +282,7 @@ class Executor:
     async def _snapshot(
         self, engine: Engine, model: LiveModel, kind: SnapshotKind
     ) -> WeightsRecord | Failure:
-        with self.weights.new() as (weights_id, folder):
+        async with self.weights.new() as (weights_id, folder):
             info = await engine.snapshot(model.model_id, folder, kind)
         if isinstance(info, Failure):
             if info.category == "server":

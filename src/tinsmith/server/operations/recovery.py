@@ -59,8 +59,11 @@ class Recovery:
         _check(await engine.create_adapter(model.model_id, record.base_model, model.lora), "create")
         if record.snapshot_weights_id is None:
             return None
-        folder = self._executor.weights.folder(record.snapshot_weights_id)
-        restored = await engine.restore(model.model_id, folder, "exact")
+        try:
+            async with self._executor.weights.reading(record.snapshot_weights_id) as folder:
+                restored = await engine.restore(model.model_id, folder, "exact")
+        except StoreDamagedError as error:
+            return Failure(str(error), "server")
         return restored if isinstance(restored, Failure) else None
 
     async def _revert(self, model: LiveModel) -> ModelRecord:

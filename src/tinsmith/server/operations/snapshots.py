@@ -70,7 +70,7 @@ class Snapshots:
         """Save the model as it is now. Nothing of it may be under way."""
         seq_id = model.queue.next_seq_id - 1
         await model.recorded()
-        with self._weights.new() as (weights_id, folder):
+        async with self._weights.new() as (weights_id, folder):
             info = await engine.snapshot(model.model_id, folder, "exact")
         if isinstance(info, Failure):
             raise SnapshotError(f"no snapshot of {model.model_id} could be taken: {info.message}")

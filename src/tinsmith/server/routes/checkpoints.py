@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 from email.utils import format_datetime
+from functools import partial
 from urllib.parse import quote
 
 from starlette.requests import Request
@@ -80,10 +81,14 @@ async def external_weights_urls(
 ) -> ExternalWeightsUrlsResponse:
     checkpoint = await _owned(service, caller, request)
     expires = int(time.time()) + service.config.signed_url_seconds
-    urls = {
-        name: signed_url(service, f"/files/{checkpoint.weights_id}/{quote(name)}", expires)
-        for name in service.weights.files(checkpoint.weights_id)
-    }
+    weights_id = (await service.checkpoints.weights_of(checkpoint)).weights_id
+    names = await service.weights.files(weights_id)
+    urls = await service.storage.urls(weights_id, names, service.config.signed_url_seconds)
+    if urls is None:
+        urls = {
+            name: signed_url(service, f"/files/{weights_id}/{quote(name)}", expires)
+            for name in names
+        }
     return ExternalWeightsUrlsResponse(urls=urls, expires=_moment(expires))
 
 
@@ -105,21 +110,25 @@ async def get_file(service: Service, request: Request) -> Response:
     """One file of some weights, for whoever has a signed URL."""
     weights_id, name = request.path_params["weights_id"], request.path_params["name"]
     check_signature(service, request)
-    if name not in service.weights.files(weights_id):
+    if name not in await service.weights.files(weights_id):
         raise not_found("file", name)
-    folder = service.weights.folder(weights_id)
-    return await downloads.respond(request, downloads.file_content(weights_id, folder, name))
+    reading = partial(service.weights.reading, weights_id)
+    async with reading() as folder:
+        content = downloads.file_content(weights_id, folder, name)
+        return await downloads.respond(request, content, reading)
 
 
 async def get_archive(service: Service, request: Request) -> Response:
     """All files of some weights as a tar, for whoever has a signed URL."""
     weights_id = request.path_params["weights_id"]
     check_signature(service, request)
-    names = service.weights.files(weights_id)
+    names = await service.weights.files(weights_id)
     if not names:
         raise not_found("archive", weights_id)
-    folder = service.weights.folder(weights_id)
-    return await downloads.respond(request, downloads.archive_content(weights_id, folder, names))
+    reading = partial(service.weights.reading, weights_id)
+    async with reading() as folder:
+        content = downloads.archive_content(weights_id, folder, names)
+        return await downloads.respond(request, content, reading)
 
 
 def checkpoint_message(checkpoint: CheckpointRecord) -> Checkpoint:

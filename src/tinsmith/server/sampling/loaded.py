@@ -15,19 +15,24 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tinsmith.engine.base import Engine, Failure
 from tinsmith.errors import EngineError
+from tinsmith.server.store.errors import StoreDamagedError
 
 
 class LoadedSamplers:
     """The list of a slot's present engine; a new engine begins with an empty one."""
 
-    def __init__(self, folder_of: Callable[[str], Path], max_loaded: int) -> None:
-        self._folder_of = folder_of
+    def __init__(
+        self, reading: Callable[[str], AbstractAsyncContextManager[Path]], max_loaded: int
+    ) -> None:
+        """`reading` gives the folder of weights for as long as they are read."""
+        self._reading = reading
         self._max_loaded = max(1, max_loaded)
         self._generation = 0
         self._places = _Places(self._max_loaded)
@@ -51,13 +56,20 @@ class LoadedSamplers:
         loaded = await places.acquire(
             weights_id,
             owner,
-            lambda: engine.load_sampler(weights_id, base_model, self._folder_of(weights_id)),
+            lambda: self._load(engine, weights_id, base_model),
             lambda: engine.unload_sampler(weights_id),
         )
         try:
             yield await asyncio.shield(loaded.ready)
         finally:
             places.release(loaded)
+
+    async def _load(self, engine: Engine, weights_id: str, base_model: str) -> Failure | None:
+        try:
+            async with self._reading(weights_id) as folder:
+                return await engine.load_sampler(weights_id, base_model, folder)
+        except StoreDamagedError as error:
+            return Failure(str(error), "server")
 
     async def freeze(
         self, engine: Engine, generation: int, adapter_id: str, weights_id: str, owner: str

@@ -29,6 +29,7 @@ from tinsmith.server.sampling.completions import Completions
 from tinsmith.server.sampling.examples import SampledExamples
 from tinsmith.server.sampling.stats import SamplerStats
 from tinsmith.server.sampling.stream_buffer import Patience, buffered
+from tinsmith.server.store.errors import StoreUnavailableError
 from tinsmith.server.store.records import SamplerRecord
 from tinsmith.server.tracing import Spans
 from tinsmith.server.usage import Usage
@@ -50,6 +51,7 @@ REQUEST_PREFIX = "sample-"
 JOURNAL = "samples.journal"
 """The file in the data folder with the samples that clients were promised."""
 
+_STORE_PAUSE_SECONDS = 1.0
 _MANY_SEQUENCES = 256
 """A response with so many takes milliseconds to encode."""
 
@@ -285,7 +287,8 @@ class Sampling:
         attempts = self._config.engine_attempts
         last: EngineError | None = None
         slot = self._engines.sampling_slot(job)
-        for number in range(1, attempts + 1):
+        number = 1
+        while number <= attempts:
             # Having been there at all deaths but the last allowed one, it is suspected of them.
             is_suspect = number == attempts > 1
             if not slot.is_open:
@@ -296,6 +299,10 @@ class Sampling:
                     return await self._attempt(slot, running, job)
             except EngineError as error:
                 last = error
+                number += 1
+            except StoreUnavailableError as error:
+                logger.warning("a sample waits for its weights: %s", error)
+                await asyncio.sleep(_STORE_PAUSE_SECONDS)
         raise last or EngineError("the engine gave no result")
 
     async def _attempt(self, slot: Slot, running: _Running, job: SampleJob) -> Outcome:

@@ -39,5 +39,17 @@ class StoreDamagedError(TinkerError):
     """What is on disk is not what was written."""
 
 
+class ForeignStoreError(TinkerError):
+    """A database and a storage do not belong together."""
+
+    def __init__(self, storage: str, reason: str) -> None:
+        """`storage` is what the storage is called, as "the data folder /data"."""
+        super().__init__(
+            f"this database and {storage} do not belong together: {reason}. Nothing was changed. "
+            "Check --data-dir, --storage and --database-url, or restore both from one backup; to "
+            "use them together all the same: tinsmith storage adopt"
+        )
+
+
 class StoreTooNewError(TinkerError):
     """A later version of this software has written the database."""

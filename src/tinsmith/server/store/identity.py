@@ -31,6 +31,18 @@ class Identity:
         """From now on `tell` hears the position of every commit before its writers do."""
         self._database.count_commits(tell)
 
+    async def ensure(self, identity: IdentityRecord) -> None:
+        """Take an identity where there is none."""
+
+        def write(connection: sa.Connection) -> None:
+            if connection.dialect.name == "postgresql":
+                # Another server may be about to do the same.
+                connection.execute(sa.text("LOCK TABLE identity IN SHARE ROW EXCLUSIVE MODE"))
+            if connection.execute(sa.select(schema.identity)).first() is None:
+                connection.execute(sa.insert(schema.identity).values(row_of(identity)))
+
+        await self._database.write(write)
+
     async def put(self, identity: IdentityRecord) -> None:
         def write(connection: sa.Connection) -> None:
             connection.execute(sa.delete(schema.identity))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -217,6 +218,26 @@ class Log:
         """The files with requests, without which a model cannot be rebuilt."""
         payloads = schema.operations.c.payload_file
         return set(await self._database.column(sa.select(payloads).where(payloads.is_not(None))))
+
+    async def mark_lost(self, name: str, reason: str) -> None:
+        """A file cannot be read any more: what waits for its request has failed, and its result is
+        gone. A request that was carried out stays named: a rebuild must not do without it."""
+        table = schema.operations
+        is_waiting = sa.and_(table.c.payload_file == name, table.c.status == "pending")
+        failed = {
+            "status": "failed",
+            "finished_at": time.time(),
+            "error": f"the recorded request cannot be read: {reason}",
+            "category": "server",
+            "payload_file": None,
+        }
+        dropped = {"result_file": None, "result_bytes": 0, "result_type": "dropped"}
+
+        def write(connection: sa.Connection) -> None:
+            connection.execute(sa.update(table).where(is_waiting).values(failed))
+            connection.execute(sa.update(table).where(table.c.result_file == name).values(dropped))
+
+        await self._database.write(write)
 
     async def models_with_pending(self) -> Sequence[str]:
         table = schema.operations

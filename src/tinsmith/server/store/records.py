@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+from tinsmith.disk import FileRecord
+
 R = TypeVar("R")
 
 OperationStatus = Literal["pending", "done", "failed"]
@@ -180,6 +182,14 @@ class WeightsRecord:
     deleted_checkpoint: dict[str, Any] | None = None
     """The fields of the last checkpoint with these weights that was deleted, for bringing it
     back from the trash."""
+    files: dict[str, Any] | None = None
+    """Size and checksum of each file; None of weights that an earlier release wrote."""
+    lost: str | None = None
+    """Why these weights cannot be had any more, where that was found out."""
+
+    @property
+    def file_records(self) -> dict[str, FileRecord]:
+        return {name: FileRecord(**record) for name, record in (self.files or {}).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

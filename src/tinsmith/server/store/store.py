@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from tinsmith.server.store import schema
 from tinsmith.server.store.account import Account
-from tinsmith.server.store.blobs import Blobs
+from tinsmith.server.store.blobs import BlobFiles, Blobs, FolderBlobs
 from tinsmith.server.store.browsers import Browsers
 from tinsmith.server.store.checkpoints import Checkpoints
 from tinsmith.server.store.curves import Curves
@@ -39,7 +39,7 @@ class Store:
     def __init__(
         self,
         url: str,
-        blob_folder: Path,
+        blobs_in: Path | BlobFiles,
         on_commit: OnCommit = lambda seconds, writes: None,
         open_writer: Callable[[sa.Engine, OnCommit], Writes] = Writer,
         max_owner_bytes: int | None = None,
@@ -49,13 +49,16 @@ class Store:
     ) -> None:
         """Opens the database, creating or migrating its tables as needed. Blocks; call it once.
 
+        `blobs_in` is where large requests and results are kept: a folder, or what holds them.
         `max_owner_bytes` bounds what one owner's checkpoints and unnamed samplers take, and
         `max_example_bytes` what his examples take; `loss_bounds` do so for losses.
         `open_writer` says how writes are carried out, where that is not by a thread of their own.
         `fence` is of a server among several: nothing is written once another has taken over.
         """
         self.database = Database(url, on_commit, open_writer, fence)
-        blobs = Blobs(blob_folder, self.database.in_thread)
+        if isinstance(blobs_in, Path):
+            blobs_in = FolderBlobs(blobs_in, self.database.in_thread)
+        self.blobs = blobs = Blobs(blobs_in)
         self.identity = Identity(self.database)
         self.keys = Keys(self.database)
         self.browsers = Browsers(self.database)

