@@ -75,7 +75,14 @@ with tinsmith.ServiceClient() as service:
                 for each, score in zip(answers, group, strict=True)
                 if score != mean
             ]
+        kl = 0.0
         if data:
-            training.forward_backward(data, "importance_sampling")
+            passed = training.forward_backward(data, "importance_sampling")
             training.optim_step(tinsmith.AdamParams(learning_rate=3e-4)).result()
-        print(f"step {step + 1}: mean reward {sum(rewards) / len(rewards):.2f}", flush=True)
+            kl = passed.result().metrics["kl_q_p:mean"]
+        # Rounding alone; a server with --on-policy exact makes it 0.
+        print(
+            f"step {step + 1}: mean reward {sum(rewards) / len(rewards):.2f}, "
+            f"KL between sampler and trainer {kl:.1e}",
+            flush=True,
+        )
