@@ -17,6 +17,7 @@ import torch
 from tests.support import apple_device
 from tests.support.tiny_families import TINY_FAMILIES, save_tiny
 from tinsmith.engine.base import Pass, SampleJob, Shaping, Step
+from tinsmith.engine.local.boundary.worker import Later
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
 from tinsmith.engine.local.model.recurrent.recurrence import decays
@@ -66,7 +67,9 @@ def lived(folder: Path, device: str, snapshots: Path) -> list[np.ndarray]:
         (metrics,) = core.step([Step(adapter_id="a", params=AdamParams(learning_rate=0.01))])
         assert isinstance(metrics, dict), metrics
         found.append(np.array([metrics[name] for name in sorted(metrics)]))
-    info = core.snapshot("a", snapshots / f"{device}-state", "training")
+    begun = core.snapshot("a", snapshots / f"{device}-state", "training")
+    assert isinstance(begun, Later), begun
+    info = begun.finish()
     assert not hasattr(info, "category"), info
     assert core.create_adapter("b", "m", LoraConfig(rank=4, seed=2)) is None
     info = core.restore("b", snapshots / f"{device}-state", "training")

@@ -5,6 +5,7 @@ What every engine promises is in `tests/contract/test_engine_*.py`.
 
 from __future__ import annotations
 
+import queue
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +15,18 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.engine.base import Failure, Pass, SampleEvent, SampleJob, Step
+from tinsmith.engine.base import (
+    Failure,
+    FinishedPass,
+    Pass,
+    SampleEvent,
+    SampleJob,
+    SnapshotKind,
+    Step,
+)
 from tinsmith.engine.local import core as core_module
+from tinsmith.engine.local.boundary.messages import Item, Reply, Request
+from tinsmith.engine.local.boundary.worker import Incoming, Worker
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
 from tinsmith.engine.local.model.base_models import BaseModels
@@ -181,6 +192,44 @@ def test_a_base_model_that_is_being_sampled_is_not_dropped(
     assert core.create_adapter("b", "qwen3", LORA) is None
 
 
+def test_owners_of_base_models_that_do_not_fit_together_get_what_each_gets_alone(
+    new_core: Any, model_folder: Callable[[str], Path]
+) -> None:
+    """One samples all the time; the other's requests, one of them wrong, wait and are answered."""
+    alone = new_core()
+    expected = tokens(sample(alone, job("j", "llama"))["j"])
+    alone.create_adapter("b", "qwen3", LORA)
+    (passed,) = run(alone, passes("b"))
+
+    core = new_core(memory_budget_bytes=one_model_bytes(model_folder) * 3 // 2)
+    inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
+    found: dict[int, Any] = {}
+    numbers = iter(range(10, 20))
+
+    def sample_on() -> None:
+        if (number := next(numbers, None)) is not None:
+            inbox.put(Request(number, "sample", (job(f"{number}", "llama"),)))
+
+    def send(replies: list[Reply]) -> None:
+        for reply in replies:
+            if isinstance(reply, Item) and isinstance(reply.value, FinishedPass):
+                found[reply.value.index] = reply.value.result
+            elif isinstance(reply, Item):
+                found[reply.number] = reply.value
+                sample_on()
+        if len(found) == 12:
+            inbox.put(None)
+
+    sample_on()
+    sample_on()
+    inbox.put(Request(1, "create_adapter", ("b", "qwen3", LORA)))
+    inbox.put(Request(2, "run_passes", (passes("unknown", "b"),)))
+    Worker(core, inbox, send).run()
+    assert isinstance(found.pop(0), Failure)
+    assert found.pop(1) == passed
+    assert [tokens(event) for event in found.values()] == [expected] * 10
+
+
 def one_model_bytes(model_folder: Callable[[str], Path]) -> int:
     folders = {"llama": str(model_folder("llama"))}
     models = BaseModels(LocalEngineConfig(models=folders, device="cpu"))
@@ -278,7 +327,7 @@ def test_an_adapter_in_doubt_is_refused_until_it_is_restored(
     for name in ("a", "b"):
         core.create_adapter(name, "llama", LORA)
         train(core, name)
-    core.snapshot("a", tmp_path / "s", "training")
+    core.snapshot("a", tmp_path / "s", "training").finish()
     run(core, passes("a", "b"))
 
     def break_down(*_: Any) -> None:
@@ -299,6 +348,23 @@ def test_an_adapter_in_doubt_is_refused_until_it_is_restored(
     assert not isinstance(core.restore("a", tmp_path / "s", "training"), Failure)
     train(core, "a")
     np.testing.assert_array_equal(logprobs(core, "a"), logprobs(core, "b"))
+
+
+@pytest.mark.parametrize("kind", ["sampler", "training", "exact"])
+def test_a_snapshot_that_is_written_later_holds_the_adapter_as_it_was(
+    new_core: Any, tmp_path: Path, kind: SnapshotKind
+) -> None:
+    core = new_core()
+    core.create_adapter("a", "llama", LORA)
+    train(core, "a")
+    run(core, passes("a"))
+    at_once, later = (core.snapshot("a", tmp_path / name, kind) for name in ("now", "later"))
+    info = at_once.finish()
+    train(core, "a")
+    core.unload_adapter("a")
+    assert later.finish() == info
+    for name in info.files:
+        assert (tmp_path / "later" / name).read_bytes() == (tmp_path / "now" / name).read_bytes()
 
 
 def test_a_base_model_without_files_does_not_hide_the_others(

@@ -123,8 +123,8 @@ REFUSED: dict[str, tuple[ImageChunk, str]] = {
     ),
     "webp": (chunk(b"RIFF0000WEBPVP8 "), "format: says 'png', and the data is a webp file"),
     "gif": (chunk(b"GIF89a", "jpeg"), "format: says 'jpeg', and the data is a gif file"),
-    "noise": (chunk(b"12345"), "format: says 'png', and the data is no image that is known"),
-    "nothing": (chunk(b""), "format: says 'png', and the data is no image that is known"),
+    "noise": (chunk(b"12345"), "format: says 'png', and the data is not a PNG or JPEG file"),
+    "nothing": (chunk(b""), "format: says 'png', and the data is not a PNG or JPEG file"),
 }
 
 

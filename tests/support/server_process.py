@@ -13,12 +13,33 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar, Protocol
 
-from tests.support.child import Child
+from tests.support.child import Child, ended_well
 
 SCRIPTS = Path(__file__).parents[1] / "compat" / "scripts"
 
+LOCAL_SCRIPTS = {"MODEL": "tiny", "LEARNING_RATE": "0.01", "COUNT": "24"}
+"""What scripts are told of a server with the real engine on the tiny model."""
+
 _START_SECONDS = 60
+
+
+class Elsewhere(Protocol):
+    """Where engines of servers run that are not their children."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The servers' own."""
+
+    def options(self, server: ServerProcess) -> list[str]:
+        """What the server is started with."""
+
+    def started(self, server: ServerProcess) -> None:
+        """The server is ready."""
+
+    def engines(self, server: ServerProcess) -> list[int]:
+        """The processes of its engines, oldest first."""
 
 
 @contextlib.contextmanager
@@ -35,6 +56,9 @@ def serving(folder: Path, *options: str) -> Iterator[ServerProcess]:
 class ServerProcess:
     """`tinsmith serve` on a free loopback port, in its own process."""
 
+    cluster: ClassVar[Elsewhere | None] = None
+    """Set by `tests.support.on_cluster`, for all servers."""
+
     def __init__(
         self, data_dir: Path, *options: str, environment: dict[str, str] | None = None
     ) -> None:
@@ -50,10 +74,13 @@ class ServerProcess:
         """Set for every script that is run against this server."""
 
     def start(self) -> ServerProcess:
-        command = [sys.executable, "-m", "tinsmith.cli", "serve"]
-        if "--engine" not in self.options:
-            command += ["--engine", "fake"]
-        command += ["--port", str(self.port), "--data-dir", str(self.data_dir), *self.options]
+        command = [sys.executable, "-m", "tinsmith.cli", "serve", "--port", str(self.port)]
+        options, environment = list(self.options), clean_environment()
+        if self.cluster is not None:
+            options, environment = self.cluster.options(self), self.cluster.environment
+        elif "--engine" not in options:
+            options += ["--engine", "fake"]
+        command += ["--data-dir", str(self.data_dir), *options]
         log = (self.data_dir.parent / "server.log").open("a")
         with log:
             self.process = subprocess.Popen(
@@ -61,7 +88,7 @@ class ServerProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=self._environment or clean_environment(),
+                env=self._environment or environment,
             )
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -79,6 +106,8 @@ class ServerProcess:
             key_file.write_text(match[1])
         self.key = key_file.read_text()
         self._wait_until_ready()
+        if self.cluster is not None:
+            self.cluster.started(self)
         return self
 
     def kill(self) -> None:
@@ -98,6 +127,13 @@ class ServerProcess:
         self.process.stdout.close()
         return code
 
+    def engines(self) -> list[int]:
+        """The processes of its engines, oldest first."""
+        if self.cluster is not None:
+            return self.cluster.engines(self)
+        assert self.process is not None
+        return children(self.process.pid, b"tinsmith.engine.local.boundary.process")
+
     @property
     def environment(self) -> dict[str, str]:
         """For a process that is to use this server and nothing of the developer's."""
@@ -114,10 +150,7 @@ class ServerProcess:
         child = self.start_script(script, *arguments, python=python)
         out, err = child.finish(timeout)
         code = child.process.returncode
-        # An interpreter with the official client in it has been seen to die while it ended, after
-        # the script's last line. What goes wrong with a server is an error, on stderr.
-        was_through = code < 0 and out and not err
-        assert code == 0 or was_through, f"exit status {code}\n{out}{err}{self.log()}"
+        assert ended_well(code, err), f"exit status {code}\n{out}{err}{self.log()}"
         return out
 
     def start_script(self, script: str, *arguments: str, python: str = sys.executable) -> Child:
@@ -140,6 +173,13 @@ class ServerProcess:
                 error.close()
                 time.sleep(0.05)
         raise AssertionError(f"not ready within {_START_SECONDS} seconds: {self.log()}")
+
+
+def children(pid: int, module: bytes) -> list[int]:
+    """The processes of a module that any thread of a process has started, oldest first."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    pids = {int(child) for task in tasks for child in (task / "children").read_text().split()}
+    return sorted(child for child in pids if module in Path(f"/proc/{child}/cmdline").read_bytes())
 
 
 def clean_environment() -> dict[str, str]:

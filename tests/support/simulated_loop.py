@@ -28,6 +28,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._now = 0.0
         self._ready: Any  # callbacks, in the base class's deque
         self._scheduled: Any  # its heap of timers
+        self._timer_cancelled_count = 0
 
     def time(self) -> float:
         return self._now
@@ -35,11 +36,24 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]  # no executor is ever used
         self, executor: None, func: Callable[..., Any], *arguments: Any
     ) -> asyncio.Future[Any]:
-        async def work() -> Any:
-            await asyncio.sleep(self.random.random() * 0.01)
-            return func(*arguments)
+        future = self.create_future()
 
-        return self.create_task(work())
+        def work() -> None:
+            if future.cancelled() and self.random.random() < 0.5:
+                return  # no thread had begun with it yet
+            try:
+                result, failure = func(*arguments), None
+            except Exception as error:
+                result, failure = None, error
+            if future.cancelled():
+                return
+            if failure is not None:
+                future.set_exception(failure)
+            else:
+                future.set_result(result)
+
+        self.call_later(self.random.random() * 0.01, work)
+        return future
 
     def _run_once(self) -> None:
         """One callback: what the base class's `run_forever` repeats."""
@@ -51,18 +65,37 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             if not timer._cancelled:
                 self._ready.append(timer)
         if not self._ready:
+            if self._timer_cancelled_count > len(self._scheduled) / 2:
+                self._forget_cancelled()
             if not self._scheduled:
                 raise Stuck(f"nothing can happen any more after {self.num_steps} steps")
             self._now = self._scheduled[0]._when
             return
-        place = self.random.randrange(len(self._ready))
+        place = int(self.random.random() * len(self._ready))
         handle = self._ready[place]
         del self._ready[place]
         self.num_steps += 1
         if self.num_steps > self._max_steps:
             raise Stuck(f"no end after {self._max_steps} steps")
-        if not handle._cancelled:
+        if not handle._cancelled and not self.holds(handle):
             handle._run()
+
+    def _forget_cancelled(self) -> None:
+        left = [timer for timer in self._scheduled if not timer._cancelled]
+        for timer in self._scheduled:
+            timer._scheduled = not timer._cancelled
+        heapq.heapify(left)
+        self._scheduled = left
+        self._timer_cancelled_count = 0
+
+    def holds(self, handle: asyncio.Handle) -> bool:
+        """Whether a callback's time has come in vain: there is nobody any more to run it, or it is
+        run later."""
+        return False
+
+    def tasks_left(self) -> set[asyncio.Task[Any]]:
+        """Those that have not ended, and still might."""
+        return asyncio.all_tasks(self)
 
     def _process_events(self, event_list: object) -> None:
         """There are no sockets."""
@@ -72,29 +105,38 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
 
 def simulate(
-    seed: int, main: Callable[[random.Random], Coroutine[Any, Any, None]], **limits: int
+    seed: int,
+    main: Callable[[random.Random], Coroutine[Any, Any, None]],
+    max_steps: int = 1_000_000,
 ) -> int:
-    """Run `main` to its end, with the seed's random numbers; how many steps it took.
+    """Run `main` to its end, with the seed's random numbers; how many steps it took."""
+    loop = SimulatedLoop(seed, max_steps)
+    run(loop, seed, main)
+    return loop.num_steps
 
-    What goes wrong is raised, and so is what a background task or callback left unhandled.
-    """
-    loop = SimulatedLoop(seed, **limits)
+
+def run(
+    loop: SimulatedLoop, seed: int, main: Callable[[random.Random], Coroutine[Any, Any, None]]
+) -> None:
+    """What goes wrong is raised, and so is what a background task or callback left unhandled."""
     trouble: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: trouble.append(context))
     try:
         asyncio.set_event_loop(loop)
         loop.run_until_complete(main(loop.random))
-        left = [task.get_name() for task in asyncio.all_tasks(loop)]
+        left = [task.get_name() for task in loop.tasks_left()]
         assert not left, f"tasks that nobody waited for: {left}"
     except BaseException as error:
         error.add_note(f"replay with seed {seed}, step {loop.num_steps}")
+        for context in trouble:
+            error.add_note(f"before that: {context}")
         raise
     finally:
         asyncio.set_event_loop(None)
-        for task in asyncio.all_tasks(loop):
+        for task in loop.tasks_left():
             task.cancel()
         for _ in range(10_000):
-            if not loop._ready and not asyncio.all_tasks(loop):
+            if not loop._ready and not loop.tasks_left():
                 break
             if not loop._ready and not loop._scheduled:
                 break
@@ -102,4 +144,3 @@ def simulate(
             loop.run_forever()
         loop.close()
     assert not trouble, f"seed {seed}: {trouble}"
-    return loop.num_steps

@@ -12,8 +12,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -32,7 +31,7 @@ from tinsmith.server.storage import binding
 from tinsmith.server.storage.folder import FolderStorage
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.store import Store
-from tinsmith.server.store.writer import Batch, CommitCount, OnCommit, Write, commit
+from tinsmith.server.store.writer import CommitCount, OnCommit, Write, commit, no_fence, settle
 
 T = TypeVar("T")
 
@@ -41,10 +40,14 @@ _HEAD_START_SECONDS = 120
 
 
 @contextmanager
-def simulated_machine(seed: int) -> Iterator[None]:
+def simulated_machine(
+    seed: int,
+    clock_error: Callable[[], float] = lambda: 0.0,
+    fsync: Callable[[int], None] = lambda descriptor: None,
+) -> Iterator[None]:
     """All clocks of the process follow the running loop's, and a seed draws the ids: the server
     then decides the same in every run. Files keep real times, so the clocks begin at the present.
-    Processes are killed here, but the power never fails: nothing waits for a disk.
+    Nothing waits for a disk. `clock_error` is by how much the time of day is wrong.
     """
     began, chance = int(time.time()) + _HEAD_START_SECONDS, random.Random(seed)
     simulation = threading.get_ident()
@@ -57,11 +60,11 @@ def simulated_machine(seed: int) -> Iterator[None]:
         return lambda: simulated() if threading.get_ident() == simulation else real()
 
     with (
-        patch("time.time", here(lambda: began + since_start(), time.time)),
+        patch("time.time", here(lambda: began + since_start() + clock_error(), time.time)),
         patch("time.monotonic", here(since_start, time.monotonic)),
         patch("time.perf_counter", here(since_start, time.perf_counter)),
         patch("uuid.uuid4", lambda: uuid.UUID(int=chance.getrandbits(128), version=4)),
-        patch("os.fsync", lambda descriptor: None),
+        patch("os.fsync", fsync),
     ):
         gc.collect()
         gc.disable()  # it would close generators, and so wake tasks, at moments of its own
@@ -71,16 +74,29 @@ def simulated_machine(seed: int) -> Iterator[None]:
             gc.enable()
 
 
+COMMIT_SECONDS = (0.0, 0.01, 0.3)
+"""What a commit takes: any of these."""
+
+
 class LoopWriter:
     """Carries out writes on the event loop, in order, at moments of the seed's choosing."""
 
-    def __init__(self, random: random.Random, engine: sa.Engine, on_commit: OnCommit) -> None:
+    def __init__(
+        self,
+        random: random.Random,
+        engine: sa.Engine,
+        on_commit: OnCommit,
+        fence: Write = no_fence,
+        commit_seconds: Sequence[float] = COMMIT_SECONDS,
+    ) -> None:
         self._random = random
+        self._commit_seconds = commit_seconds
         self._on_commit = on_commit
+        self._fence = fence
         self._count = CommitCount()
         self._connection = engine.connect()
         self._connection.connection.cursor().execute("PRAGMA synchronous=OFF")  # as `os.fsync`
-        self._queued: Batch = []
+        self._queued: list[tuple[Write, asyncio.Future[Any]]] = []
         self._is_cut = False
 
     def claim(self, claim: Write) -> None:
@@ -92,12 +108,12 @@ class LoopWriter:
     async def run(self, write: Callable[[sa.Connection], T]) -> T:
         if self._is_cut:
             raise asyncio.CancelledError
-        future: Future[T] = Future()
+        waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         if not self._queued:
-            seconds = self._random.choice((0.0, 0.01, 0.3))
+            seconds = self._random.choice(self._commit_seconds)
             asyncio.get_running_loop().call_later(seconds, self._commit)
-        self._queued.append((write, future))
-        return await asyncio.shield(asyncio.wrap_future(future))
+        self._queued.append((write, waiter))
+        return await waiter
 
     def cut(self) -> None:
         """The process is gone. What was queued is on disk or not; nobody hears which."""
@@ -116,7 +132,14 @@ class LoopWriter:
     def _commit(self) -> None:
         batch, self._queued = self._queued, []
         if batch:
-            commit(self._connection, batch, self._count.add, self._committed)
+            writes = [write for write, _ in batch]
+            ends = commit(self._connection, writes, self._prepare, self._committed)
+            for (_, waiter), end in zip(batch, ends, strict=True):
+                settle(waiter, end)
+
+    def _prepare(self, connection: sa.Connection) -> None:
+        self._fence(connection)
+        self._count.add(connection)
 
     def _committed(self, seconds: float, num_writes: int) -> None:
         self._count.committed()
@@ -131,6 +154,8 @@ class Answer:
 
 
 class SimulatedServer:
+    commit_seconds: Sequence[float] = COMMIT_SECONDS
+
     def __init__(self, random: random.Random, config: ServerConfig, model: FakeModel) -> None:
         self._random = random
         self._config = config
@@ -150,7 +175,7 @@ class SimulatedServer:
         if prepare is not None:
             await prepare(self.store)
         secret = await self.store.keys.secret("signing")
-        self.service = Service(self._config, self.store, secret, self._new_engine, Metrics())
+        self.service = Service(self._config, self.store, secret, self.new_engine, Metrics())
         self.service.url = "http://server"
         self._app = build_app(self.service)
         await self.service.start()
@@ -202,15 +227,15 @@ class SimulatedServer:
         content = b"".join(message.get("body", b"") for message in sent[1:])
         return Answer(sent[0]["status"], given.get("content-type", ""), content)
 
-    async def _new_engine(self, plan: SlotPlan) -> FakeEngine:
+    async def new_engine(self, plan: SlotPlan) -> FakeEngine:
         await asyncio.sleep(self._random.random() * 2)
         seconds = self._config.fake_pass_seconds
         config = FakeEngineConfig(models=(self._model,), pass_seconds=seconds)
         engine = self.engines[plan.number] = FakeEngine(config)
         return engine
 
-    def _writer(self, engine: sa.Engine, on_commit: OnCommit) -> LoopWriter:
-        self.writers.append(LoopWriter(self._random, engine, on_commit))
+    def _writer(self, engine: sa.Engine, on_commit: OnCommit, fence: Write) -> LoopWriter:
+        self.writers.append(LoopWriter(self._random, engine, on_commit, fence, self.commit_seconds))
         return self.writers[-1]
 
 

@@ -72,7 +72,7 @@ PROCESSOR: dict[str, Any] = {
 }
 
 
-def build_tiny_vision(model_type: str) -> Any:
+def build_tiny_vision(model_type: str, **changes: Any) -> Any:
     """A `transformers` model with random weights, vectors included."""
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
@@ -80,7 +80,7 @@ def build_tiny_vision(model_type: str) -> Any:
     if model_type.startswith("qwen3_vl"):
         tower["deepstack_visual_indexes"] = [0, 1]
     config = CONFIG_MAPPING[model_type](
-        text_config=TINY_TEXT_PARTS[model_type],
+        text_config={**TINY_TEXT_PARTS[model_type], **changes},
         vision_config=tower,
         image_token_id=IMAGE_TOKEN,
         video_token_id=IMAGE_TOKEN + 3,
@@ -99,9 +99,9 @@ def build_tiny_vision(model_type: str) -> Any:
     return model.eval()
 
 
-def save_tiny_vision(model_type: str, folder: Path) -> Any:
-    """Write such a model as it would be published, and return it."""
-    model = build_tiny_vision(model_type)
+def save_tiny_vision(model_type: str, folder: Path, **changes: Any) -> Any:
+    """Write such a model, with changes to its language part, as it would be published."""
+    model = build_tiny_vision(model_type, **changes)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     return model

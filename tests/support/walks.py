@@ -14,6 +14,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,23 @@ from tinsmith.engine.local.boundary.process import Outbox
 from tinsmith.engine.local.boundary.remote import RemoteEngine
 from tinsmith.engine.local.boundary.worker import Incoming, Worker
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.server import service
 from tinsmith.server.config import build_config
+from tinsmith.server.engines import supervisor
 from tinsmith.server.engines.plan import SlotPlan
+from tinsmith.server.operations import scheduler
 from tinsmith.server.serving import serve_alone
+from tinsmith.transport.config import ClientConfig
 from tinsmith.types import Datum, ModelInput, SamplingParams
 
 ROOT = Path(tinsmith.__file__).parent
 
-# It comes every few seconds, and on a busy machine in the midst of a walk that has no part in it.
-service.HOUSEKEEPING_SECONDS = 3600.0
+# They come every second, at times in the midst of a walk that has no part in them.
+scheduler.HOUSEKEEPING_SECONDS = 3600.0
+supervisor.HEALTH_SECONDS = 3600.0
+
+BESIDE = {"scheduler", "housekeeping", "lag", "watching"}
+"""Tasks of the server that look after everything every moment, and have no part in a walk either;
+the tasks that run operations have other names."""
 
 DATA = [
     Datum(
@@ -159,10 +167,12 @@ class Trace:
         self.on = False
         self.modules: list[str] = []
         self._names: dict[str, str | None] = {}
+        self._latest = time.monotonic()
         threading.setprofile(self._note)
         sys.setprofile(self._note)
 
     def of(self, call: Callable[[], Any]) -> list[str]:
+        self._settle()
         self.modules = []
         self.on = True
         try:
@@ -171,23 +181,44 @@ class Trace:
             self.on = False
         return self.modules
 
+    def _settle(self) -> None:
+        """Wait for what the last call has left to be done after its answer."""
+        deadline = time.monotonic() + 2
+        while time.monotonic() < min(deadline, self._latest + 0.3):
+            time.sleep(0.05)
+
     def _note(self, frame: Any, event: str, _: Any) -> None:
-        if event != "call" or not self.on:
+        if event != "call":
             return
         file = frame.f_code.co_filename
         if file not in self._names:
             inside = file.startswith(str(ROOT))
             self._names[file] = str(Path(file).relative_to(ROOT)) if inside else None
         name = self._names[file]
-        if name is not None and name not in self.modules and frame.f_code.co_name != "<module>":
+        if name is None or _is_beside():
+            return
+        self._latest = time.monotonic()
+        if self.on and name not in self.modules and frame.f_code.co_name != "<module>":
             self.modules.append(name)
+
+
+def _is_beside() -> bool:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # a thread without an event loop
+        return False
+    return task is not None and task.get_name() in BESIDE
 
 
 def walks(folder: Path, model: Path) -> dict[str, list[str]]:
     """What four calls go through, by the call's name."""
     trace = Trace()
     with running(folder, model) as house:
-        service = tinsmith.ServiceClient(base_url=house.url, api_key=house.key)
+        # Without what a client sends every ten seconds, whatever else it does.
+        config = ClientConfig(
+            base_url=house.url, api_key=house.key, telemetry=False, heartbeat_seconds=3600.0
+        )
+        service = tinsmith.ServiceClient(config=config)
         training = service.create_lora_training_client("tiny", rank=4, seed=1)
         base = service.create_sampling_client(base_model="tiny")
 

@@ -21,7 +21,8 @@ FUSED = {
     "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
     "in_proj": ("gate_proj", "x_proj"),
 }
-"""By a module that the model has: those that an adapter has of it, in the order of their rows."""
+"""Modules that are one matrix in the model and several in an adapter, in the order of their
+rows."""
 
 GATED_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 PLAIN_EXPERTS = {"w1": "up_proj", "w2": "down_proj"}
@@ -38,6 +39,6 @@ def without_text_part(name: str) -> str:
 
 
 def fused_parts(name: str) -> list[str]:
-    """Of the name of an A or B of a fused module: those of the modules that an adapter has."""
+    """From the name of a fused module's A or B to the names that an adapter has for its parts."""
     *layer, module, letter, weight = name.split(".")
     return [".".join([*layer, part, letter, weight]) for part in FUSED.get(module, ())]

@@ -104,10 +104,12 @@ class Health:
     cache_limit_bytes: int = 0
     adapter_bytes: int = 0
     """Of adapters, their gradients and moments, and frozen samplers."""
+    sampler_bytes: int = 0
+    """Of these, the frozen samplers."""
     adapter_limit_bytes: int = 0
-    """Beyond it idle models should go; 0 is no limit."""
+    """Above it, idle models and samplers should be unloaded; 0 means no limit."""
     busy_seconds: float = 0.0
-    """Time spent computing since the engine started; the rest it has waited for work."""
+    """Time spent computing since the engine started; the rest of the time it waited for work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +133,10 @@ class Pass:
     """The graph behind `loss_fn="custom"`; the caller has looked it up."""
 
     scope: str = ""
-    """As of a `SampleJob`: what was made of an image is kept for passes and jobs of one scope."""
+    """As in `SampleJob`: what was made of an image is cached for passes and jobs of one scope."""
 
     is_replay: bool = False
-    """Whether it was done before and is done again: its loss may then take as long as it takes."""
+    """Whether it replays a pass that ran before: an uploaded loss then has no time limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +179,16 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shaping:
-    """How a job bends the choice of tokens, beyond the protocol's parameters (`shaping`)."""
+    """How a job changes the choice of tokens, beyond the protocol's parameters (`shaping`)."""
 
     min_p: float = 0.0
     """Leave out tokens below this part of the likeliest token's probability."""
 
     presence_penalty: float = 0.0
-    """Taken off the logits of tokens that the sequence has sampled,"""
+    """Subtracted from the logits of tokens that the sequence has sampled."""
 
     frequency_penalty: float = 0.0
-    """and this once for each time that it has."""
+    """Subtracted likewise, once for each time that the token was sampled."""
 
     repetition_penalty: float = 1.0
     """Divides the logits above zero, and multiplies those below, of tokens that it has sampled or
@@ -234,7 +236,7 @@ class SampleJob:
 
     scope: str = ""
     """An opaque name. Only jobs of one scope share cached prompts, so that neither an answer nor
-    its speed tells of another scope's; and scopes that have work share the device evenly."""
+    its speed reveals another scope's prompts; and scopes that have work share the device evenly."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The calls of the engine interface as data, read off their one declaration (`base.Engine`).
 
-Whoever carries calls from one place to another (to a process, later over a network or to one of
-several engines) goes by this table and knows no call by name.
+Code that carries calls (to a process, over a network, to one of several engines) goes by this table
+and knows no call by name.
 """
 
 from __future__ import annotations

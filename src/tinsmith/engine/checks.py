@@ -114,9 +114,7 @@ def check_sample(
     _check_range("prompt_alt_tokens_k", job.prompt_alt_tokens_k, 0, MAX_TOPK)
     if job.prompt_logprobs_last_n is not None:
         if not job.prompt_logprobs:
-            raise ValidationError(
-                "has a meaning only with prompt_logprobs", "prompt_logprobs_last_n"
-            )
+            raise ValidationError("needs prompt_logprobs", "prompt_logprobs_last_n")
         _check_range("prompt_logprobs_last_n", job.prompt_logprobs_last_n, 1, length - 1)
     if job.target_prompt_logprobs is not None:
         path = "target_prompt_logprobs"
@@ -287,7 +285,7 @@ def _check_meaning(
     spec: LossSpec,
     config: Mapping[str, float | str],
 ) -> None:
-    """What the numbers of a loss must be to each other, once each is known to be well formed."""
+    """Rules between the inputs of a loss, checked once each is known to be well formed."""
     if "clip_low_threshold" in spec.config:
         settings = {**spec.config, **config}
         bounds = [

@@ -25,7 +25,7 @@ class Cluster(Protocol):
 
     @property
     def nodes(self) -> Sequence[Node]:
-        """The machines, as last heard; none where nobody knows them."""
+        """The machines, as last reported; none where they are not known."""
 
     def detail(self, slot: int) -> str:
         """What a slot without an engine waits for; empty when it waits for nothing."""

@@ -3,8 +3,8 @@
 The matching is llguidance's: it knows the bytes of every token, and gives a bit for each that may
 follow. Tokens that end a sequence are allowed exactly where the text is complete.
 
-A grammar is a stranger's program. Its size and each step of it are bounded here (`_limits`);
-the time of compiling is bounded by whoever compiles (`grammar_check`).
+A grammar is an untrusted program. Its size and each step of it are bounded here (`_limits`); the
+time of compiling is bounded by the caller (`grammar_check`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STYLE: JsonCompileOptions = {
     "item_separator": ", ",
     "key_separator": ": ",
 }
-"""JSON in one line: where any white space may stand, a small model writes nothing else."""
+"""JSON without free white space: where it is allowed, a small model may write nothing else."""
 
 
 def compile_grammar(grammar: Grammar, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
@@ -90,7 +90,7 @@ class Tokens:
         try:
             return LLTokenizer(self._file.read_text(), n_vocab=self._vocab_size)
         except ValueError as error:
-            problem = f"the tokenizer of this model cannot be followed by grammars: {error}"
+            problem = f"grammars cannot use the tokenizer of this model: {error}"
             raise ValidationError(problem[:500]) from None
 
 
@@ -98,10 +98,10 @@ class Tokens:
 class CompiledGrammar:
     matcher: llguidance.LLMatcher
     eos_tokens: frozenset[int]
-    """What llguidance takes for the end of a text; what ends a sequence is the request's to say."""
+    """What llguidance takes for the end of a text; the request says what ends a sequence."""
 
     def start(self, stop_tokens: frozenset[int]) -> Matcher:
-        """For a sequence that these tokens end."""
+        """A matcher for a sequence that any of these tokens ends."""
         return Matcher(self.matcher.deep_copy(), stop_tokens, self.eos_tokens - stop_tokens)
 
 
@@ -129,7 +129,8 @@ class Matcher:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the text is complete, cannot go on, and no token would say so."""
+        """Whether the text is complete and cannot go on, and the request has no token that ends
+        it."""
         is_stopped = self._matcher.is_stopped() and not self._matcher.is_error()
         return bool(is_stopped) and not self._stop_tokens
 

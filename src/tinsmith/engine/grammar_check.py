@@ -1,4 +1,4 @@
-"""A process that says whether grammars can be compiled, and may be lost over one that cannot.
+"""A process that finds out whether grammars can be compiled, and may die of one that cannot.
 
 Compiling can take exponential time, inside a library that cannot be stopped. So it is tried here
 first, where the kernel ends what takes too much of the CPU's time or of memory: `python -m` this,

@@ -16,7 +16,7 @@ MAX_PIXELS = 2**25
 """Most pixels of an image as it is sent, whatever the model makes of it afterwards."""
 
 MAX_RATIO = 200
-"""How many times as long as the other a side may be; the models' own processors say so."""
+"""Largest ratio of an image's sides; it is that of the models' own processors."""
 
 Format = Literal["png", "jpeg"]
 
@@ -37,7 +37,7 @@ _STARTS: dict[bytes, str] = {
 
 
 class ImageSize(NamedTuple):
-    """As stored: a file may also say that the image is to be turned by a quarter."""
+    """As stored: a file may also say that the image is to be shown rotated by 90 degrees."""
 
     width: int
     height: int
@@ -47,7 +47,7 @@ def image_size(data: bytes, declared: Format) -> ImageSize:
     """The size of an image whose header is sound; a `ValidationError` names what is not."""
     found = next((name for start, name in _STARTS.items() if data.startswith(start)), None)
     if found != declared:
-        what = f"a {found} file" if found else "no image that is known"
+        what = f"a {found} file" if found else "not a PNG or JPEG file"
         raise ValidationError(f"says {declared!r}, and the data is {what}", "format")
     size = _png_size(data) if declared == "png" else _jpeg_size(data)
     width, height = size

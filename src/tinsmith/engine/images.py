@@ -26,10 +26,10 @@ class ImageRules:
     """The token that stands for a part of an image in text."""
 
     patch_size: int
-    """Pixels on a side of what the vision tower reads at a time."""
+    """Side of a patch, in pixels; the vision tower reads patches."""
 
     merge_size: int
-    """Patches on a side of a token."""
+    """Side of a token, in patches."""
 
     frames: int
     """How often an image is repeated where a video has successive frames."""
@@ -45,7 +45,7 @@ class ImageRules:
 
     @property
     def cell(self) -> int:
-        """Pixels on a side of a token."""
+        """Side of a token, in pixels."""
         return self.patch_size * self.merge_size
 
     @property

@@ -1,8 +1,8 @@
 """The built-in losses by name: what each reads and which settings it takes.
 
-Only facts, and no torch, so that whoever checks a request can read them; the mathematics is in
-`losses`. Defaults that the service does not document (`beta`, missing `weights` meaning ones)
-are our choice and stand in our documentation.
+Only facts, and no torch, so that code that checks requests can read them; the mathematics is in
+`losses`. Defaults that the service does not document (`beta`, missing `weights` meaning ones) are
+our choice and stand in our documentation.
 """
 
 from __future__ import annotations

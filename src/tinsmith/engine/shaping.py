@@ -1,4 +1,4 @@
-"""How a request bends the choice of tokens: grammars, penalties, biases, min-p.
+"""How a request changes the choice of tokens: grammars, penalties, biases, min-p.
 
 A sequence's `Shaper` knows which tokens it has seen, and says what that does to the next logits: a
 mask of those that its grammar allows (`grammar`), and a short list of edits. An engine applies them
@@ -6,7 +6,7 @@ in this order: the mask; biases are added; where a token was seen, the repetitio
 logit above zero and multiplies one below; the presence and frequency penalties are taken off.
 Temperature, min-p, top-k and top-p follow, in that order.
 
-What is reported as log-probability is not bent: it remains what the model thought of the token.
+The reported log-probability does not change: it remains the model's own.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Edits(NamedTuple):
 
     tokens: npt.NDArray[np.int64]
     added: npt.NDArray[np.float64]
-    """First, to each of them."""
+    """Added first."""
     factor: npt.NDArray[np.float64]
-    """Then a logit above zero is divided by it, another multiplied."""
+    """Then a logit above zero is divided by it, any other multiplied."""
     taken: npt.NDArray[np.float64]
-    """Last, off each of them."""
+    """Subtracted last."""
 
 
 class Shaper:
@@ -73,7 +73,7 @@ class Shaper:
         return other
 
     def see(self, token: int) -> None:
-        """The sequence has got this token."""
+        """Take note of the sequence's next token."""
         if self.matcher is not None:
             self.matcher.see(token)
         if self._is_counting or self._is_repeating:

@@ -22,11 +22,11 @@ Array = npt.NDArray[Any]
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format's own library."""
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 
 
 class Entry(NamedTuple):
-    """A tensor as a header describes it, where it lies left out."""
+    """A tensor as a header describes it, without its offsets."""
 
     dtype: str
     shape: list[int]
@@ -72,7 +72,7 @@ def decode(data: bytes, dtype: str) -> Array:
 
 
 def encode(values: Array, dtype: str) -> bytes:
-    """Numbers as those of a type, each the nearest."""
+    """Numbers as bytes of a type, each rounded to the nearest."""
     if dtype == "F32":
         return values.astype("<f4").tobytes()
     if dtype == "F16":
@@ -86,7 +86,7 @@ def encode(values: Array, dtype: str) -> bytes:
 
 def weight_files(folder: Path) -> list[Path]:
     """A model folder's safetensors files: those that its index names, where it has one."""
-    index = folder / _INDEX
+    index = folder / INDEX
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
     names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
@@ -121,7 +121,7 @@ def stored_tensors(
     return tensors
 
 
-def num_elements(tensors: Mapping[str, Stored]) -> int:
+def num_elements(tensors: Mapping[str, Stored | Entry]) -> int:
     return sum(math.prod(tensor.shape) for tensor in tensors.values())
 
 

@@ -1,8 +1,9 @@
 """A core that computes nothing, for tests of the process around it.
 
 Adapter ids say what should happen: `slow:SECONDS`, `parts:N` (a pass of N parts), `raise`,
-`exit:STATUS`, `segfault`, `deadlock`. Time is a counter (`now`) unless `sleeps` is set: a part of
-a pass takes 5, a sampling turn 1.
+`exit:STATUS`, `segfault`, `deadlock`; what follows an `@` is the base model. A snapshot is written
+when `disk` lets it. Time is a counter (`now`) unless `sleeps` is set: a part of a pass takes 5, a
+sampling turn 1.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
@@ -31,6 +33,7 @@ from tinsmith.engine.base import (
     Step,
     TokensSampled,
 )
+from tinsmith.engine.local.boundary.worker import Later
 from tinsmith.types import ForwardBackwardOutput, LoraConfig, SampledSequence, SampleResponse
 
 PART_SECONDS = 5.0
@@ -46,8 +49,15 @@ class StubCore:
         self.now = 0.0
         self.log: list[str] = []
         self._jobs: dict[str, list[int]] = {}
+        self._base_models: dict[str, str] = {}
         self._streams: set[str] = set()
         self._samplers: set[str] = set()
+        self.has_room_for_one = False
+        """Whether one base model has room in memory, not several."""
+        self.in_use: Counter[str] = Counter()
+        self.num_loads = 0
+        self.disk = threading.Event()
+        self.disk.set()
 
     def clock(self) -> float:
         return self.now
@@ -57,6 +67,21 @@ class StubCore:
         self.now += seconds
         if self._sleeps:
             time.sleep(seconds * self._sleeps)
+
+    def has_room_for(self, base_model: str) -> bool:
+        return not self.has_room_for_one or self.in_use.keys() <= {base_model}
+
+    def base_model_of(self, adapter_id: str) -> str | None:
+        return adapter_id.partition("@")[2] or "base"
+
+    def _use(self, base_model: str) -> None:
+        assert self.has_room_for(base_model), f"no room for {base_model} beside {self.in_use}"
+        self.num_loads += base_model not in self.in_use
+        self.in_use[base_model] += 1
+
+    def _let_go(self, base_model: str) -> None:
+        self.in_use[base_model] -= 1
+        self.in_use += Counter()  # without zeros
 
     def capabilities(self) -> Capabilities:
         return Capabilities(models=(), max_lora_rank=64)
@@ -92,8 +117,18 @@ class StubCore:
         self.log.append(f"unload {adapter_id}")
 
     def run_passes(self, passes: Sequence[Pass]) -> Generator[FinishedPass | None, None, None]:
+        base_models = {self.base_model_of(item.adapter_id) or "" for item in passes}
+        for base_model in base_models:
+            self._use(base_model)
+        try:
+            yield from self._run_passes(passes)
+        finally:
+            for base_model in base_models:
+                self._let_go(base_model)
+
+    def _run_passes(self, passes: Sequence[Pass]) -> Generator[FinishedPass | None, None, None]:
         for index, item in enumerate(passes):
-            kind, _, value = item.adapter_id.partition(":")
+            kind, _, value = item.adapter_id.partition("@")[0].partition(":")
             if kind == "raise":
                 raise RuntimeError("out of cheese")
             num_parts = int(value) if kind == "parts" else 1
@@ -107,10 +142,20 @@ class StubCore:
         self.log.append("step")
         return [{"step": 1.0} for _ in steps]
 
-    def snapshot(self, adapter_id: str, folder: Path, kind: SnapshotKind) -> SnapshotInfo | Failure:
+    def snapshot(
+        self, adapter_id: str, folder: Path, kind: SnapshotKind
+    ) -> Later[SnapshotInfo | Failure]:
+        return Later(lambda: self._write(adapter_id), folder)
+
+    def _write(self, adapter_id: str) -> SnapshotInfo:
+        if adapter_id == "raise":
+            raise RuntimeError("out of cheese")
+        assert self.disk.wait(10)
+        self.log.append(f"write {adapter_id}")
         return SnapshotInfo(size_bytes=0, step=0)
 
     def restore(self, adapter_id: str, folder: Path, kind: SnapshotKind) -> SnapshotInfo | Failure:
+        self.log.append(f"restore {adapter_id}")
         return SnapshotInfo(size_bytes=0, step=0)
 
     def import_adapter(
@@ -136,6 +181,8 @@ class StubCore:
     def submit_sample(self, job: SampleJob) -> Failure | None:
         if job.weights_id is not None and job.weights_id not in self._samplers:
             return Failure(f"no sampler called {job.weights_id!r}", "user")
+        self._use(job.base_model)
+        self._base_models[job.job_id] = job.base_model
         self._jobs[job.job_id] = list(range(job.params.max_tokens or 1))
         if job.stream:
             self._streams.add(job.job_id)
@@ -143,7 +190,8 @@ class StubCore:
 
     def cancel(self, job_id: str) -> None:
         self.log.append(f"cancel {job_id}")
-        self._jobs.pop(job_id, None)
+        if self._jobs.pop(job_id, None) is not None:
+            self._let_go(self._base_models.pop(job_id))
 
     def sampling_turn(self, *, ahead: bool) -> list[tuple[str, SampleEvent]]:
         self._spend("turn", TURN_SECONDS)
@@ -157,6 +205,7 @@ class StubCore:
                 events.append((job_id, TokensSampled(0, *values)))
             if not tokens:
                 del self._jobs[job_id]
+                self._let_go(self._base_models.pop(job_id))
                 sequence = SampledSequence("length", "", np.zeros(1, np.int32))
                 count = 4096 if job_id.startswith("many") else 1
                 events.append((job_id, SampleResponse([sequence] * count)))

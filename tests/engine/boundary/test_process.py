@@ -50,10 +50,16 @@ LORA = LoraConfig(rank=4)
 STUB = "tests.engine.boundary.stub_core:StubCore"
 
 
-def job(job_id: str, max_tokens: int = 1, weights_id: str | None = None, **more: Any) -> SampleJob:
+def job(
+    job_id: str,
+    max_tokens: int = 1,
+    weights_id: str | None = None,
+    base_model: str = "base",
+    **more: Any,
+) -> SampleJob:
     return SampleJob(
         job_id=job_id,
-        base_model="base",
+        base_model=base_model,
         weights_id=weights_id,
         prompt=ModelInput.from_ints([1]),
         params=SamplingParams(max_tokens=max_tokens),
@@ -138,7 +144,64 @@ def test_a_long_call_for_passes_is_waited_for_only_by_requests_about_its_adapter
         Request(5, "create_adapter", ("c", "base", LORA)),
     )
     ended = [reply.number for reply in replies if not isinstance(reply, Item)]
-    assert ended == [3, 2, 1, 4, 5]
+    assert ended[:2] == [3, 2]
+    last = max(at for at, reply in enumerate(replies) if isinstance(reply, Item))
+    assert [reply.number for reply in replies[last:]] == [1, 4, 5, 1], "the pass, then those, done"
+
+
+def test_who_has_his_result_goes_on_while_others_of_the_same_call_wait_for_theirs() -> None:
+    step = Request(3, "step", ((Step(adapter_id="a", params=AdamParams()),),))
+    replies = work(
+        Request(1, "run_passes", (passes("a", "parts:100", "b", "a"),)),
+        Request(2, "run_passes", (passes("b"),)),
+        step,
+    )
+    told = [reply.number for reply in replies]
+    assert told[:3] == [1, 1, 1], "of each a pass is behind the long one"
+    replies = work(
+        Request(1, "run_passes", (passes("a", "b", "parts:100", "b"),)),
+        Request(2, "run_passes", (passes("a"),)),
+        step,
+    )
+    told = [reply.number for reply in replies]
+    assert told[:4] == [1, 1, 2, 3], "before the long one the next pass, and then the step"
+
+
+def test_a_disk_that_is_slow_is_waited_for_by_nobody_but_who_reads_what_is_written() -> None:
+    """Everybody else has his turn, also whoever trains on with the adapter that is saved."""
+    core = StubCore()
+    core.disk.clear()
+    inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
+    answered: list[int] = []
+
+    def send(batch: list[Reply]) -> None:
+        answered.extend(reply.number for reply in batch if not isinstance(reply, Item))
+        if set(answered) == {2, 3, 4}:
+            core.disk.set()  # all that can be done meanwhile is done
+        if len(answered) == 5:
+            inbox.put(None)
+
+    for message in (
+        Request(1, "snapshot", ("a", Path("/a"), "exact")),
+        Request(2, "run_passes", (passes("a", "b"),)),
+        Request(3, "sample", (job("j", max_tokens=2),)),
+        Request(4, "restore", ("b", Path("/b"), "exact")),
+        Request(5, "restore", ("c", Path("/a"), "exact")),
+    ):
+        inbox.put(message)
+    Worker(core, inbox, send, core.clock).run()
+    assert answered[3:] == [1, 5]
+    assert core.log[-3:] == ["restore b", "write a", "restore c"]
+
+
+def test_a_snapshot_that_cannot_be_written_is_told_and_the_next_one_is_written() -> None:
+    replies = work(
+        Request(1, "snapshot", ("raise", Path("/a"), "exact")),
+        *(Request(n, "snapshot", ("a", Path(f"/{n}"), "exact")) for n in range(2, 30)),
+    )
+    found = {reply.number: reply for reply in replies}
+    assert found.pop(1) == Trouble(1, "snapshot failed: RuntimeError: out of cheese")
+    assert len(found) == 28 and all(isinstance(reply, Result) for reply in found.values())
 
 
 def test_housekeeping_waits_until_there_is_nothing_to_do() -> None:
@@ -171,14 +234,21 @@ assert gc.get_freeze_count() >= first + 1000
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_passes_do_not_pay_for_a_long_request_before_them() -> None:
+def test_passes_wait_for_no_request_before_them_that_is_about_other_adapters() -> None:
+    """And do not pay for the long one among those."""
+    core = StubCore()
     replies = work(
         Request(1, "run_passes", (passes("parts:60"),)),
         Request(2, "create_adapter", ("long:400", "base", LORA)),
+        *(Request(n, "unload_adapter", (f"{n}",)) for n in range(4, 9)),
         Request(3, "run_passes", (passes("parts:2"),)),
+        Request(9, "run_passes", (passes("8"),)),
+        core=core,
     )
-    ended = [reply.number for reply in replies if not isinstance(reply, Item)]
-    assert ended == [2, 3, 1]
+    assert core.log[:3] == ["part", "part", "create long:400"], "both have begun before it"
+    told = [reply.number for reply in replies]
+    assert told[:3] == [2, 3, 3]
+    assert told.index(8) < told.index(9)
 
 
 def test_calls_for_passes_share_time_and_none_is_given_up_for_another() -> None:
@@ -188,8 +258,8 @@ def test_calls_for_passes_share_time_and_none_is_given_up_for_another() -> None:
         Request(3, "run_passes", (passes("other"),)),
         core=core,
     )
-    # Two of one adapter are carried out one after the other; the third waits behind the second.
-    assert [r.number for r in replies if isinstance(r, Done)] == [1, 3, 2]
+    # Two of one adapter are carried out one after the other; the third waits for neither.
+    assert [r.number for r in replies if isinstance(r, Done)] == [3, 1, 2]
     assert core.log == ["part"] * 21
 
 

@@ -1,4 +1,5 @@
-"""Families that run through `transformers`' modules, on CUDA: against the CPU, and in bfloat16."""
+"""Families with experts, latent vectors or recurrent layers on CUDA: against the CPU, in bfloat16,
+and of our own decoder captured steps against launched ones."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ from tests.engine.sample.sampling_reference import (
 )
 from tests.engine.train.training_reference import RAGGED, assert_close, succeed
 from tests.support.tiny_families import save_tiny
-from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.config import BaseWeights, LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.families import FAMILIES as OWN
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.generation import Generator
 from tinsmith.types import SampleResponse
@@ -38,8 +40,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return made
 
 
-def load(folder: Path, device: str, dtype: str = "float32") -> Decoder:
-    config = LocalEngineConfig(device=device, dtype=dtype, models={"tiny": str(folder)})
+def load(folder: Path, device: str, dtype: str = "float32", kind: BaseWeights = "full") -> Decoder:
+    config = LocalEngineConfig(
+        device=device, dtype=dtype, models={"tiny": str(folder)}, base_weights=kind
+    )
     return BaseModels(config).get("tiny")
 
 
@@ -68,6 +72,35 @@ def test_samples_on_cuda_have_the_logprobs_of_the_trainer(
         assert_trainer_agrees(decoder, prompt, response, adapter)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name in OWN])
+def test_captured_steps_with_experts_give_what_launched_ones_give(
+    cuda: torch.device, model_type: str, dtype: str, tmp_path: Path, new_adapter: NewAdapter
+) -> None:
+    """Under several adapters, and under none: whatever the router chooses, nothing waits for it."""
+    save_tiny(model_type, tmp_path)
+    decoder = load(tmp_path, "cuda", dtype)
+    adapters = {
+        "a": new_adapter(decoder, fill_seed=21, rank=8),
+        "b": new_adapter(decoder, fill_seed=22, rank=3),
+        "c": new_adapter(decoder, fill_seed=23, train_mlp=False),
+        "d": None,
+    }
+    jobs = [
+        (job_of(name, tokens_of(7), num_samples=3, max_tokens=14, seed=5), adapter)
+        for name, adapter in adapters.items()
+    ]
+    captured, launched = (
+        [
+            (name, sequence.tokens, sequence.logprobs)
+            for name, response in answers(generator, jobs).items()
+            for sequence in response.sequences
+        ]
+        for generator in (Generator(decoder, SMALL), Generator(decoder, SMALL, use_graphs=False))
+    )
+    assert sorted(captured) == sorted(launched)
+
+
 def test_bfloat16_on_cuda_trains_and_samples(
     cuda: torch.device, folder: Path, new_adapter: NewAdapter
 ) -> None:
@@ -80,3 +113,26 @@ def test_bfloat16_on_cuda_trains_and_samples(
     (response,) = answers(Generator(decoder, config), jobs).values()
     assert isinstance(response, SampleResponse)
     assert all(len(sequence.tokens) > 0 for sequence in response.sequences)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "nf4"])
+def test_a_base_in_few_bits_on_cuda_has_the_gradient_of_the_cpu(
+    kind: BaseWeights, cuda: torch.device, folder: Path, new_adapter: NewAdapter
+) -> None:
+    """Of linear layers and experts; nothing of it is left behind on the CPU."""
+    found = []
+    for device in ("cpu", "cuda"):
+        decoder = load(folder, device, kind=kind)
+        adapter = new_adapter(decoder)
+        assert decoder.device.type == adapter.flat.device.type == device
+        loss = succeed(decoder, RAGGED, adapter).metrics["loss:sum"]
+        assert adapter.grad is not None
+        found.append((loss, adapter.grad.cpu(), decoder.nbytes))
+    (cpu_loss, expected, cpu_bytes), (loss, gradient, num_bytes) = found
+    assert loss == pytest.approx(cpu_loss, rel=1e-3)
+    assert_close(gradient, expected, 1e-2)
+    assert num_bytes <= 1.1 * cpu_bytes
+    prompt = tokens_of(11)
+    jobs = [(job_of("j", prompt, num_samples=3, max_tokens=14, seed=5), adapter)]
+    for response in answers(Generator(decoder, SMALL), jobs).values():
+        assert_trainer_agrees(decoder, prompt, response, adapter)

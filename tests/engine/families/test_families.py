@@ -1,4 +1,4 @@
-"""Every family that runs through `transformers`' modules: exact, packed, shared and sampled.
+"""Every family with experts, latent vectors or recurrent layers: exact, packed, shared, sampled.
 
 Tiny random models of each type in float32. The reference is `transformers` itself, with the
 adapter's product added to the weights, and autograd through that.

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engine.families.test_families import FAMILIES
 from tests.support.tiny_families import save_tiny
 from tests.support.tiny_vision import save_tiny_vision
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.model import families
+from tinsmith.engine.local.model import base_models, checking, families
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.checking import check_model
 from tinsmith.engine.local.model.images.settings import SEEING_TYPES
 from tinsmith.engine.local.model.model_types import MODEL_TYPES, nearest_type
 from tinsmith.engine.local.sample.kvcache import CacheShape
+from tinsmith.engine.stored_tensors import Entry, encode_header
 from tinsmith.errors import EngineError
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +30,8 @@ def test_every_type_of_the_table_is_tested_and_no_tested_one_is_missing() -> Non
     table = {each.name: each for each in MODEL_TYPES}
     own = [name for name, each in table.items() if each.runs_on == "decoder"]
     assert own == list(families.FAMILIES)
-    assert set(table) - set(own) == {*FAMILIES, *SEEING_TYPES}
+    assert set(table) == {*own, *FAMILIES, *SEEING_TYPES}
+    assert {name for name in FAMILIES if "test_families" not in table[name].test} == set()
     assert all((ROOT / each.test).is_file() for each in MODEL_TYPES)
 
 
@@ -37,7 +42,7 @@ def test_the_table_names_what_is_adapted(model_type: str, tmp_path: Path) -> Non
     found = check_model(tmp_path, rank=4)
     (expected,) = [each for each in MODEL_TYPES if each.name == model_type]
     assert set(found.adapted) == {*expected.adapted, "lm_head"}
-    assert (found.model_type, found.runs_on) == (model_type, "transformers")
+    assert (found.model_type, found.runs_on) == (model_type, expected.runs_on)
     assert found.image_tokens == (16 if model_type in SEEING_TYPES else 0)
 
 
@@ -60,6 +65,57 @@ def test_a_check_counts_the_memory_that_the_model_takes(
     blocks = 2 * shape.zero_blocks(3).nbytes
     assert 3 * shape.block_tokens * found.token_bytes == blocks
     assert found.sequence_bytes == shape.zero_states(1).nbytes
+
+
+def write_headers(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """A file of tensors whose bytes are a hole in it."""
+    entries = {
+        name: Entry("BF16", list(shape), 2 * math.prod(shape)) for name, shape in shapes.items()
+    }
+    with (folder / "model.safetensors").open("wb") as file:
+        start = file.write(encode_header(entries, {"format": "pt"}))
+        file.truncate(start + sum(entry.num_bytes for entry in entries.values()))
+
+
+def test_thirty_billion_parameters_train_in_24_gib_in_nf4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shape of Qwen3-30B-A3B, by its headers: which kinds fit, and what they take."""
+    settings = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (151_936, 2048),
+        "lm_head.weight": (151_936, 2048),
+    }
+    for layer in range(48):
+        prefix = f"model.layers.{layer}."
+        for name, outputs in (("q", 4096), ("k", 512), ("v", 512)):
+            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (outputs, 2048)
+        shapes[f"{prefix}self_attn.o_proj.weight"] = (2048, 4096)
+        shapes[f"{prefix}mlp.gate.weight"] = (128, 2048)
+        for expert in range(128):
+            for name, shape in (("gate", (768, 2048)), ("up", (768, 2048)), ("down", (2048, 768))):
+                shapes[f"{prefix}mlp.experts.{expert}.{name}_proj.weight"] = shape
+    write_headers(tmp_path, shapes)
+    monkeypatch.setattr(base_models, "verify", lambda *_: None)  # there is nothing in the hole
+    monkeypatch.setattr(checking, "dtype_of", lambda _: torch.bfloat16)
+    monkeypatch.setattr(checking, "machine_bytes", lambda: 24 * 2**30)
+    found = check_model(tmp_path, rank=8)
+    assert 30e9 < found.num_parameters < 31e9
+    assert found.fits_in == ("nf4",) and not found.fits
+    assert 17e9 < found.few_bits_bytes["nf4"] < 19e9 < 30e9 < found.few_bits_bytes["fp8"]
 
 
 def test_a_model_that_cannot_be_served_is_refused_with_the_nearest_type(tmp_path: Path) -> None:

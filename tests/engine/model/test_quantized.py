@@ -22,13 +22,18 @@ from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import Adapter
-from tinsmith.engine.local.model.quantized import NF4, Int8Weight, Nf4Weight, quantize
-from tinsmith.engine.local.model.rope import UnsupportedModelError
+from tinsmith.engine.local.model.quantized import (
+    NF4,
+    Fp8Weight,
+    Int8Weight,
+    Nf4Weight,
+    quantize,
+)
 from tinsmith.engine.local.model.sources import weights_nbytes
 from tinsmith.engine.local.sample.generation import Generator
 from tinsmith.errors import EngineError
 
-KINDS: tuple[BaseWeights, ...] = ("int8", "nf4")
+KINDS: tuple[BaseWeights, ...] = ("int8", "fp8", "nf4")
 NewAdapter = Callable[..., Adapter]
 
 
@@ -42,6 +47,16 @@ def test_int8_is_half_a_step_of_its_row_away_at_most() -> None:
     dense = Int8Weight(weight).dense()
     steps = weight.abs().amax(dim=1, keepdim=True) / 127
     assert ((dense - weight).abs() <= 0.5001 * steps).all()
+    assert torch.equal(dense[3], weight[3])
+
+
+def test_fp8_is_a_sixteenth_of_a_number_away_at_most() -> None:
+    """Or half the smallest step, of which a row's largest magnitude has 448 · 512."""
+    weight = normal(20, 50) * torch.logspace(-20, 20, 20)[:, None]
+    weight[3] = 0
+    dense = Fp8Weight(weight).dense()
+    smallest = weight.abs().amax(dim=1, keepdim=True) / 448 / 512
+    assert ((dense - weight).abs() <= 1.0001 * torch.maximum(weight.abs() / 16, smallest / 2)).all()
     assert torch.equal(dense[3], weight[3])
 
 
@@ -59,7 +74,7 @@ def test_nf4_takes_the_nearest_of_sixteen_values_in_each_block() -> None:
             assert rounded == pytest.approx(nearest * largest, abs=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("nf4", 4.5)])
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("fp8", 8), ("nf4", 4.5)])
 def test_a_weight_takes_its_bits_and_keeps_its_dtype(kind: BaseWeights, bits: float) -> None:
     weight = normal(512, 1024).bfloat16()
     kept = quantize(weight, kind)
@@ -99,12 +114,13 @@ def test_adapters_learn_on_a_rounded_base_with_exact_gradients(
     with torch.no_grad():
         for layer, block in zip(reference.model.layers, decoder.layers, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
-            for fused, modules in (
-                (block.qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
-                (block.o, (attention.o_proj,)),
-                (block.gate_up, (mlp.gate_proj, mlp.up_proj)),
-                (block.down, (mlp.down_proj,)),
-            ):
+            linears = (
+                (attention.q_proj, attention.k_proj, attention.v_proj),
+                (attention.o_proj,),
+                (mlp.gate_proj, mlp.up_proj),
+                (mlp.down_proj,),
+            )
+            for fused, modules in zip(block.linears, linears, strict=True):
                 parts = fused.weight.split([module.out_features for module in modules])
                 for module, part in zip(modules, parts, strict=True):
                     assert not torch.equal(module.weight, part)
@@ -141,12 +157,41 @@ def test_a_model_through_transformers_modules_is_rounded_in_its_linear_layers(
     assert 0 < np.abs(plain - rounded).mean() < 0.2
 
 
-def test_experts_are_not_served_in_few_bits(tmp_path: Path) -> None:
-    save_tiny("qwen3_moe", tmp_path)
-    with pytest.raises(
-        UnsupportedModelError, match=r"are in experts; serve it with base_weights = 'full'"
-    ):
-        load(tmp_path, "int8")
+def rounded(weight: torch.Tensor, kind: BaseWeights) -> torch.Tensor:
+    kept = quantize(weight, kind)
+    assert not isinstance(kept, torch.Tensor)
+    return kept.dense()
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_learn_on_rounded_experts_with_exact_gradients(
+    kind: BaseWeights, model_type: str, tmp_path: Path, new_adapter: NewAdapter
+) -> None:
+    """Those of autograd through `transformers` with the same rounded weights."""
+    reference = save_tiny(model_type, tmp_path)
+    decoder = load(tmp_path, kind)
+    is_transposed = model_type == "gpt_oss"
+    with torch.no_grad():
+        for name, weight in reference.named_parameters():
+            if "experts." in name and weight.ndim == 3:
+                for matrix in weight:
+                    own = matrix.t() if is_transposed else matrix
+                    own.copy_(rounded(own.contiguous(), kind))
+            elif name.endswith("_proj.weight"):
+                weight.copy_(rounded(weight, kind))
+    needed = weights_nbytes(tmp_path, 4, kind)
+    assert decoder.nbytes <= needed <= 1.05 * decoder.nbytes
+    adapter = new_adapter(decoder)
+    loss, _, expected = Reference(reference, adapter).run(RAGGED)
+    output = succeed(decoder, RAGGED, adapter)
+    assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
+    assert adapter.grad is not None
+    assert_close(adapter.grad, expected)
+    prompt = tokens_of(9)
+    generator = Generator(decoder, LocalEngineConfig(device="cpu"))
+    response = answer(generator, job_of("a", prompt, num_samples=2), adapter)
+    assert_trainer_agrees(decoder, prompt, response, adapter)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -24,6 +24,7 @@ from tests.engine.train.test_pass_time import sorting_loss
 from tests.support.engine_calls import datum
 from tests.support.tiny_families import save_tiny
 from tinsmith.engine.base import Failure, FinishedPass, Pass, SampleJob, Step
+from tinsmith.engine.local.boundary.worker import Later
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
 from tinsmith.engine.local.engine import LocalEngine
@@ -51,6 +52,10 @@ both ranks have; norms and caps on both sides of a sum."""
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss")
 """Of these experts are divided, and nothing else; those of the last have biases, and gates and ups
 in turns."""
+
+ELSEWHERE = ("qwen3_moe", "mixtral")
+"""Of these one rank takes our own decoder, and two the modules of `transformers`: gradients differ
+by 2e-6, of which Adam makes more in its first steps."""
 
 MODELS = (*VARIANTS, *EXPERTS)
 
@@ -103,7 +108,9 @@ Some = EngineCore | LocalEngine
 
 async def call(engine: Some, method: str, *arguments: Any) -> Any:
     value = getattr(engine, method)(*arguments)
-    return await value if isinstance(engine, LocalEngine) else value
+    if isinstance(engine, LocalEngine):
+        return await value
+    return value.finish() if isinstance(value, Later) else value
 
 
 async def created(engine: Some, base_model: str, **lora: Any) -> str:
@@ -186,11 +193,13 @@ def _stored(folder: Path) -> dict[str, np.ndarray]:
     }
 
 
-def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+def assert_close(
+    found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float = TOLERANCE
+) -> None:
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         # Of the matrix's size: single numbers may be what large ones leave of each other.
-        atol = TOLERANCE * max(1.0, np.abs(value).max())
+        atol = tolerance * max(1.0, np.abs(value).max())
         np.testing.assert_allclose(found[key], value, atol=atol, rtol=0, err_msg=key)
 
 
@@ -208,7 +217,9 @@ async def test_two_ranks_report_and_learn_what_one_does(
     expected, expected_reports = await taught(one, base_model)
     np.testing.assert_allclose(flat(reported), flat(expected_reports), atol=TOLERANCE, rtol=1e-5)
     assert_close(
-        await tensors(two, found, tmp_path / "two"), await tensors(one, expected, tmp_path / "one")
+        await tensors(two, found, tmp_path / "two"),
+        await tensors(one, expected, tmp_path / "one"),
+        3 * TOLERANCE if base_model in ELSEWHERE else TOLERANCE,
     )
 
 

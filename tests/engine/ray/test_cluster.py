@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.child import Child
+from chaos.ray_nodes import RayNodes, engines, parent, ray_nodes
+from tests.support.child import Child, ended_well
 from tests.support.engine_calls import write_tiny_model
-from tests.support.ray_nodes import RayNodes, ray_nodes
-from tests.support.server_process import SCRIPTS, ServerProcess
+from tests.support.server_process import SCRIPTS, ServerProcess, clean_environment
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -30,7 +30,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    with ray_nodes(1) as nodes:
+    with ray_nodes(1, clean_environment()) as nodes:
         yield nodes
 
 
@@ -62,7 +62,7 @@ def test_the_official_client_notices_nothing_when_a_node_is_lost(
     with official_client(server) as client:
         results = [client.step() for _ in range(STEPS // 2)]
         lost_at = time.monotonic()
-        kill_node(nodes, engine)
+        nodes.lose_node_of(engine)
         results.append(client.step())
         print(f"from the loss of a node to the next step: {time.monotonic() - lost_at:.1f} s")
         results += [client.step() for _ in range(STEPS - len(results))]
@@ -113,7 +113,7 @@ def official_client(server: ServerProcess) -> Iterator[OfficialClient]:
         assert client.child.process.stdin is not None
         client.child.process.stdin.close()
         _, errors = client.child.finish()
-    assert client.child.process.returncode == 0, errors
+    assert ended_well(client.child.process.returncode, errors), errors
 
 
 def status(server: ServerProcess) -> Any:
@@ -132,8 +132,7 @@ def _ask(server: ServerProcess, path: str) -> Any:
 
 def engine_of(server: ServerProcess) -> int:
     """The process id of the server's one engine."""
-    file = f"{server.data_dir}/engines/slot-0.json"
-    (engine,) = (pid for pid, words in _processes() if words[-2:] == ["--credentials", file])
+    (engine,) = engines(server.data_dir)
     return engine
 
 
@@ -142,18 +141,9 @@ def placer_of(server: ServerProcess) -> int:
     (placer,) = (
         pid
         for pid, words in _processes()
-        if "tinsmith.engine.ray.placer" in words and _parent(pid) == server.process.pid
+        if "tinsmith.engine.ray.placer" in words and parent(pid) == server.process.pid
     )
     return placer
-
-
-def kill_node(nodes: RayNodes, engine: int) -> None:
-    """Everything on the engine's node dies, as when a machine loses its power."""
-    worker = _parent(engine)
-    raylet = _parent(worker)
-    os.kill(engine, signal.SIGKILL)
-    os.kill(worker, signal.SIGKILL)
-    nodes.kill(raylet)
 
 
 def _processes() -> Iterator[tuple[int, list[str]]]:
@@ -161,10 +151,6 @@ def _processes() -> Iterator[tuple[int, list[str]]]:
         # Processes end while we look.
         with contextlib.suppress(OSError):
             yield int(folder.name), (folder / "cmdline").read_text().split("\0")[:-1]
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:

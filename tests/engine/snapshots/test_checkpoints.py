@@ -505,7 +505,7 @@ A_NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda t: t.update({A_NAME: t[A_NAME].to(torch.int8)}), "is I8; known"),
         (
             lambda t: t.update({A_NAME.replace(".layers", ".language_model.layers"): t[A_NAME]}),
-            "is one too many",
+            "is not expected: another tensor has its place",
         ),
         (
             lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": t[A_NAME]}),

@@ -91,9 +91,11 @@ def test_the_time_of_a_custom_loss_is_its_own_passes(
         ),
     ]
     timed(tiny_decoder, new_adapter(tiny_decoder), *passes)  # the first one pays for first uses
-    (plain, custom), taken = timed(tiny_decoder, new_adapter(tiny_decoder), *passes)
-    assert custom.seconds > plain.seconds
-    assert plain.seconds + custom.seconds <= taken
+    runs = [timed(tiny_decoder, new_adapter(tiny_decoder), *passes) for _ in range(5)]
+    assert all(sum(each.seconds for each in finished) <= taken for finished, taken in runs)
+    # The time of the plain pass is that of the clock, which a busy machine stretches.
+    plain, custom = (min(finished[index].seconds for finished, _ in runs) for index in (0, 1))
+    assert custom > plain
 
 
 def test_others_have_their_turns_while_an_uploaded_loss_runs(

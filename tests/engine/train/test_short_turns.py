@@ -1,4 +1,4 @@
-"""Micro-batches on the CPU: efficient for one owner alone, short while others wait for their end.
+"""Micro-batches on the CPU: efficient for one owner alone, short while others may wait for them.
 
 Counted in turns, which a loaded machine does not change.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tinsmith.engine.base import Pass, SampleJob
+from tinsmith.engine.local.boundary.company import REMEMBERED_BATCHES
 from tinsmith.engine.local.boundary.worker import PassResults
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
@@ -61,11 +62,24 @@ def test_turns_are_short_while_another_call_is_under_way(core: EngineCore) -> No
     long = core.run_passes([_pass("ann", 32)])
     assert next(long) is None
     assert _num_turns(core.run_passes([_pass("bob")])) == 4
-    assert _num_turns(long) == 3, "long ones again"
+    assert _num_turns(long) == 6
+
+
+def test_turns_are_short_until_the_others_have_been_away_for_a_while(core: EngineCore) -> None:
+    """Whoever pauses between two requests finds no long turn begun meanwhile."""
+    list(core.run_passes([_pass("bob", 1)]))
+    for _ in range(REMEMBERED_BATCHES // 4):
+        assert _num_turns(core.run_passes([_pass("ann")])) == 4
+    assert _num_turns(core.run_passes([_pass("ann")])) == 2, "long ones again"
+    list(core.run_passes([_pass("bob", 1)]))
+    assert _num_turns(core.run_passes([_pass("ann")])) == 4
+
+
+def test_a_call_that_was_given_up_is_no_company(core: EngineCore) -> None:
     left = core.run_passes([_pass("ann", 32)])
     next(left)
     left.close()
-    assert _num_turns(core.run_passes([_pass("bob")])) == 2, "one that was given up counts no more"
+    assert _num_turns(core.run_passes([_pass("ann")])) == 2
 
 
 def test_turns_are_short_while_somebody_samples(core: EngineCore) -> None:
@@ -81,4 +95,14 @@ def test_turns_are_short_while_somebody_samples(core: EngineCore) -> None:
     assert _num_turns(core.run_passes([_pass("ann")])) == 4
     while core.is_sampling:
         core.sampling_turn()
-    assert _num_turns(core.run_passes([_pass("ann")])) == 2
+    assert _num_turns(core.run_passes([_pass("ann")])) == 4, "he may sample again"
+
+
+def test_turns_are_half_as_long_while_others_are_there_however_small_the_model(
+    tiny_llama_folder: Path,
+) -> None:
+    core = EngineCore(LocalEngineConfig(models={"tiny": str(tiny_llama_folder)}, device="cpu"))
+    for name in ("ann", "bob"):
+        assert core.create_adapter(name, "tiny", LoraConfig(rank=2, seed=1)) is None
+    assert _num_turns(core.run_passes([_pass("ann", 32)])) == 2
+    assert _num_turns(core.run_passes([_pass("ann", 16), _pass("bob", 16)])) == 4

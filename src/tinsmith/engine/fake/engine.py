@@ -110,7 +110,7 @@ class FakeEngine(Engine):
         return len(self._jobs)
 
     def die(self, reason: str) -> None:
-        """Be gone as a process that was killed is: nothing is kept, and every call raises."""
+        """Behave like a process that was killed: nothing is kept, and every call raises."""
         self._death = self._death or reason
         self._adapters.clear()
         self._samplers.clear()

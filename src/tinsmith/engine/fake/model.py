@@ -120,10 +120,15 @@ class BigramAdapter:
         square = np.zeros_like(grad) if self.exp_avg_sq is None else self.exp_avg_sq
         mean = params.beta1 * mean + (1 - params.beta1) * grad
         square = params.beta2 * square + (1 - params.beta2) * grad**2
-        corrected_mean = mean / (1 - params.beta1 ** (self.step + 1))
-        corrected_square = square / (1 - params.beta2 ** (self.step + 1))
-        update = corrected_mean / (np.sqrt(corrected_square) + params.eps)
-        update = params.learning_rate * (update + params.weight_decay * self.weights)
+        # In place from here on: pages of fresh memory cost more than the numbers in them.
+        divisor = square / (1 - params.beta2 ** (self.step + 1))
+        np.sqrt(divisor, out=divisor)
+        divisor += params.eps
+        update = mean / (1 - params.beta1 ** (self.step + 1))
+        update /= divisor
+        if params.weight_decay:
+            update += params.weight_decay * self.weights
+        update *= params.learning_rate
         update_norm = float(np.linalg.norm(update))
         check_update_norm(update_norm, params, self.step)
         self.weights = self.weights - update

@@ -17,11 +17,12 @@ EMBEDDED_SOURCE = "embedded"
 """The source, in a model table, that means the small model that we ship with."""
 
 
-BaseWeights = Literal["full", "int8", "nf4"]
+BaseWeights = Literal["full", "int8", "fp8", "nf4"]
 """How the linear layers of base models are kept in memory."""
 
-BITS: Mapping[BaseWeights, float] = {"int8": 8.0, "nf4": 4.5}
-"""For each number, where they are not kept in full; int8 has a scale for each row besides."""
+BITS: Mapping[BaseWeights, float] = {"int8": 8.0, "fp8": 8.0, "nf4": 4.5}
+"""Bits for each number where weights are not kept in full; with 8 bits each row also has a
+scale."""
 
 
 def default_cache_folder() -> Path:
@@ -52,9 +53,10 @@ class LocalEngineConfig:
     their gradients and the optimizer's state are float32 always."""
 
     base_weights: BaseWeights = "full"
-    """How the linear layers of base models are kept: "full" in `dtype`, or rounded to 8 bits
-    ("int8") or 4.5 ("nf4") for each number, which saves memory and costs time. Adapters, gradients
-    and the optimizer's state are as exact as ever; embeddings and the unembedding stay in full."""
+    """How the linear layers and experts of base models are kept: "full" in `dtype`, or rounded to 8
+    bits ("int8", "fp8") or 4.5 ("nf4") for each number, which saves memory and costs time.
+    Adapters, gradients and the optimizer's state keep full precision; embeddings and the
+    unembedding stay in full."""
 
     deterministic: bool = False
     """Every sequence runs by itself, on a fixed number of threads: results are then equal to the
@@ -63,7 +65,7 @@ class LocalEngineConfig:
     on_policy: Literal["close", "exact"] = "close"
     """With "exact" a sampled token's log-probability equals in every bit what `forward` gives for
     the same weights and tokens, at temperature 1, whatever else runs; slower, on the CPU in float32
-    only, for models of our own decoder."""
+    or on CUDA in bfloat16, for models of our own decoder."""
 
     num_threads: int | None = None
     """Threads for the mathematics on the CPU; None leaves torch's choice, and is one thread in
@@ -83,11 +85,13 @@ class LocalEngineConfig:
 
     memory_fraction: float = 0.9
     """Part of the device's memory, or on the CPU of the machine's, that is divided among base
-    models, keys and values, adapters and passes when the engine starts."""
+    models, keys and values, adapters and passes when the engine starts. Engines that share a device
+    share it evenly."""
 
     memory_budget_bytes: int | None = None
-    """Most memory for base models together; beyond it the least recently used idle one is
-    dropped. None keeps them all."""
+    """Most memory for base models together; beyond it the least recently used idle one is dropped.
+    A request whose model has no room beside those in use waits for it, and later requests for other
+    models wait behind it. None keeps them all."""
 
     pack_weights: bool | None = None
     """Whether base weights are also kept in the layouts in which the CPU multiplies fastest, which
@@ -111,8 +115,9 @@ class LocalEngineConfig:
     CPU at most 1 GiB."""
 
     image_cache_bytes: int | None = None
-    """Memory, for each base model, for what its vision tower made of images; the owner who takes
-    most gives way first. None is 256 MiB on the CPU and 2 GiB on CUDA."""
+    """Memory, for each base model, for what its vision tower made of images; where it is full,
+    images of the owner who takes most are dropped first. None is 256 MiB on the CPU and 2 GiB on
+    CUDA."""
 
     max_running_samples: int = 256
     """Most sequences that are decoded at the same time; on the CPU 64 while several owners share

@@ -13,8 +13,9 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +39,8 @@ from tinsmith.engine.base import (
 )
 from tinsmith.engine.grammar import Tokens
 from tinsmith.engine.local import device_memory, progress
-from tinsmith.engine.local.boundary.worker import PassResults
+from tinsmith.engine.local.boundary.company import Company
+from tinsmith.engine.local.boundary.worker import Later, PassResults
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.memory_plan import MemoryPlan, plan_memory
 from tinsmith.engine.local.model.base_models import BaseModels, device_of, dtype_of
@@ -69,7 +71,8 @@ class _Sampler:
 
 class EngineCore:
     def __init__(self, config: LocalEngineConfig, ranks: Ranks = ALONE) -> None:
-        """`ranks` are those that have the base models together; each makes the same calls."""
+        """`ranks` are the processes among which base models are divided; each makes the same
+        calls."""
         self._config = config
         self._ranks = ranks
         self._device = device_of(config)
@@ -83,6 +86,7 @@ class EngineCore:
         self._plan: MemoryPlan | None = None
         self._num_passing = 0
         """Calls for passes under way; each has begun to run."""
+        self._company = Company()
         self._samplers: dict[str, _Sampler] = {}
         self._jobs: dict[str, tuple[str, _Sampler | None]] = {}
         """The base model and sampler of each job under way."""
@@ -93,12 +97,20 @@ class EngineCore:
 
     # Questions
 
+    def has_room_for(self, base_model: str) -> bool:
+        """Whether a base model is in memory or can come there now, beside those in use."""
+        return self._models.has_room_for(base_model)
+
+    def base_model_of(self, adapter_id: str) -> str | None:
+        adapter = self._adapters.get(adapter_id)
+        return None if adapter is None else adapter.base_model
+
     def capabilities(self) -> Capabilities:
         infos, refused = [], []
         for name in self._models.names:
             try:
                 infos.append(self._models.info(name))
-            except Exception as error:  # one model's trouble, whatever it is, is that model's
+            except Exception as error:  # whatever is wrong with one model, others are served
                 logger.warning("base model %r cannot be served: %s", name, error)
                 refused.append(RefusedModel(name=name, reason=_without_paths(str(error))))
         logger.info("%s", self._planned())
@@ -123,6 +135,7 @@ class EngineCore:
             cache_bytes=sum(generator.cache_bytes for generator in generators),
             cache_limit_bytes=sum(generator.max_cache_bytes for generator in generators),
             adapter_bytes=self._adapter_bytes,
+            sampler_bytes=sum(sampler.adapter.nbytes for sampler in self._samplers.values()),
             adapter_limit_bytes=0 if self._plan is None else self._plan.adapter_bytes,
         )
 
@@ -153,6 +166,7 @@ class EngineCore:
         A pass that is given up by closing the iterator has no effect.
         """
         by_model: dict[str, dict[int, Pass]] = {}
+        refused: list[FinishedPass] = []
         for index, item in enumerate(passes):
             try:
                 adapter = self._adapter(item.adapter_id)
@@ -164,33 +178,45 @@ class EngineCore:
                     images=config.images,
                 )
             except (ValidationError, EngineError) as error:
-                yield FinishedPass(index, _failure(error), 0.0)
+                refused.append(FinishedPass(index, _failure(error), 0.0))
             else:
                 by_model.setdefault(adapter.base_model, {})[index] = checked
+        if not by_model:
+            yield from refused
         for base_model, chosen in by_model.items():
-            yield from self._run_on(base_model, chosen)
+            yield from self._run_on(base_model, chosen, refused)
+            refused = []
 
-    def _run_on(self, base_model: str, chosen: dict[int, Pass]) -> PassResults:
-        """Run passes, each under its index in the call."""
+    def _run_on(
+        self, base_model: str, chosen: dict[int, Pass], refused: Sequence[FinishedPass]
+    ) -> PassResults:
+        """Run passes, each under its index in the call. Refusals are yielded once the model is in
+        use: the caller does other work at each yield, which could take the model's room."""
         try:
             self._decoder(base_model)
         except EngineError as error:
+            yield from refused
             for index in chosen:
                 yield FinishedPass(index, _failure(error), 0.0)
             return
         indices, passes = list(chosen), list(chosen.values())
-        has_company = len({each.scope for each in passes}) > 1
+        scopes = {each.scope for each in passes}
+        self._company.came(scopes)
 
         def is_shared() -> bool:
-            return has_company or self.is_sampling or self._num_passing > 1
+            has_others = len(scopes) > 1 or self._num_passing > 1 or self.is_sampling
+            return has_others or self._company.has_others(scopes)
 
         with self._passing(), self._models.use(base_model) as decoder:
+            yield from refused
             for finished in run_passes(
                 passes, self._adapters, decoder, self._config, is_shared=is_shared
             ):
                 if self._device.type == "cuda" and self.is_sampling:
                     # Turns go by time, and kernels still in the queue have not taken theirs.
                     torch.cuda.synchronize(self._device)
+                if finished is None:
+                    self._company.batch_ended()
                 yield finished and replace(finished, index=indices[finished.index])
         device_memory.give_back(self._device, self._planned().pass_bytes)
 
@@ -217,13 +243,19 @@ class EngineCore:
 
     # Snapshots and samplers
 
-    def snapshot(self, adapter_id: str, folder: Path, kind: SnapshotKind) -> SnapshotInfo | Failure:
+    def snapshot(
+        self, adapter_id: str, folder: Path, kind: SnapshotKind
+    ) -> SnapshotInfo | Failure | Later[SnapshotInfo | Failure]:
+        """What is written is the adapter as it is now; others need not wait for the disk."""
         try:
-            return cut_adapters.save(self._adapter(adapter_id), folder, kind)
+            adapter = self._adapter(adapter_id)
+            if self._ranks.count == 1:
+                save = checkpoints.begin_save(adapter, folder, kind)
+                return Later(partial(_written, save, folder), folder)
         except (ValidationError, EngineError) as error:
             return _failure(error)
-        except OSError as error:
-            return Failure(f"the snapshot could not be written to {folder}: {error}", "server")
+        # Ranks end a call together.
+        return _written(partial(cut_adapters.save, adapter, folder, kind), folder)
 
     def restore(self, adapter_id: str, folder: Path, kind: SnapshotKind) -> SnapshotInfo | Failure:
         try:
@@ -241,6 +273,7 @@ class EngineCore:
         try:
             adapter = self._adapter(adapter_id)
             self._check_sampler_is_new(weights_id)
+            self._check_room(self._pool(adapter.base_model).sampling_bytes(adapter.lora))
         except (ValidationError, EngineError) as error:
             return _failure(error)
         copy = self._pool(adapter.base_model).copy(adapter)
@@ -277,6 +310,7 @@ class EngineCore:
         lora = self._ranks.first(lambda: checkpoints.read_lora(folder, config))
         checks.check_lora(lora, self._config.max_lora_rank)
         pool = self._pool(base_model)
+        self._check_room(pool.sampling_bytes(lora))
         adapter = pool.create_empty(base_model, lora)
         try:
             cut_adapters.load(adapter, folder, "sampler")
@@ -318,6 +352,7 @@ class EngineCore:
         self._jobs[job.job_id] = (job.base_model, sampler)
         if sampler is not None:
             sampler.job_ids.add(job.job_id)
+        self._company.came([job.scope])
         generator.submit(job, sampler.adapter if sampler is not None else None)
         return None
 
@@ -422,7 +457,7 @@ class EngineCore:
             raise ValidationError(f"a sampler called {weights_id!r} exists already")
 
     def _pool(self, base_model: str) -> AdapterPool:
-        """Adapters outlive their base model's stay in memory, so their room is not the model's."""
+        """Adapters stay when their base model leaves memory, so their memory is not the model's."""
         if base_model not in self._pools:
             config = self._models.config(base_model)
             dtype = dtype_of(self._config)
@@ -465,16 +500,25 @@ def _failure(error: ValidationError | EngineError) -> Failure:
     return Failure(str(error), "user" if isinstance(error, ValidationError) else "server")
 
 
+def _written(save: Callable[[], SnapshotInfo], folder: Path) -> SnapshotInfo | Failure:
+    try:
+        return save()
+    except (ValidationError, EngineError) as error:
+        return _failure(error)
+    except OSError as error:
+        return Failure(f"the snapshot could not be written to {folder}: {error}", "server")
+
+
 def _set_up_torch(config: LocalEngineConfig, device: torch.device) -> None:
     if config.deterministic or config.on_policy == "exact":
         torch.set_num_threads(config.num_threads or 1)
     elif config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     if device.type == "cuda":
-        # Compiled kernels stay beside what else is kept from one start to the next.
+        # Compiled kernels are kept for the next start, beside converted models.
         os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache_folder / "triton"))
     if config.deterministic and device.type == "cuda":
-        # Without it products may take any of several roads.
+        # Without it cuBLAS may choose another algorithm each time.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
 

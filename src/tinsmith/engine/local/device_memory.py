@@ -1,4 +1,4 @@
-"""What a CUDA device has for us, whatever was done on it before.
+"""How much of a CUDA device's memory we can use, whatever ran on it before.
 
 torch keeps the memory of work that has ended for later work. To the device such memory is taken;
 to us it is free. Shares that count only what the device calls free depend on which work came
@@ -8,6 +8,11 @@ first: a sampler that was first used after a large pass had a tenth of its cache
 from __future__ import annotations
 
 import torch
+
+
+def whole(device: torch.device) -> int:
+    """All that the device has, whoever uses it."""
+    return torch.cuda.mem_get_info(device)[1]
 
 
 def ours(device: torch.device) -> int:

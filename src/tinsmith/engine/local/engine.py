@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 CORE = "tinsmith.engine.local.core:EngineCore"
 
 LEADING_CORE = "tinsmith.engine.local.ranks.lockstep:LeadingCore"
-"""Where there are several ranks; it starts the others."""
+"""The core where there are several ranks; it starts the others."""
 
 START_SECONDS = 300.0
 """Most time for the process to import torch and open its device."""

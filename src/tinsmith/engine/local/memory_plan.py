@@ -2,10 +2,10 @@
 
 Keys and values of samples get a pool of fixed size from it (`sample.kvcache`), so that a sampler
 that is first used after a large pass has as much as one in a fresh server. Adapters that train, and
-frozen ones, have a share beyond which the server puts idle models on disk; one for which there is
-no memory at all is refused with the numbers. What is left is for passes: activations, logits and
-captured graphs. Of it torch keeps what a pass has used for the next one; what exceeds the share is
-given back when the pass has ended.
+frozen ones, have a share beyond which the server puts idle models on disk and lets idle samplers
+go; one for which there is no memory at all is refused with the numbers. What is left is for passes:
+activations, logits and captured graphs. Of it torch keeps what a pass has used for the next one;
+what exceeds the share is given back when the pass has ended.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from tinsmith.memory import machine_bytes
 _CPU_CACHE_BYTES = 1 << 30
 """Most for keys and values on a CPU, which is slow long before this is full."""
 
+_MOST_OF_FREE = 0.9
+"""Most that is planned of the CUDA memory that other processes leave; the rest lets them grow."""
+
 _MOST_WEIGHTS = 0.6
-"""Of all memory that is planned for models of which more are served than fit: those in use at a
-time are held to be fewer."""
+"""Share of all memory that base models get where more are served than fit: fewer are expected to be
+in use at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +59,14 @@ class MemoryPlan:
         )
 
     def check_adapter(self, num_bytes: int, held_bytes: int) -> None:
-        """Refuse an adapter that does not fit beside those that are held, whatever gives way."""
+        """Refuse an adapter that does not fit beside those that are held, even if passes got no
+        memory."""
         room = self.adapter_bytes + self.pass_bytes - held_bytes
         if num_bytes > room:
             raise EngineError(
-                f"the adapter takes {num_bytes:,} bytes, and of {self} {max(0, room):,} bytes are "
-                "left for it; unload models, ask for a smaller rank, or lower max_loaded_models"
+                f"the adapter takes {num_bytes:,} bytes, but only {max(0, room):,} bytes are left "
+                f"for it ({self}); unload models, ask for a smaller rank, or lower "
+                "max_loaded_models"
             )
 
 
@@ -79,7 +84,7 @@ def plan_memory(
     of several ranks, on the device with the least. Where some of the models have several names,
     `num_names` counts them: each is sampled by itself.
     """
-    total = int(config.memory_fraction * min(ranks.numbers(_device_bytes(device))))
+    total = int(min(ranks.numbers(_planned_bytes(config.memory_fraction, device))))
     weights = _weights_share(config, total, weights_bytes)
     rest = max(0, total - weights)
     count = max(1, len(weights_bytes), num_names or 0)
@@ -99,15 +104,21 @@ def plan_memory(
 
 
 def _weights_share(config: LocalEngineConfig, total: int, weights_bytes: Sequence[int]) -> int:
-    """All models, within their budget; or the largest, where all are more than are ever used."""
+    """Memory for all models, within their budget; without one, at most `_MOST_WEIGHTS` of the whole
+    or the largest model."""
     weights = sum(weights_bytes)
     if config.memory_budget_bytes is not None:
         return min(weights, config.memory_budget_bytes)
     return min(weights, max([int(_MOST_WEIGHTS * total), *weights_bytes]))
 
 
-def _device_bytes(device: torch.device) -> int:
-    return device_memory.ours(device) if device.type == "cuda" else machine_bytes()
+def _planned_bytes(fraction: float, device: torch.device) -> float:
+    """A fraction of the device's memory, whether or not another engine has taken its own already;
+    but never all that others leave."""
+    if device.type != "cuda":
+        return fraction * machine_bytes()
+    whole, ours = device_memory.whole(device), device_memory.ours(device)
+    return min(fraction * whole, max(fraction, _MOST_OF_FREE) * ours)
 
 
 def _size(num_bytes: int) -> str:

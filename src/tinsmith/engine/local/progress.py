@@ -1,4 +1,4 @@
-"""What is done before a model can be served, fetching and converting, told to whoever waits.
+"""Progress of what is done before a model can be served: fetching and converting.
 
 The engine's process logs each stage to a logger of its own; the process's owner, who reads its
 output, hands it on to the logger of the same name. `tinsmith serve` shows that at every log level.
@@ -11,18 +11,18 @@ import logging
 LOGGER = logging.getLogger("tinsmith.progress")
 
 LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
-"""Of the lines that the process writes."""
+"""Format of the lines that the process writes."""
 
 _BEGINNING = f"INFO {LOGGER.name}: "
 
 
 def tell(what: str, fraction: float) -> None:
-    """`what` is being done, so much of the whole, 0 to 1, is done before it."""
+    """`what` is being done; `fraction` of the whole is done already."""
     LOGGER.info("%s (%.0f%%)", what, 100 * fraction)
 
 
 def hand_on(line: str) -> bool:
-    """Log what a line of the process tells, if it tells of progress; whether it does."""
+    """Log a line of the process if it reports progress; whether it does."""
     if not line.startswith(_BEGINNING):
         return False
     LOGGER.info("%s", line.removeprefix(_BEGINNING))

@@ -1,1 +1,1 @@
-"""Engines on a Ray cluster: where they run is for Ray to say, and nothing else is."""
+"""Engines on a Ray cluster: Ray decides where they run, and nothing else."""

@@ -1,4 +1,4 @@
-"""What has to be so on this machine before anything is placed with Ray."""
+"""What must hold on this machine before anything is placed with Ray."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinsmith import extras
 from tinsmith.errors import ValidationError
 
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0"}
-"""For processes of ours that use Ray, which reports to its makers by default."""
+"""For our processes that use Ray: without it, Ray sends usage statistics to its makers."""
 
 
 def check_ray(environ: Mapping[str, str] = os.environ) -> None:
@@ -19,8 +19,8 @@ def check_ray(environ: Mapping[str, str] = os.environ) -> None:
         raise ValidationError(f"needs Ray: {extras.install_line('ray')}", "cluster")
     if environ.get("RAY_AUTH_MODE") != "token":
         raise ValidationError(
-            "needs a Ray cluster that asks for a token; without, whoever reaches one of its ports "
-            "runs programs on all its machines. Start its nodes, and this server, with "
-            "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN or ~/.ray/auth_token",
+            "needs a Ray cluster that asks for a token; without one, anyone who reaches one of "
+            "its ports can run programs on all its machines. Start its nodes, and this server, "
+            "with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN or ~/.ray/auth_token",
             "cluster",
         )

@@ -41,7 +41,7 @@ class EngineHost:
         threading.Thread(target=self._watch, name="engine", daemon=True).start()
 
     async def node_id(self) -> str:
-        """Where this is; the answer also shows that it is."""
+        """The node that this runs on; an answer also shows that the actor is alive."""
         return str(ray.get_runtime_context().get_node_id())
 
     async def ended(self) -> str:

@@ -14,10 +14,10 @@ class Begin(NamedTuple):
     """The server's first message."""
 
     address: str
-    """Of the Ray cluster; "auto" is one that has a node on this machine."""
+    """Address of the Ray cluster; "auto" is one that has a node on this machine."""
 
     namespace: str
-    """Under which the server's engines are known in the cluster."""
+    """Ray's namespace for the server's engines."""
 
     placed: tuple[Key, ...]
     """What an earlier placer of this server was asked to place, and is still wanted."""
@@ -47,7 +47,7 @@ class Nodes(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """An engine is no more, or never was."""
+    """An engine has ended, or could not be placed."""
 
     key: Key
     reason: str

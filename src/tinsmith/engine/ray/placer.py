@@ -3,7 +3,7 @@
 `python -m tinsmith.engine.ray.placer FD`, where the server is at the other end of FD. It may end,
 or wait for a cluster that has lost its head, without anything happening to engines that run: they
 are detached actors, and talk to the server themselves. It places an engine once and never again;
-whether another is needed is for the server to say.
+the server decides whether another is needed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ SIGN_SECONDS = 3.0
 """How long the actor of an engine whose connection is gone may take to show that its node lives."""
 
 SUSPECT_SECONDS = 30.0
-"""How long nothing is placed on a node that did not: Ray takes about 15 s to notice its death, and
-places there meanwhile."""
+"""How long nothing is placed on a node whose actor did not: Ray takes about 15 s to notice that a
+node has died, and would place engines there meanwhile."""
 
 Ref = Any  # Ray's own types are loose
 Send = Callable[[Report], None]
@@ -56,7 +56,7 @@ class _Placed:
     host: Any  # an actor's handle
     ended: Ref
     found: Ref | None
-    """The answer to where it is, until it has come."""
+    """The pending answer to where it runs."""
     node_id: str = ""
 
 
@@ -107,7 +107,7 @@ class Placer:
             self._look_at(key, placed, ready)
         self._leaving = [each for each in self._leaving if not self._has_left(each, ready)]
         if not self._leaving:
-            # Not before: where the last one was may be the node that has died.
+            # Not before: the node of an engine that is leaving may have died.
             waiting, self._waiting = self._waiting, []
             for command in waiting:
                 self._place(command)

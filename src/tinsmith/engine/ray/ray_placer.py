@@ -1,6 +1,6 @@
 """`RayPlacer`: the server's side of the placer, which it starts and starts again.
 
-The server itself is no driver of Ray's: one that loses its cluster's head ends itself after a
+The server itself is not a Ray driver: a driver that loses its cluster's head ends itself after a
 minute.
 """
 

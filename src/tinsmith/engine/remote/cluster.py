@@ -22,7 +22,7 @@ from tinsmith.errors import EngineError
 logger = logging.getLogger(__name__)
 
 BY_HAND_SECONDS = 6 * 3600.0
-"""How long an engine that somebody is to start is waited for until it gets new credentials."""
+"""How long to wait for an engine that is started by hand before its credentials are replaced."""
 
 
 class Placer(Protocol):
@@ -36,7 +36,8 @@ class Placer(Protocol):
     def nodes(self) -> Sequence[Node]: ...
 
     def place(self, slot: int, epoch: int, credentials: Path) -> asyncio.Future[str]:
-        """Have an engine started somewhere; the future has, in the end, why it is no more."""
+        """Have an engine started somewhere; the future gives the reason when the engine has
+        ended."""
 
     def release(self, slot: int, epoch: int) -> None:
         """The engine is no longer wanted, or is gone."""

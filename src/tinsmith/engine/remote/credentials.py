@@ -1,7 +1,7 @@
 """Credentials: what an engine needs to be let in by its server, in one file for one slot.
 
-The server writes the file anew for each engine that the slot is to have. It is a secret: who has it
-can take the slot's place, once, until another engine is expected there.
+The server writes the file anew for each engine that the slot is to have. It is a secret: whoever
+has it can connect as the slot's engine, once, until another is expected.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Credentials:
 
 
 def secured(context: ssl.SSLContext, authority: str, certificate: str, key: str) -> ssl.SSLContext:
-    """TLS 1.3 with nobody but whom the authority has signed; we show the certificate."""
+    """TLS 1.3 that lets in only certificates of the authority, and shows this one."""
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=authority)
@@ -74,7 +74,7 @@ def secured(context: ssl.SSLContext, authority: str, certificate: str, key: str)
 
 
 def load_chain(context: ssl.SSLContext, certificate: str, key: str) -> None:
-    """Python reads a key from nothing but a file: one that is gone when this returns."""
+    """Python reads keys from files only; this one is removed when the function returns."""
     with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:  # made for this user alone
         file.write(certificate + key)
         file.flush()

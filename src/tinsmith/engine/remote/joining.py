@@ -21,12 +21,12 @@ from tinsmith.errors import EngineError
 CONNECT_SECONDS = 30.0
 
 UNANSWERED_SECONDS = 30
-"""After this long without an acknowledgement of its signs of life the engine ends: nobody has seen
-to its work since."""
+"""After this long without an acknowledgement of its signs of life the engine ends: its server is
+out of reach, and has given it up."""
 
 
 def join(credentials: Credentials, address: str | None = None) -> int:
-    """Work for the server until it lets go; the exit status."""
+    """Work for the server until it closes the connection; the exit status."""
     address = address or credentials.address
     stream = TlsStream(_connect(credentials, address))
     hello = Hello(
@@ -40,7 +40,7 @@ def join(credentials: Credentials, address: str | None = None) -> int:
     try:
         return process.work(stream, credentials.epoch)
     except ssl.SSLError as error:
-        # TLS 1.3 tells the engine after its handshake that the server did not like it.
+        # With TLS 1.3 the engine learns only after its handshake that the server refused it.
         raise EngineError(_refusal(address, error)) from None
 
 

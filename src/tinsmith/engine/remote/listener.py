@@ -1,7 +1,7 @@
-"""The listener: where engines connect to their server, and who of them is let in.
+"""The listener: where engines connect to their server, and which of them are let in.
 
 TLS lets in nobody but holders of a certificate that this server has signed. Of those, one engine is
-expected for a slot at a time: who comes with a lower epoch is a zombie, and is told so.
+expected for a slot at a time: one with a lower epoch has been replaced, and is told so.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class EngineListener:
             arrival.cancel()
 
     def admit(self, channel: Channel, hello: Any) -> None:
-        """Somebody with a good certificate has said who he is."""
+        """An engine with a valid certificate has said who it is."""
         problem = self._objection(channel, hello)
         if problem is None:
             self._expected[hello.slot].arrival.set_result(Arrival(channel, hello))

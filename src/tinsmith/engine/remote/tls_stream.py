@@ -1,8 +1,8 @@
 """A TLS connection that one thread reads and another writes.
 
 OpenSSL's object must not be used by two threads at a time, and a blocking read would keep it for as
-long as nothing comes. So nothing here blocks inside it: both threads ask it for what can be done at
-once, in turns, and wait outside.
+long as nothing comes. So nothing here blocks inside it: both threads ask it, one at a time, for
+what can be done at once, and wait outside.
 """
 
 from __future__ import annotations

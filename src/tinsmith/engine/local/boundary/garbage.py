@@ -1,7 +1,7 @@
-"""Keeps the collector of garbage off what stays: modules, base models and their kind.
+"""Keeps the garbage collector from scanning what stays: modules, base models and the like.
 
-These are nearly all objects of the process. To look through them takes a tenth of a second, and
-whoever trains or samples at that moment waits for it.
+These are nearly all objects of the process. Scanning them takes a tenth of a second, during which
+nothing is trained or sampled.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class Garbage:
         self._num_modules = 0
 
     def settle(self) -> None:
-        """To be called when there is nothing to do; does something only after modules were loaded,
-        as with a first model."""
+        """Call it when there is nothing to do. It has an effect only after modules were loaded, as
+        with a first model."""
         if len(sys.modules) == self._num_modules:
             return
         gc.collect()

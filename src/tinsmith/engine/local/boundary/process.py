@@ -80,7 +80,7 @@ def main(fd: int) -> int:
 
 
 def work(stream: frames.Stream, epoch: int = 1) -> int:
-    """Be an engine for whoever is at the other end, until the stream closes; the exit status."""
+    """Serve the other end of the stream as its engine, until it closes; the exit status."""
     faulthandler.enable()
     be_first_to_go()
     logging.basicConfig(level=logging.INFO, format=progress.LOG_FORMAT)
@@ -122,7 +122,7 @@ def be_first_to_go() -> None:
 def _refused(message: list[Reply] | None) -> int:
     """There is nothing to start: the owner has gone, or says why it does not want this engine."""
     if message is None:
-        logger.error("the connection was closed before it was said what to start")
+        logger.error("the server closed the connection before it said what to start")
     for reply in message or ():
         if isinstance(reply, Trouble):
             logger.error("%s", reply.text)
@@ -143,7 +143,7 @@ def _check(start: Start, epoch: int) -> None:
             found = ""
             problem = str(error)
         else:
-            problem = f"{path} holds something else"
+            problem = f"{path} has other content than the server's"
         if found != text:
             raise EngineError(
                 f"{socket.gethostname()} does not see the server's data folder ({problem}); it "

@@ -84,7 +84,7 @@ class RemoteEngine(Engine):
             if not isinstance(reply, Done):
                 raise _as_error(reply)
         finally:
-            # Still there means that the other end has not said its last word on it.
+            # Still there: the other end has not sent its last answer.
             if self._pending.pop(number, None) is not None and self._closed is None:
                 self._send(Abandon(number))
 

@@ -3,9 +3,13 @@
 * A training turn is the next request in order, or the next part of passes under way;
 * a sampling turn is one decoding step of the samples under way.
 
-When both have work, the turn goes to the one that has had less time, so neither starves the other.
+When both have work, the turn goes to the one that has had less time, so neither starves the other;
+whoever comes during a turn is owed the time of that turn, for which he waited.
 So it is among several calls for passes, and the requests behind them: a long call is not waited
-for, except by requests about the same adapters.
+for, except by requests about adapters whose passes in it are not finished. What is left of a
+request when it needs the core no more, such as writing files, is done by threads beside the turns.
+A request whose base model has no room in memory, beside those in use, waits for it; those that come
+then and need another one wait behind it, so that what is in use ends.
 Calls that are answered at once are answered between turns, whatever is queued. Where requests come
 from and replies go to is for others: here are a queue and a function.
 """
@@ -18,9 +22,11 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from tinsmith.engine.base import (
     Failure,
@@ -51,14 +57,33 @@ logger = logging.getLogger(__name__)
 PassResults = Generator[FinishedPass | None, None, None]
 
 _MANY_SEQUENCES = 256
-"""A response with so many takes milliseconds to unpack."""
+"""A response with this many takes milliseconds to unpack."""
+
+_FOLDERS = ("folder", "source")
+"""Arguments that name files."""
+
+_LATER_THREADS = 4
+_MOST_LATER = 8
+"""Most calls that threads finish at a time, each of which holds memory."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Later(Generic[T]):
+    """The rest of a call, for which the core is not needed: a function that gives the answer, in
+    any thread, and the folder that it writes."""
+
+    finish: Callable[[], T]
+    folder: Path
 
 
 class Core(Protocol):
     """The thing that computes. Synchronous, used by one thread.
 
-    It has every call of the interface (`CALLS`) as a plain method of the same signature. Those
-    that are named here are the ones that the worker does in parts, a turn at a time.
+    It has every call of the interface (`CALLS`) as a plain method of the same signature, which may
+    return the answer or the rest of the call as `Later`. Those that are named here are the ones
+    that the worker does in parts, a turn at a time.
     """
 
     def run_passes(self, passes: Sequence[Pass]) -> PassResults:
@@ -70,6 +95,12 @@ class Core(Protocol):
 
     @property
     def is_sampling(self) -> bool: ...
+
+    def has_room_for(self, base_model: str) -> bool:
+        """Whether a base model is in memory or can come there now, beside those in use."""
+        ...
+
+    def base_model_of(self, adapter_id: str) -> str | None: ...
 
     def submit_sample(self, job: SampleJob) -> Failure | None:
         """Take on a job; its events come from later sampling turns.
@@ -90,8 +121,16 @@ class Core(Protocol):
         ...
 
 
-Incoming = Request | Abandon | None
-"""What the receiving thread passes on; None once the socket is closed."""
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The rest of a request has been done."""
+
+    number: int
+
+
+Incoming = Request | Abandon | Written | None
+"""What the receiving thread passes on, and the threads beside the turns; None once the socket is
+closed."""
 
 
 @dataclass(slots=True)
@@ -100,10 +139,15 @@ class _Passes:
 
     number: int
     results: PassResults
-    adapter_ids: frozenset[str]
+    unfinished: dict[int, str]
+    """The adapters of the passes that are not finished, by their index."""
     patience: float
     had: float
     """Time that it has had, on the scale of `Worker._now`."""
+
+    @property
+    def adapter_ids(self) -> frozenset[str]:
+        return frozenset(self.unfinished.values())
 
 
 class Worker:
@@ -128,12 +172,20 @@ class Worker:
         self._ordered: deque[Request] = deque()
         self._ordered_had = 0.0
         self._passes: dict[int, _Passes] = {}
+        self._crowded: deque[Request] = deque()
+        """Requests that wait for room in memory, or behind such for another base model."""
         self._now = 0.0
-        """What the one had who was served last: where newcomers begin."""
+        """The time that the last one served had had: newcomers start with it."""
         self._jobs: dict[str, int] = {}
         self._training_seconds = 0.0
         self._sampling_seconds = 0.0
+        self._last_training_turn = 0.0
+        self._last_sampling_turn = 0.0
+        """How long the turn took that has just ended; 0 for the other kind."""
         self._busy_seconds = 0.0
+        self._later = ThreadPoolExecutor(_LATER_THREADS, "later")
+        self._written: dict[int, Path] = {}
+        """The folders that threads are writing, by the numbers of the requests."""
         self._turn: tuple[float, str, float] | None = None
         """When the turn under way began, what it does, and how long it may take."""
 
@@ -148,23 +200,47 @@ class Worker:
     def run(self) -> None:
         """Work until the socket closes."""
         while self._receive():
+            self._let_in()
+            self._last_training_turn = self._last_sampling_turn = 0.0
             if self._takes_training_turn():
-                self._training_seconds += self._training_turn()
+                self._last_training_turn = self._training_turn()
+                self._training_seconds += self._last_training_turn
             elif self._core.is_sampling:
-                self._sampling_seconds += self._timed(
+                self._last_sampling_turn = self._timed(
                     self._sampling_turn, "sample", self._patience.turn_seconds
                 )
+                self._sampling_seconds += self._last_sampling_turn
 
     # What comes in
 
     @property
     def _has_training(self) -> bool:
-        return bool(self._passes or self._ordered)
+        if self._passes or not self._ordered:
+            return bool(self._passes)
+        return not self._is_held_up() or self._due_passes() is not None
+
+    def _is_held_up(self) -> bool:
+        """Whether the next request has to wait for files, or for an adapter's request that waits
+        for room."""
+        return self._waits_for_files() or any(
+            _adapters_of(self._ordered[0]) & _adapters_of(request) for request in self._crowded
+        )
+
+    def _waits_for_files(self) -> bool:
+        """Whether the next request is about files that one before it is still writing, or too many
+        are."""
+        if not self._written:
+            return False
+        request = self._ordered[0]
+        arguments = (CALLS[request.method].argument(n, request.arguments) for n in _FOLDERS)
+        wanted = {argument for argument in arguments if argument is not None}
+        is_full = len(self._written) >= _MOST_LATER
+        return bool(wanted) and (is_full or not wanted.isdisjoint(self._written.values()))
 
     def _receive(self) -> bool:
         """Sort what has arrived, waiting if there is nothing else to do; False at the end."""
         was_training, was_sampling = self._has_training, self._core.is_sampling
-        may_wait = not (was_training or was_sampling)
+        may_wait = not (was_training or was_sampling or self._crowded)
         if may_wait and self._inbox.empty():
             self._on_idle()
         while True:
@@ -177,13 +253,18 @@ class Worker:
             may_wait = False
             if isinstance(message, Abandon):
                 self._abandon(message.number)
+            elif isinstance(message, Written):
+                del self._written[message.number]
             else:
                 self._accept(message)
-        # Time not used while there was nothing to do is not saved up for later.
+        # Time not used while there was nothing to do is not saved up for later, except what went by
+        # since a newcomer came: the turn that was under way.
         if self._has_training and not was_training:
-            self._training_seconds = max(self._training_seconds, self._sampling_seconds)
+            before_turn = self._sampling_seconds - self._last_sampling_turn
+            self._training_seconds = max(self._training_seconds, before_turn)
         if self._core.is_sampling and not was_sampling:
-            self._sampling_seconds = max(self._training_seconds, self._sampling_seconds)
+            before_turn = self._training_seconds - self._last_training_turn
+            self._sampling_seconds = max(self._sampling_seconds, before_turn)
         return True
 
     def _accept(self, request: Request) -> None:
@@ -216,19 +297,64 @@ class Worker:
                 del self._jobs[job_id]
                 break
         self._ordered = deque(r for r in self._ordered if r.number != number)
+        self._crowded = deque(r for r in self._crowded if r.number != number)
 
     def _cancel(self, job_id: str) -> None:
         number = self._jobs.pop(job_id, None)
         if number is not None:
             self._core.cancel(job_id)
-        for request in self._ordered:
-            if request.method == "sample" and request.arguments[0].job_id == job_id:
-                number = request.number
-                self._ordered.remove(request)
-                break
+        for waiting in (self._ordered, self._crowded):
+            for request in waiting:
+                if request.method == "sample" and request.arguments[0].job_id == job_id:
+                    number = request.number
+                    waiting.remove(request)
+                    break
         if number is not None:
             failure = Failure(f"sampling job {job_id!r} was cancelled", "user")
             self._send([Item(number, failure), Done(number)])
+
+    # Room for base models
+
+    def _let_in(self) -> None:
+        """Begin what has waited for room and has it now, with all others for the same model; the
+        next request in order waits if there is none for it."""
+        while self._crowded and self._has_room(self._crowded[0]):
+            models = self._base_models_of(self._crowded[0])
+            entering = [r for r in self._crowded if self._base_models_of(r) <= models]
+            self._crowded = deque(r for r in self._crowded if r not in entering)
+            for request in entering:
+                self._enter(request)
+        while self._ordered and not self._is_held_up() and self._is_crowded(self._ordered[0]):
+            self._crowded.append(self._ordered.popleft())
+
+    def _enter(self, request: Request) -> None:
+        if request.method == "sample":
+            self._begin_sample(request)
+        elif request.method == "run_passes":
+            # With the first part the model is in use, and nothing takes its place any more.
+            self._training_seconds += self._first_part(request)
+        else:
+            turn, patience = partial(self._call, request), self._patience.turn_seconds
+            self._training_seconds += self._timed(turn, request.method, patience)
+
+    def _is_crowded(self, request: Request) -> bool:
+        """Whether a request has to wait for room, or behind others that do."""
+        needs_room = bool(self._base_models_of(request))
+        return needs_room and (bool(self._crowded) or not self._has_room(request))
+
+    def _has_room(self, request: Request) -> bool:
+        return all(map(self._core.has_room_for, self._base_models_of(request)))
+
+    def _base_models_of(self, request: Request) -> frozenset[str]:
+        """The base models that have to be in memory for a request."""
+        if request.method == "sample":
+            return frozenset([request.arguments[0].base_model])
+        if request.method == "create_adapter":
+            return frozenset([CALLS["create_adapter"].argument("base_model", request.arguments)])
+        if request.method == "run_passes":
+            found = map(self._core.base_model_of, _adapters_of(request))
+            return frozenset(name for name in found if name is not None)
+        return frozenset()
 
     # Turns
 
@@ -240,30 +366,50 @@ class Worker:
 
     def _training_turn(self) -> float:
         """The next request, or a part of the passes that have had least; how long it took."""
+        if (request := self._due_passes()) is not None:
+            self._ordered.remove(request)
+            return self._first_part(request)
         passes = min(self._passes.values(), key=lambda each: each.had, default=None)
         if self._is_next_request_due(passes):
-            if self._ordered[0].method != "run_passes":
-                self._now = max(self._now, self._ordered_had)
-                method = self._ordered[0].method
-                taken = self._timed(self._request_turn, method, self._patience.turn_seconds)
-                self._ordered_had += taken
-                return taken
-            passes = self._begin_passes(self._ordered.popleft())
+            self._now = max(self._now, self._ordered_had)
+            method = self._ordered[0].method
+            taken = self._timed(self._request_turn, method, self._patience.turn_seconds)
+            self._ordered_had += taken
+            return taken
         assert passes is not None, "there is something to train"
+        return self._part(passes)
+
+    def _due_passes(self) -> Request | None:
+        """The first call for passes that has no adapter in common with anything before it. It may
+        begin at once, and its own time counts from there."""
+        if not any(request.method == "run_passes" for request in self._ordered):
+            return None
+        before = {each for passes in self._passes.values() for each in passes.adapter_ids}
+        before.update(*map(_adapters_of, self._crowded))
+        for request in self._ordered:
+            adapter_ids = _adapters_of(request)
+            is_apart = request.method == "run_passes" and before.isdisjoint(adapter_ids)
+            if is_apart and not self._is_crowded(request):
+                return request
+            before |= adapter_ids
+        return None
+
+    def _first_part(self, request: Request) -> float:
+        return self._part(self._begin_passes(request))
+
+    def _part(self, passes: _Passes) -> float:
         self._now = max(self._now, passes.had)
         taken = self._timed(partial(self._passes_turn, passes), "run_passes", passes.patience)
         passes.had += taken
         return taken
 
     def _is_next_request_due(self, passes: _Passes | None) -> bool:
-        if not self._ordered:
+        if not self._ordered or self._is_held_up():
             return False
         adapter_ids = _adapters_of(self._ordered[0])
         if any(adapter_ids & each.adapter_ids for each in self._passes.values()):
             return False
-        # Passes begin at once, and have their own time from there.
-        is_passes = self._ordered[0].method == "run_passes"
-        return is_passes or passes is None or self._ordered_had <= passes.had
+        return passes is None or self._ordered_had <= passes.had
 
     def _begin_passes(self, request: Request) -> _Passes:
         (items,) = request.arguments
@@ -271,7 +417,7 @@ class Worker:
         passes = self._passes[request.number] = _Passes(
             number=request.number,
             results=self._core.run_passes(items),
-            adapter_ids=_adapters_of(request),
+            unfinished={index: item.adapter_id for index, item in enumerate(items)},
             patience=self._patience.turn_seconds + self._patience.token_seconds * num_tokens,
             had=self._now,
         )
@@ -304,6 +450,7 @@ class Worker:
             self._report([passes.number], "run_passes", error)
         else:
             if result is not None:
+                passes.unfinished.pop(result.index, None)
                 self._send([Item(passes.number, result)])
 
     def _sampling_turn(self) -> None:
@@ -328,6 +475,12 @@ class Worker:
             self._send(replies)
 
     def _submit(self, request: Request) -> None:
+        if self._is_crowded(request):
+            self._crowded.append(request)
+        else:
+            self._begin_sample(request)
+
+    def _begin_sample(self, request: Request) -> None:
         (job,) = request.arguments
         try:
             failure = self._core.submit_sample(job)
@@ -342,6 +495,9 @@ class Worker:
     def _call(self, request: Request) -> None:
         try:
             value = getattr(self._core, request.method)(*request.arguments)
+            if isinstance(value, Later):
+                self._do_later(request, value)
+                return
             if isinstance(value, Health):
                 value = dataclasses.replace(value, busy_seconds=self._busy_seconds)
         # One request's failure must not stop the loop; the owner is told.
@@ -349,6 +505,20 @@ class Worker:
             self._report([request.number], request.method, error)
         else:
             self._send([Result(request.number, value)])
+
+    def _do_later(self, request: Request, later: Later[object]) -> None:
+        self._written[request.number] = later.folder
+
+        def finish() -> None:
+            try:
+                value = later.finish()
+            except Exception as error:
+                self._report([request.number], request.method, error)
+            else:
+                self._send([Result(request.number, value)])
+            self._inbox.put(Written(request.number))
+
+        self._later.submit(finish)
 
     def _report(self, numbers: list[int], method: str, error: Exception) -> None:
         logger.error("%s failed", method, exc_info=error)

@@ -18,7 +18,7 @@ from torch import Tensor
 def are_usable(x: Tensor) -> bool:
     """Whether the kernels can work on `x`: on CUDA, where Triton is installed.
 
-    Triton's interpreter runs them on the CPU, slowly, for whoever looks for a mistake.
+    Triton's interpreter runs them on the CPU, slowly, for debugging.
     """
     return _has_triton() and (x.is_cuda or _is_interpreted())
 

@@ -99,7 +99,8 @@ def prepare(
 
 
 def attend(qkv: Tensor, rows: RowBlocks, spec: AttentionSpec, layer: int, heads: Heads) -> Tensor:
-    """(B, H · D): what each row's queries, prepared, find in the cache."""
+    """(B, H · D): attention of each row's prepared queries over its keys and values in the
+    cache."""
     num_rows = len(qkv)
     out = qkv.new_empty(num_rows, heads.num_heads * heads.head_dim)
     splits = num_splits(num_rows, heads.num_kv_heads)
@@ -190,8 +191,8 @@ def _prepare_kernel(
                 left_weight = tl.load(k_norm + half, mask=is_in, other=0.0).to(tl.float32)
                 right_weight = tl.load(k_norm + DIM // 2 + half, mask=is_in, other=0.0)
                 right_weight = right_weight.to(tl.float32)
-            left = (left * factor * left_weight).to(dtype).to(tl.float32)
-            right = (right * factor * right_weight).to(dtype).to(tl.float32)
+            left = left * factor * left_weight
+            right = right * factor * right_weight
         # ... then RoPE: rotate each pair (i, i + D/2) by the angle of the row's position.
         cos = tl.load(cosines + row * (DIM // 2) + half, mask=is_in, other=0.0).to(tl.float32)
         sin = tl.load(sines + row * (DIM // 2) + half, mask=is_in, other=0.0).to(tl.float32)

@@ -84,7 +84,7 @@ def _scaled(logits, temperatures, row, token, vocabulary):
 
 @triton.jit
 def _weights(scaled, peak):
-    """Against the peak; where all are minus infinity, zeros and not what is not a number."""
+    """Against the peak; where all are minus infinity, zeros instead of NaN."""
     return tl.exp(scaled - tl.where(peak == -float("inf"), 0.0, peak))
 
 
@@ -153,7 +153,7 @@ def _draw_kernel(
     drawn = tl.minimum(drawn, vocabulary - 1)
     log_total = peak.to(tl.float64) + tl.log(total)
     logprob = _scaled(logits, temperatures, row, drawn, vocabulary).to(tl.float64) - log_total
-    is_finite = tl.abs(log_total) < float("inf")  # false where it is not a number
+    is_finite = tl.abs(log_total) < float("inf")  # false where it is NaN
     tl.store(tokens + row, drawn.to(tl.int64))
     tl.store(facts + row, drawn.to(tl.float64))
     tl.store(facts + num_rows + row, logprob)

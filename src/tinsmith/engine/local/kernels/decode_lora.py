@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinsmith.engine.local.kernels.low_rank import inputs_per_share, num_shares
 from tinsmith.engine.local.model.families import Projection
 
 TILE_ROWS = 16
@@ -34,8 +35,6 @@ _COUNT = tl.constexpr(1)
 _SLOT = tl.constexpr(2)
 
 _BLOCK_INPUTS = 128
-_INPUTS_PER_SPLIT = 256
-_MAX_SPLITS = 16
 _BLOCK_OUTPUTS = 128
 
 
@@ -58,8 +57,7 @@ class TiledAdapters(NamedTuple):
 
     def new_inner(self, x: Tensor, projection: Projection) -> Tensor:
         """Room for what `shrink` finds: (S, B, modules, R), a sum over S shares of the inputs."""
-        splits = min(_MAX_SPLITS, max(1, projection.inputs // _INPUTS_PER_SPLIT))
-        shape = (splits, len(x), len(projection.modules), self.max_rank)
+        shape = (num_shares(projection.inputs), len(x), len(projection.modules), self.max_rank)
         return torch.empty(shape, device=x.device, dtype=torch.float32)
 
     def shrink(self, inner: Tensor, x: Tensor, index: int, projection: Projection) -> None:
@@ -78,7 +76,7 @@ class TiledAdapters(NamedTuple):
             INPUTS=inputs,
             MODULES=num_modules,
             RANK=max_rank,
-            PER_SPLIT=triton.cdiv(triton.cdiv(inputs, splits), _BLOCK_INPUTS) * _BLOCK_INPUTS,
+            PER_SPLIT=inputs_per_share(inputs),
             BLOCK=_BLOCK_INPUTS,
             IS_ALIGNED=self.is_aligned and inputs % 8 == 0,
             num_warps=4,
@@ -233,13 +231,13 @@ def _expand_kernel(
     for split in range(SPLITS):
         source = inner + ((split * num_rows + row) * MODULES + module)[:, None] * RANK
         low += tl.load(source + rank_row[None, :], mask=is_row, other=0.0)
-    # scale · (x Aᵀ) Bᵀ: (16, BLOCK), added to y in place.
+    # scale · (x Aᵀ) Bᵀ: (16, BLOCK), added onto y, in float32 as in training.
     b = base + column[:, None] * rank + rank_row[None, :]
     is_b = (column < size)[:, None] & (rank_row < rank)[None, :]
     weight = tl.load(b, mask=is_b, other=0.0)
-    added = tl.dot((low * scale).to(dtype), tl.trans(weight), input_precision="ieee")
     width = OUTPUTS_0 + OUTPUTS_1 + OUTPUTS_2
     target = y + row[:, None] * width + (left + column)[None, :]
     is_out = is_row & (column < size)[None, :]
-    before = tl.load(target, mask=is_out, other=0.0).to(tl.float32)
-    tl.store(target, (before + added).to(dtype), mask=is_out)
+    sums = tl.load(target, mask=is_out, other=0.0).to(tl.float32)
+    sums = tl.dot((low * scale).to(dtype), tl.trans(weight), sums, input_precision="ieee")
+    tl.store(target, sums.to(dtype), mask=is_out)

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 _CAN_LAUNCH_DIRECTLY = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
-"""Older releases expect other arguments of whoever launches a compiled variant."""
+"""Older releases expect other arguments when a compiled variant is launched."""
 
 
 class Launcher:

@@ -26,6 +26,8 @@ from torch import Tensor
 from tinsmith.engine.local.kernels.launching import Launcher
 
 _WIDE_BLOCK = 128
+_INPUTS_PER_SHARE = 256
+_MAX_SHARES = 16
 _ALIGNMENT = 16
 CHUNK_ROWS = 1024
 """Rows that one program sums up for a gradient; parts of a longer run are added as they end."""
@@ -122,20 +124,34 @@ def divide_columns(
     )
 
 
+def num_shares(inputs: int) -> int:
+    """Into how many shares the inputs are cut, each summed up by itself.
+
+    Decoding computes shares at the same time (`decode_lora`); here they come one after another, and
+    the sums are the same.
+    """
+    return min(_MAX_SHARES, max(1, inputs // _INPUTS_PER_SHARE))
+
+
+def inputs_per_share(inputs: int) -> int:
+    return -(-inputs // (num_shares(inputs) * _WIDE_BLOCK)) * _WIDE_BLOCK
+
+
 def shrink_by_a(x: Tensor, stack: Tensor, rows: Rows, columns: Columns, scale: float) -> Tensor:
     """scale · x Aᵀ, (N, modules · rank); rows of no adapter are left as they are in memory."""
     ranks = columns.rank * columns.num_modules
     out = x.new_empty(len(x), ranks)
-    _launch_shrink(x, stack, out, rows, columns.into_a, (1, columns.inputs), columns.ranks_a, scale)
+    share = inputs_per_share(columns.inputs)
+    strides = (1, columns.inputs)
+    _launch_shrink(x, stack, out, rows, columns.into_a, strides, columns.ranks_a, scale, share)
     return out
 
 
 def shrink_by_b(grad: Tensor, stack: Tensor, rows: Rows, columns: Columns, scale: float) -> Tensor:
     """scale · grad B, (N, modules · rank)."""
     out = grad.new_empty(len(grad), columns.rank * columns.num_modules)
-    _launch_shrink(
-        grad, stack, out, rows, columns.into_b, (columns.rank, 1), columns.ranks_b, scale
-    )
+    strides = (columns.rank, 1)
+    _launch_shrink(grad, stack, out, rows, columns.into_b, strides, columns.ranks_b, scale)
     return out
 
 
@@ -184,6 +200,7 @@ def _launch_shrink(
     strides: tuple[int, int],
     block_ranks: int,
     scale: float,
+    share: int = 1 << 30,
 ) -> None:
     _SHRINK(
         (rows.blocks.length, table.length, 1),
@@ -198,6 +215,7 @@ def _launch_shrink(
             out.stride(0),
             *strides,
             scale,
+            share,
         ),
         (rows.block_rows, block_ranks, _WIDE_BLOCK, table.is_aligned, _precision(x)),
         num_warps=4,
@@ -303,6 +321,7 @@ def _shrink(
     wide_stride,
     rank_stride,
     scale,
+    share,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -323,8 +342,10 @@ def _shrink(
     is_row, is_rank = row < stop, first + rank < end
     weights = stack + slot.to(tl.int64) * slot_size + place
     x_rows = x + row.to(tl.int64)[:, None] * x_row
-    # x (ROWS, WIDE) times the adapter's matrix (WIDE, RANKS), WIDE columns at a time.
+    # x (ROWS, WIDE) times the adapter's matrix (WIDE, RANKS), WIDE columns at a time. A share's
+    # sum joins the total where the share ends; one loop, so that loads run ahead of the products.
     total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
+    part = tl.zeros((ROWS, RANKS), dtype=tl.float32)
     for at in range(left, right, WIDE):
         wide = at + tl.arange(0, WIDE)
         is_wide = wide < right
@@ -334,7 +355,11 @@ def _shrink(
             mask=is_wide[:, None] & is_rank[None, :],
             other=0.0,
         )
-        total = tl.dot(values, matrix, total, input_precision=PRECISION)
+        part = tl.dot(values, matrix, part, input_precision=PRECISION)
+        is_end = (at + WIDE - left) % share == 0
+        total += tl.where(is_end, part, 0.0)
+        part = tl.where(is_end, 0.0, part)
+    total += part
     # scale · x Aᵀ, or scale · grad B: (ROWS, RANKS).
     to = out + row.to(tl.int64)[:, None] * out_row + first + rank[None, :]
     tl.store(to, total * scale, mask=is_row[:, None] & is_rank[None, :])
@@ -375,10 +400,8 @@ def _expand(
     weights = stack + slot.to(tl.int64) * slot_size + place
     at_y = row.to(tl.int64)[:, None] * y_row + wide[None, :]
     inside = is_row[:, None] & is_wide[None, :]
-    # Begin with what y holds, and the residual: (ROWS, WIDE) in float32.
+    # Begin with what y holds: (ROWS, WIDE) in float32.
     total = tl.load(y + at_y, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        total += tl.load(residual + at_y, mask=inside, other=0.0).to(tl.float32)
     # Add inner (ROWS, RANKS) times the adapter's matrix (RANKS, WIDE), RANKS at a time.
     for at in range(0, num_ranks, RANKS):
         rank = at + tl.arange(0, RANKS)
@@ -394,6 +417,10 @@ def _expand(
             other=0.0,
         )
         total = tl.dot(values, matrix, total, input_precision=PRECISION)
+    # As in decoding, the product is rounded before it joins the residual stream.
+    if HAS_RESIDUAL:
+        total = total.to(y.dtype.element_ty).to(tl.float32)
+        total += tl.load(residual + at_y, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + at_y, total, mask=inside)
 
 

@@ -22,8 +22,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = torch.empty_like(x)
     num_rows, size = x.shape
     block, warps = _row_block(size)
-    _RMS_NORM((num_rows, 1, 1), (x, weight, y, size, eps), (block,), warps)
+    _RMS_NORM((num_rows, 1, 1), (x, x, weight, y, size, eps), (False, block), warps)
     return y
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add y to x (N, d) in place, and return the RMS norm of the sum: the bits of two steps."""
+    out = torch.empty_like(x)
+    num_rows, size = x.shape
+    block, warps = _row_block(size)
+    _RMS_NORM((num_rows, 1, 1), (x, y, weight, out, size, eps), (True, block), warps)
+    return out
 
 
 def rms_norm_backward(
@@ -138,13 +147,19 @@ def _power(size: int) -> int:
 
 
 @triton.jit
-def _rms_norm(x, weight, y, size, eps, BLOCK: tl.constexpr):
+def _rms_norm(x, added, weight, y, size, eps, HAS_ADDED: tl.constexpr, BLOCK: tl.constexpr):
     # One program per row of x (N, d).
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     # Load the row and the weight: (BLOCK,), zero beyond d.
     values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        # Rounded, as the sum in memory is.
+        values += tl.load(added + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = values.to(x.dtype.element_ty)
+        tl.store(x + row * size + columns, rounded, mask=inside)
+        values = rounded.to(tl.float32)
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     # 1 / sqrt(mean(x²) + eps), a scalar.
     inverse = tl.rsqrt(tl.sum(values * values, axis=0) / size + eps)

@@ -29,6 +29,11 @@ def target_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return values, normalizers
 
 
+def normalizers(logits: Tensor) -> Tensor:
+    """log Σ exp(logits) of each row of logits (M, V): the same as with targets, to the bit."""
+    return target_logprobs(logits, logits.new_zeros(len(logits), dtype=torch.int64))[1]
+
+
 def overwrite_with_gradient(
     logits: Tensor, targets: Tensor, normalizers: Tensor, grad: Tensor
 ) -> None:
@@ -55,7 +60,7 @@ def _target_logprobs(logits, targets, values, normalizers, size, BLOCK: tl.const
         part = tl.load(logits + row * size + at + columns, mask=inside, other=float("-inf"))
         part = part.to(tl.float32)
         larger = tl.maximum(largest, part)
-        # Where nothing was seen yet both are minus infinity, and their difference is no number.
+        # Where nothing was seen yet both are minus infinity, and their difference is NaN.
         seen = larger > float("-inf")
         safe = tl.where(seen, larger, 0.0)
         total = total * tl.exp(largest - safe) + tl.exp(part - safe)

@@ -112,7 +112,7 @@ def lora_linear_backward(
     """
     key = (layer, name)
     grad_x, inner_grads = backward_input(grad, linear, adapters, key)
-    assert grad_x is not None, "it was asked for"
+    assert grad_x is not None, "the gradient for x is always asked for here"
     ranks.sum_(grad_x, *inner_grads)
     if kernels.are_usable(x):
         inners = _grouped().inner_products(x, adapters, key)

@@ -32,6 +32,9 @@ from tinsmith.memory import machine_bytes
 
 logger = logging.getLogger(__name__)
 
+_EXACT = (("cpu", torch.float32), ("cuda", torch.bfloat16))
+"""Where `on_policy = "exact"` was tried and holds."""
+
 
 def device_of(config: LocalEngineConfig) -> torch.device:
     """The device the configuration asks for; one that is not there is an error."""
@@ -86,11 +89,11 @@ class BaseModels:
         self._progress = progress
         self._device = device_of(config)
         self._dtype = dtype_of(config)
-        if self._is_exact and (self._device.type, self._dtype) != ("cpu", torch.float32):
+        if self._is_exact and (self._device.type, self._dtype) not in _EXACT:
             raise EngineError(
-                'on_policy = "exact" works on the CPU in float32 only, not on '
+                'on_policy = "exact" works on the CPU in float32 and on CUDA in bfloat16, not on '
                 f"{self._device.type} in {str(self._dtype).removeprefix('torch.')}; "
-                "leave it out, or set device = cpu and dtype = float32"
+                "leave it out, or set dtype accordingly"
             )
         if self._is_exact and config.ranks > 1:
             raise EngineError('on_policy = "exact" takes one rank; leave out one of the two')
@@ -157,12 +160,26 @@ class BaseModels:
                     ) from None
                 config = read_foreign_config(folder, error)
             else:
-                if self._config.verify_models:
-                    self._ranks.first(lambda: self._verify(name, config))
+                config = self._own_config(name, config)
             if self._config.ranks > 1:
                 cut_config(config, 0, self._config.ranks)
             self._configs[place] = config
         return self._configs[place]
+
+    def _own_config(self, name: str, config: DecoderConfig) -> DecoderConfig:
+        """Of a model that our own decoder runs, unless experts are to be divided: then that of
+        `transformers`' modules."""
+        if config.experts is not None and self._is_exact:
+            raise EngineError(
+                'on_policy = "exact" is not for models with experts: how many rows an expert has '
+                "changes the last bits of its product; leave it out"
+            )
+        if config.experts is not None and self._config.ranks > 1:
+            reason = UnsupportedModelError("our own decoder does not divide experts among ranks")
+            return read_foreign_config(self.folder(name), reason)
+        if self._config.verify_models:
+            self._ranks.first(lambda: self._verify(name, config))
+        return config
 
     @property
     def _is_exact(self) -> bool:
@@ -216,6 +233,19 @@ class BaseModels:
             )
         return Decoder.load(folder, self._device, self._dtype, kind, self._ranks)
 
+    def has_room_for(self, name: str) -> bool:
+        """Whether a model is in memory, or can come there now: what is pinned has to stay. One that
+        never can is said to have room, and is refused by whoever loads it."""
+        budget = self._config.memory_budget_bytes
+        if budget is None or name not in self.names:
+            return True
+        try:
+            place, needed = self._place(name), self._size(self.folder(name))
+        except Exception:  # whatever is wrong with its files, it is no lack of room
+            return True
+        pinned = sum(d.nbytes for other, d in self._loaded.items() if self._pins[other])
+        return place in self._loaded or needed > budget or pinned + needed <= budget
+
     def pin(self, name: str) -> Decoder:
         """The model, kept in memory until as many calls of `unpin`."""
         decoder = self.get(name)
@@ -257,8 +287,7 @@ class BaseModels:
         budget = self._config.memory_budget_bytes
         if budget is None:
             return
-        needed = weights_nbytes(folder, self._dtype.itemsize, self._config.base_weights)
-        needed //= self._ranks.count
+        needed = self._size(folder)
         idle = [other for other in self._loaded if not self._pins[other]]
         while self.nbytes + needed > budget and idle:
             dropped = idle.pop(0)

@@ -12,12 +12,13 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model import invariant
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
 from tinsmith.engine.local.model.recurrent.recurrence import FreshStates
@@ -83,14 +84,22 @@ class PackedAttention:
         self._config = config
         self._lengths = list(lengths)
         self._bounds: Bounds | None = None
+        self._tiles: Any = None
         self._even: bool | None = None
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         spec = self._config.layers[layer]
+        if self._is_invariant and kernels.are_usable(q):
+            return self._attend_in_order(spec, q, k, v)
         if has_packed_kernel(spec, q, sinks):
             return self._attend_packed(spec, q, k, v)
+        return self._attend_by_length(spec, q, k, v, sinks)
+
+    def _attend_by_length(
+        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         groups = [(length, len(list(same))) for length, same in itertools.groupby(self._lengths)]
         sizes = [length * count for length, count in groups]
         parts = zip(groups, *(x.split(sizes) for x in (q, k, v)), strict=True)
@@ -100,16 +109,63 @@ class PackedAttention:
     def _attend(
         self, spec: AttentionSpec, length: int, sinks: Tensor | None, *parts: Tensor
     ) -> Tensor:
-        if self._is_invariant:
+        if self._is_invariant and not parts[0].is_cuda:
             found: Tensor = _InvariantAttention.apply(spec, length, sinks, *parts)
             return found
         return _attend(spec, length, sinks, *parts)
 
+    def _attend_in_order(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self._bounds is None:
+            self._bounds = Bounds.of(self._lengths, q.device)
+        if self._tiles is None:
+            ordered = kernels.module("ordered_attention")
+            ends = itertools.accumulate(self._lengths)
+            spans = [
+                ordered.Span(end - length, end, position=0, begin=end - length)
+                for length, end in zip(self._lengths, ends, strict=True)
+            ]
+            self._tiles = ordered.tiles_of(spans, q.shape[1] // k.shape[1], q.device)
+        found: Tensor = _OrderedAttention.apply(q, k, v, spec, self._tiles, self)
+        return found
+
+    def backward_in_order(
+        self, spec: AttentionSpec, grad: Tensor, kept: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """The gradients of q, k and v, in the quickest way: they need not be the same to the bit.
+        `kept` are the three, what they gave, and log Σ exp(scores), (H, n)."""
+        q, k, v, out, normalizers = kept
+        if not has_packed_kernel(spec, q):
+            with torch.enable_grad():
+                inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+                found = self._attend_by_length(spec, inputs[0], inputs[1], inputs[2], None)
+            return torch.autograd.grad(found, inputs, grad)
+        assert self._bounds is not None, "made on the way forward"
+        window = _window(spec, self._bounds)
+        random = [grad.new_zeros(size, dtype=torch.uint64) for size in (2, 0)]
+        if window is None and self._is_even(q, k, v):
+            length = self._lengths[0]
+            by_sequence = normalizers.view(len(normalizers), -1, length, 1).transpose(0, 1)
+            grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                *self._as_batch(grad, q, k, v, out),
+                by_sequence.contiguous(),
+                *(grad.new_zeros((), dtype=torch.int64) for _ in range(2)),
+                None,
+                None,
+                None,
+                length,
+                length,
+                0.0,
+                True,
+                scale=spec.scale,
+            )
+            return [part.transpose(1, 2).flatten(0, 1) for part in grads]
+        settings, options = _flash_arguments(self._bounds, self._bounds, spec.scale, window)
+        return _flash_backward(grad, (*kept, *random), settings, options)
+
     def _attend_packed(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._bounds is None:
             self._bounds = Bounds.of(self._lengths, q.device)
-        is_windowed = spec.window is not None and spec.window < self._bounds.longest
-        if not is_windowed and self._is_even(q, k, v):
+        if _window(spec, self._bounds) is None and self._is_even(q, k, v):
             return self._attend_evenly(spec, q, k, v)
         return packed_attention(spec, q, k, v, self._bounds, self._bounds)
 
@@ -169,8 +225,12 @@ def packed_attention(
 
     A sequence with fewer queries than keys has them for its last tokens.
     """
-    window = spec.window if spec.window is not None and spec.window < keys.longest else None
-    return _FlashAttention.apply(q, k, v, queries, keys, spec.scale, window)
+    return _FlashAttention.apply(q, k, v, queries, keys, spec.scale, _window(spec, keys))
+
+
+def _window(spec: AttentionSpec, keys: Bounds) -> int | None:
+    """None where no sequence reaches beyond it."""
+    return spec.window if spec.window is not None and spec.window < keys.longest else None
 
 
 class _FlashAttention(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated here
@@ -179,12 +239,7 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc]  # torch i
 
     @staticmethod
     def forward(ctx, q, k, v, queries, keys, scale, window):  # type: ignore[no-untyped-def]
-        no_dropout, is_causal = 0.0, window is None
-        longest = (queries.longest, keys.longest)
-        ctx.settings = (queries.starts, keys.starts, *longest, no_dropout, is_causal)
-        ctx.options = {"scale": scale}
-        if window is not None:
-            ctx.options |= {"window_size_left": window - 1, "window_size_right": 0}
+        ctx.settings, ctx.options = _flash_arguments(queries, keys, scale, window)
         out, normalizers, *random, _ = torch.ops.aten._flash_attention_forward(
             q, k, v, *ctx.settings, False, **ctx.options
         )
@@ -193,12 +248,49 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc]  # torch i
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        q, k, v, out, normalizers, *random = ctx.saved_tensors
-        with _strictly_deterministic():
-            grads = torch.ops.aten._flash_attention_backward(
-                grad, q, k, v, out, normalizers, *ctx.settings, *random, **ctx.options
-            )
+        grads = _flash_backward(grad, ctx.saved_tensors, ctx.settings, ctx.options)
         return *grads, None, None, None, None
+
+
+def _flash_arguments(
+    queries: Bounds, keys: Bounds, scale: float, window: int | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    no_dropout, is_causal = 0.0, window is None
+    longest = (queries.longest, keys.longest)
+    options: dict[str, Any] = {"scale": scale}
+    if window is not None:
+        options |= {"window_size_left": window - 1, "window_size_right": 0}
+    return (queries.starts, keys.starts, *longest, no_dropout, is_causal), options
+
+
+def _flash_backward(
+    grad: Tensor, kept: Sequence[Tensor], settings: tuple[Any, ...], options: dict[str, Any]
+) -> Sequence[Tensor]:
+    """The gradients of q, k and v; `kept` are those three, the output, log Σ exp(scores) (H, n),
+    and two of no meaning without dropout."""
+    q, k, v, out, normalizers, *random = kept
+    with _strictly_deterministic():
+        grads: Sequence[Tensor] = torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, normalizers, *settings, *random, **options
+        )
+    return grads
+
+
+class _OrderedAttention(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated here
+    """`kernels.ordered_attention`, which has the bits of decoding."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, spec, tiles, attention):  # type: ignore[no-untyped-def]
+        ordered = kernels.module("ordered_attention")
+        out, normalizers = ordered.attend_packed(spec, q, k, v, tiles)
+        ctx.spec, ctx.attention = spec, attention
+        ctx.save_for_backward(q, k, v, out, normalizers)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        grads = ctx.attention.backward_in_order(ctx.spec, grad, ctx.saved_tensors)
+        return *grads, None, None, None
 
 
 class _InvariantAttention(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated
@@ -229,7 +321,7 @@ class _InvariantAttention(torch.autograd.Function):  # type: ignore[misc]  # tor
 def _strictly_deterministic() -> Iterator[None]:
     """Where deterministic algorithms are wanted at all, insist on them.
 
-    Asked to warn only, this kernel warns and adds in any order; told to, it can do better.
+    With `warn_only` this kernel warns and adds in any order; without, it adds in one order.
     """
     is_lenient = torch.is_deterministic_algorithms_warn_only_enabled()
     if not (is_lenient and torch.are_deterministic_algorithms_enabled()):

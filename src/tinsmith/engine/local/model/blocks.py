@@ -18,6 +18,8 @@ from torch import Tensor
 
 from tinsmith.engine.local.model import adapted_linear
 from tinsmith.engine.local.model.adapted_linear import Inner
+from tinsmith.engine.local.model.experts.mlp import ExpertMlp, ExpertPass
+from tinsmith.engine.local.model.experts.mlp import Kept as KeptExperts
 from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
@@ -30,6 +32,8 @@ from tinsmith.engine.local.model.pointwise import (
     rms_norm_backward,
     swiglu,
     swiglu_backward,
+    wide_norm,
+    wide_norm_backward,
 )
 from tinsmith.engine.local.model.recurrent.recurrence import SequenceStates
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
@@ -53,6 +57,21 @@ class Attention(Protocol):
         ...
 
 
+class DenseMlp(NamedTuple):
+    """The frozen weights of a plain MLP."""
+
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return tuple(self)
+
+
 class Layer(NamedTuple):
     """The frozen weights of one block."""
 
@@ -63,15 +82,29 @@ class Layer(NamedTuple):
     o: Linear
     post_attention_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: DenseMlp | ExpertMlp
     post_mlp_norm: Tensor | None
 
     @property
-    def head_norms(self) -> Norms | None:
+    def qk_norms(self) -> Norms | None:
         if self.q_norm is None or self.k_norm is None:
             return None
         return self.q_norm, self.k_norm
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.o, *self.mlp.linears
+
+
+@dataclass(slots=True)
+class _KeptMlp:
+    """What the backward pass of a plain MLP needs of its forward pass."""
+
+    gate_up: Tensor
+    gate_up_inner: Inner
+    down_inner: Inner
+    part: Tensor | None
+    """What was normed before it joined the residual stream, where the model does that."""
 
 
 @dataclass(slots=True)
@@ -92,15 +125,12 @@ class _Kept:
     attended: _Attended
     o_inner: Inner
     attention_part: Tensor | None
-    """What was normed before it joined the residual stream, where the model does that."""
+    """As in `_KeptMlp`."""
 
     middle: Tensor
     """The residual stream between attention and MLP."""
 
-    gate_up: Tensor
-    gate_up_inner: Inner
-    down_inner: Inner
-    mlp_part: Tensor | None
+    mlp: _KeptMlp | KeptExperts
 
 
 class Block:
@@ -144,39 +174,38 @@ class Block:
         attended = self._attend(qkv, keep)
         flat = attended.output.detach().reshape(len(x), -1)
         middle, o_inner, attention_part = self._join(x, flat, "o", layer.post_attention_norm)
-        gate_up, gate_up_inner = self._linear(rms_norm(middle, layer.mlp_norm, eps), "gate_up")
-        active = swiglu(gate_up, self._config.activation)
-        y, down_inner, mlp_part = self._join(middle, active, "down", layer.post_mlp_norm)
+        normed = rms_norm(middle, layer.mlp_norm, eps)
+        mlp: _KeptMlp | KeptExperts
+        if isinstance(layer.mlp, ExpertMlp):
+            y, mlp = self._experts(layer.mlp).forward(normed)
+            y = y.add_(middle)
+        else:
+            y, mlp = self._mlp(middle, normed)
         if not keep:
             return y, None
-        return y, _Kept(
-            x,
-            qkv,
-            qkv_inner,
-            attended,
-            o_inner,
-            attention_part,
-            middle,
-            gate_up,
-            gate_up_inner,
-            down_inner,
-            mlp_part,
-        )
+        return y, _Kept(x, qkv, qkv_inner, attended, o_inner, attention_part, middle, mlp)
+
+    def _mlp(self, middle: Tensor, normed: Tensor) -> tuple[Tensor, _KeptMlp]:
+        """The residual stream after a plain MLP."""
+        gate_up, gate_up_inner = self._linear(normed, "gate_up")
+        active = swiglu(gate_up, self._config.activation)
+        y, down_inner, part = self._join(middle, active, "down", self._layer.post_mlp_norm)
+        return y, _KeptMlp(gate_up, gate_up_inner, down_inner, part)
+
+    def _experts(self, mlp: ExpertMlp) -> ExpertPass:
+        return ExpertPass(mlp, self._index, self._config.activation, self._adapters)
 
     def _backward(self, grad: Tensor, kept: _Kept, *, needs_input: bool) -> Tensor | None:
         """The gradient for the block's input; those of adapters go to their buffers."""
         layer, eps = self._layer, self._config.norm_eps
 
-        part = self._leave(grad, kept.mlp_part, layer.post_mlp_norm)
-        grad_active, down_grad = self._linear_backward(part, "down")
-        assert grad_active is not None, "it was asked for"
-        grad_gate_up, active = swiglu_backward(grad_active, kept.gate_up, self._config.activation)
-        self._add_gradients("down", part, active, kept.down_inner, down_grad)
-        grad_normed, gate_up_grad = self._linear_backward(grad_gate_up, "gate_up")
-        assert grad_normed is not None, "it was asked for"
-        self._ranks.sum_(grad_normed, *gate_up_grad)
-        grad, normed = rms_norm_backward(grad_normed, kept.middle, layer.mlp_norm, eps, grad)
-        self._add_gradients("gate_up", grad_gate_up, normed, kept.gate_up_inner, gate_up_grad)
+        if isinstance(kept.mlp, _KeptMlp):
+            grad = self._mlp_backward(grad, kept.middle, kept.mlp)
+        else:
+            assert isinstance(layer.mlp, ExpertMlp), "it has kept what experts keep"
+            normed = rms_norm(kept.middle, layer.mlp_norm, eps)
+            grad_normed = self._experts(layer.mlp).backward(grad, normed, kept.mlp)
+            grad, _ = rms_norm_backward(grad_normed, kept.middle, layer.mlp_norm, eps, grad)
 
         part = self._leave(grad, kept.attention_part, layer.post_attention_norm)
         grad_flat, o_grad = self._linear_backward(part, "o")
@@ -184,14 +213,29 @@ class Block:
         flat = kept.attended.output.detach().reshape(len(grad), -1)
         self._add_gradients("o", part, flat, kept.o_inner, o_grad)
         grad_qkv = self._attend_backward(grad_flat, kept)
-        grad_normed, qkv_grad = self._linear_backward(grad_qkv, "qkv", needs_input)
-        self._sum_shared(grad_normed, qkv_grad, grad_qkv)
-        if grad_normed is None:
+        grad_input, qkv_grad = self._linear_backward(grad_qkv, "qkv", needs_input)
+        self._sum_shared(grad_input, qkv_grad, grad_qkv)
+        if grad_input is None:
             normed = rms_norm(kept.x, layer.input_norm, eps)
         else:
-            grad, normed = rms_norm_backward(grad_normed, kept.x, layer.input_norm, eps, grad)
+            grad, normed = rms_norm_backward(grad_input, kept.x, layer.input_norm, eps, grad)
         self._add_gradients("qkv", grad_qkv, normed, kept.qkv_inner, qkv_grad)
         return grad if needs_input else None
+
+    def _mlp_backward(self, grad: Tensor, middle: Tensor, kept: _KeptMlp) -> Tensor:
+        """The gradient for the residual stream before a plain MLP."""
+        layer, eps = self._layer, self._config.norm_eps
+        part = self._leave(grad, kept.part, layer.post_mlp_norm)
+        grad_active, down_grad = self._linear_backward(part, "down")
+        assert grad_active is not None, "it was asked for"
+        grad_gate_up, active = swiglu_backward(grad_active, kept.gate_up, self._config.activation)
+        self._add_gradients("down", part, active, kept.down_inner, down_grad)
+        grad_normed, gate_up_grad = self._linear_backward(grad_gate_up, "gate_up")
+        assert grad_normed is not None, "it was asked for"
+        self._ranks.sum_(grad_normed, *gate_up_grad)
+        grad, normed = rms_norm_backward(grad_normed, middle, layer.mlp_norm, eps, grad)
+        self._add_gradients("gate_up", grad_gate_up, normed, kept.gate_up_inner, gate_up_grad)
+        return grad
 
     def _sum_shared(self, grad_x: Tensor | None, inner_grad: Inner, grad_qkv: Tensor) -> None:
         """Sum over ranks what each has a part of: the gradient of the input and of its product with
@@ -212,9 +256,10 @@ class Block:
 
     def _attend(self, qkv: Tensor, keep: bool) -> _Attended:
         config = self._config
-        q, k, v = apply_rope(
-            qkv, self._layer.head_norms, self._rotation, config.num_kv_heads, config.norm_eps
-        )
+        norms = self._layer.qk_norms
+        if norms is not None and config.has_wide_qk_norm:
+            qkv, norms = wide_norm(qkv, norms, config.norm_eps), None
+        q, k, v = apply_rope(qkv, norms, self._rotation, config.num_kv_heads, config.norm_eps)
         with torch.set_grad_enabled(keep):
             inputs = tuple(x.detach().requires_grad_(keep) for x in (q, k, v))
             return _Attended(inputs, self._attention(self._index, *inputs))
@@ -224,9 +269,11 @@ class Block:
         grads = torch.autograd.grad(
             attended.output, attended.inputs, grad.view(attended.output.shape)
         )
-        return apply_rope_backward(
-            grads, kept.qkv, self._layer.head_norms, self._rotation, self._config.norm_eps
-        )
+        norms, eps = self._layer.qk_norms, self._config.norm_eps
+        if norms is None or not self._config.has_wide_qk_norm:
+            return apply_rope_backward(grads, kept.qkv, norms, self._rotation, eps)
+        grad = apply_rope_backward(grads, kept.qkv, None, self._rotation, eps)
+        return wide_norm_backward(grad, kept.qkv, norms, eps)
 
     def _join(
         self, stream: Tensor, x: Tensor, name: str, post_norm: Tensor | None
@@ -257,15 +304,19 @@ class Block:
         return rms_norm_backward(grad, part, post_norm, self._config.norm_eps)[0]
 
     def _linear(self, x: Tensor, name: str, residual: Tensor | None = None) -> tuple[Tensor, Inner]:
-        linear: Linear = getattr(self._layer, name)
-        return adapted_linear.forward(x, linear, self._adapters, (self._index, name), residual)
+        key = (self._index, name)
+        return adapted_linear.forward(x, self._weights(name), self._adapters, key, residual)
 
     def _linear_backward(
         self, grad: Tensor, name: str, needs_input: bool = True
     ) -> tuple[Tensor | None, Inner]:
-        linear: Linear = getattr(self._layer, name)
-        key = (self._index, name)
-        return adapted_linear.backward_input(grad, linear, self._adapters, key, needs_input)
+        key, weights = (self._index, name), self._weights(name)
+        return adapted_linear.backward_input(grad, weights, self._adapters, key, needs_input)
+
+    def _weights(self, name: str) -> Linear:
+        of = self._layer if name in ("qkv", "o") else self._layer.mlp
+        found: Linear = getattr(of, name)
+        return found
 
     def _add_gradients(
         self, name: str, grad: Tensor, x: Tensor, inner: Inner, inner_grad: Inner

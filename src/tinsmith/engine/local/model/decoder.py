@@ -19,15 +19,19 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tinsmith.engine.local.config import BaseWeights
+from tinsmith.engine.local.model import invariant
 from tinsmith.engine.local.model.adapted_linear import lora_linear, lora_linear_backward
-from tinsmith.engine.local.model.blocks import Attention, Block, Layer
-from tinsmith.engine.local.model.families import DecoderConfig, read_config
+from tinsmith.engine.local.model.blocks import Attention, Block, DenseMlp, Layer
+from tinsmith.engine.local.model.experts.mlp import ExpertMlp, SharedExpert
+from tinsmith.engine.local.model.experts.router import Router
+from tinsmith.engine.local.model.experts.weights import ExpertWeights
+from tinsmith.engine.local.model.families import DecoderConfig, ExpertsSpec, read_config
 from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.inputs import Seen
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.pointwise import differentiable_rms_norm
-from tinsmith.engine.local.model.quantized import quantize
+from tinsmith.engine.local.model.quantized import QuantizedStack, quantize
 from tinsmith.engine.local.model.rope import Rope
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
 from tinsmith.engine.local.ranks.models import CutWeights, cut_config
@@ -120,12 +124,15 @@ class Decoder:
 
     def make_invariant(self) -> None:
         """Take more time for that; see `invariant`."""
+        if self.device.type == "cuda":
+            invariant.prepare_cuda()
+            for linear in {linear.shape: linear for linear in self._linears()}.values():
+                invariant.check_cuda(linear.weight)
         for linear in self._linears():
             linear.is_invariant = True
 
     def _linears(self) -> list[Linear]:
-        parts = [self.head, *(part for layer in self.layers for part in layer)]
-        return [part for part in parts if isinstance(part, Linear)]
+        return [self.head, *(linear for layer in self.layers for linear in layer.linears)]
 
     def hidden(
         self,
@@ -318,10 +325,24 @@ def _load_layer(
         ]
         return Linear(kept, torch.cat(bias))
 
+    def dense(module: str, size: int, has_bias: bool) -> DenseMlp:
+        gates = {f"{module}.gate_proj": size, f"{module}.up_proj": size}
+        down = linear(size, has_bias, {f"{module}.down_proj": hidden})
+        return DenseMlp(linear(hidden, has_bias, gates), down)
+
     def norm(name: str, size: int = hidden) -> Tensor:
         return _load_norm(config, weights, prefix + name, size)
 
-    post = config.has_post_norms
+    mlp: DenseMlp | ExpertMlp
+    if config.experts is not None and layer in config.experts.layers:
+        shared = None
+        if (size := config.experts.shared_size) is not None:
+            share = weights.get(f"{prefix}mlp.shared_expert_gate.weight", (1, hidden))
+            shared = SharedExpert(*dense("mlp.shared_expert", size, has_bias=False), share)
+        mlp = _load_experts(config.experts, hidden, weights, prefix, base_weights, shared)
+    else:
+        mlp = dense("mlp", inner, config.has_mlp_bias)
+    post, wide = config.has_post_norms, config.has_wide_qk_norm
     return Layer(
         input_norm=norm("input_layernorm"),
         qkv=linear(
@@ -329,14 +350,52 @@ def _load_layer(
             config.has_qkv_bias,
             {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys},
         ),
-        q_norm=norm("self_attn.q_norm", head) if config.has_qk_norm else None,
-        k_norm=norm("self_attn.k_norm", head) if config.has_qk_norm else None,
+        q_norm=norm("self_attn.q_norm", queries if wide else head) if config.has_qk_norm else None,
+        k_norm=norm("self_attn.k_norm", keys if wide else head) if config.has_qk_norm else None,
         o=linear(queries, config.has_o_bias, {"self_attn.o_proj": hidden}),
         post_attention_norm=norm("post_attention_layernorm") if post else None,
         mlp_norm=norm("pre_feedforward_layernorm" if post else "post_attention_layernorm"),
-        gate_up=linear(hidden, config.has_mlp_bias, {"mlp.gate_proj": inner, "mlp.up_proj": inner}),
-        down=linear(inner, config.has_mlp_bias, {"mlp.down_proj": hidden}),
+        mlp=mlp,
         post_mlp_norm=norm("post_feedforward_layernorm") if post else None,
+    )
+
+
+def _load_experts(
+    spec: ExpertsSpec,
+    hidden: int,
+    weights: Weights,
+    prefix: str,
+    base_weights: BaseWeights,
+    shared: SharedExpert | None,
+) -> ExpertMlp:
+    """The router stays in full."""
+    stored = f"{prefix}{spec.stored_in}"
+    gate, up, down = spec.stored_as
+    inner = spec.inner_size
+    router = weights.get(f"{stored}.gate.weight", (spec.num_experts, hidden))
+
+    def stacked(joined: str, modules: tuple[str, ...], outputs: int, inputs: int) -> ExpertWeights:
+        """Of all experts, whose modules are beside each other; some files have them joined."""
+        name, rows = f"{stored}.experts.{joined}", outputs * len(modules)
+        if name in weights:
+            whole = weights.get(name, (spec.num_experts, rows, inputs))
+        else:
+            whole = router.new_empty(spec.num_experts, rows, inputs)
+            for expert, of_expert in enumerate(whole):
+                for module, part in zip(modules, of_expert.split(outputs), strict=True):
+                    name = f"{stored}.experts.{expert}.{module}.weight"
+                    part.copy_(weights.get(name, (outputs, inputs)))
+        starts = range(0, rows, outputs)
+        columns = tuple(slice(start, start + outputs) for start in starts)
+        if base_weights == "full":
+            return ExpertWeights(whole.transpose(1, 2), None, columns)
+        return ExpertWeights(QuantizedStack(whole, base_weights), None, columns)
+
+    return ExpertMlp(
+        router=Router(router, spec.per_token, spec.is_normalized),
+        gate_up=stacked("gate_up_proj", (gate, up), inner, hidden),
+        down=stacked("down_proj", (down,), hidden, inner),
+        shared=shared,
     )
 
 

@@ -1,10 +1,10 @@
 """From a model folder's `config.json` to the few numbers our decoder needs.
 
-Six families are one decoder with small differences: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and
-Gemma 3 (text). This module says what the differences are and reads every spelling of the
-settings that `transformers` has used; the arithmetic is in `decoder`. An architecture that is
-not listed, or a setting that the decoder does not know, is refused by name: a model that
-is almost right is worse than none.
+Several families are one decoder with small differences: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and
+Gemma 3 (text), and with experts Qwen3-MoE, Qwen2-MoE, Mixtral and OLMoE. This module says what the
+differences are and reads every spelling of the settings that `transformers` has used; the
+arithmetic is in `decoder`. An architecture that is not listed, or a setting that the decoder does
+not know, is refused by name: a model that is almost right is worse than none.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Projection:
     """None for the unembedding."""
 
     name: str
-    """Which one within the layer: "qkv", "o", "gate_up", "down", or "lm_head"."""
+    """Which one within the layer: "qkv", "o", "gate_up", "down", "experts_up", "experts_down", or
+    "lm_head"."""
 
     part: Part
     inputs: int
@@ -71,6 +72,28 @@ class Projection:
 
     experts: ExpertFactors | None = None
     """Where every expert of a layer has such a product with a weight of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """Experts in place of a block's MLP."""
+
+    num_experts: int
+    per_token: int
+    inner_size: int
+    is_normalized: bool
+    """Whether the shares of a token's experts sum up to one."""
+
+    layers: frozenset[int]
+    """Where they are; other layers have a plain MLP."""
+
+    shared_size: int | None = None
+    """Inner columns of an expert that every token goes to, where there is one."""
+
+    stored_in: str = "mlp"
+    """The part of a layer that has them, in the model's files."""
+
+    stored_as: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +119,9 @@ class DecoderConfig:
     """Whether a block's output is normed again before it joins the residual stream."""
 
     has_qk_norm: bool = False
+    has_wide_qk_norm: bool = False
+    """Whether that is over all heads together, and not of each."""
+
     has_qkv_bias: bool = False
     has_o_bias: bool = False
     has_mlp_bias: bool = False
@@ -104,6 +130,7 @@ class DecoderConfig:
 
     embedding_scale: float = 1.0
     final_softcap: float | None = None
+    experts: ExpertsSpec | None = None
     projections: tuple[Projection, ...] = ()
     state: StateShape | None = None
     """What recurrent layers keep of a sequence, where there are any."""
@@ -209,9 +236,47 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "vocab_size": 262_208,
         "sliding_window_pattern": 6,
     },
+    "qwen3_moe": {
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "qwen2_moe": {
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "qkv_bias": True,
+    },
+    "mixtral": {
+        "rope_theta": 1_000_000.0,
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
 }
 
 FAMILIES = tuple(_DEFAULTS)
+
+_NO_O_BIAS = ("qwen2", "qwen2_moe", "mixtral")
+
+_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +297,8 @@ class _Reader:
         attention_bias = bool(values.get("attention_bias", False))
         if values.get("use_bidirectional_attention"):
             raise UnsupportedModelError("bidirectional attention is not supported")
+        if values.get("clip_qkv") is not None:
+            raise UnsupportedModelError("queries, keys and values with bounds are not supported")
         eos = values.get("eos_token_id")
         return DecoderConfig(
             architecture=self._architecture(),
@@ -248,14 +315,52 @@ class _Reader:
             activation=self._activation(),
             norm_weight_offset=1.0 if is_gemma else 0.0,
             has_post_norms=is_gemma,
-            has_qk_norm=self.family in ("qwen3", "gemma3_text"),
-            has_qkv_bias=self.family == "qwen2" or attention_bias,
-            has_o_bias=self.family != "qwen2" and attention_bias,
+            has_qk_norm=self.family in ("qwen3", "qwen3_moe", "gemma3_text", "olmoe"),
+            has_wide_qk_norm=self.family == "olmoe",
+            has_qkv_bias=self._has_qkv_bias(attention_bias),
+            has_o_bias=self.family not in _NO_O_BIAS and attention_bias,
             has_mlp_bias=bool(values.get("mlp_bias", False)),
             is_tied=bool(values.get("tie_word_embeddings", False)),
             embedding_scale=math.sqrt(hidden) if is_gemma else 1.0,
             final_softcap=values.get("final_logit_softcapping") if is_gemma else None,
+            experts=self._experts() if self.family in _EXPERTS else None,
         )
+
+    def _has_qkv_bias(self, attention_bias: bool) -> bool:
+        match self.family:
+            case "qwen2":
+                return True
+            case "qwen2_moe":
+                return bool(self.values["qkv_bias"])
+            case "mixtral":
+                return False
+        return attention_bias
+
+    def _experts(self) -> ExpertsSpec | None:
+        values = self.values
+        # Two names of one setting; of Qwen3-MoE `transformers` writes the one and reads both.
+        names = ("num_local_experts", "num_experts")
+        num_experts = next(int(values[name]) for name in names if name in values)
+        dense, step = values.get("mlp_only_layers", ()), int(values.get("decoder_sparse_step", 1))
+        layers = frozenset(
+            layer
+            for layer in range(int(values["num_hidden_layers"]))
+            if layer not in dense and (layer + 1) % step == 0
+        )
+        if not num_experts or not layers:
+            return None
+        spec = ExpertsSpec(
+            num_experts=num_experts,
+            per_token=int(values["num_experts_per_tok"]),
+            inner_size=int(values.get("moe_intermediate_size", values["intermediate_size"])),
+            is_normalized=bool(values.get("norm_topk_prob", False)),
+            layers=layers,
+        )
+        if self.family == "qwen2_moe":
+            return replace(spec, shared_size=int(values["shared_expert_intermediate_size"]))
+        if self.family == "mixtral":
+            return replace(spec, stored_in="block_sparse_moe", stored_as=("w1", "w3", "w2"))
+        return spec
 
     def _architecture(self) -> str:
         named = self.values.get("architectures")
@@ -303,8 +408,13 @@ class _Reader:
 
     def _slides(self, layer: int) -> bool:
         values = self.values
-        if self.family == "mistral":
+        if self.family in ("mistral", "mixtral"):
             return values.get("sliding_window") is not None
+        if self.family == "qwen3_moe":
+            return bool(values.get("use_sliding_window")) and "sliding_window" in values
+        if self.family == "qwen2_moe":
+            is_early = layer < int(values.get("max_window_layers", 28))
+            return bool(values.get("use_sliding_window")) and is_early and layer % 2 == 0
         if self.family in ("qwen2", "qwen3"):
             return bool(values.get("use_sliding_window")) and layer >= int(
                 values.get("max_window_layers", 28)
@@ -324,7 +434,7 @@ def _with_projections(config: DecoderConfig, root: str) -> DecoderConfig:
     projections: list[Projection] = []
     for layer in range(config.num_layers):
         attention, mlp = f"{root}layers.{layer}.self_attn.", f"{root}layers.{layer}.mlp."
-        shapes: tuple[tuple[str, Part, int, tuple[tuple[str, int], ...]], ...] = (
+        shapes: list[tuple[str, Part, int, tuple[tuple[str, int], ...]]] = [
             (
                 "qkv",
                 "attn",
@@ -336,9 +446,13 @@ def _with_projections(config: DecoderConfig, root: str) -> DecoderConfig:
                 ),
             ),
             ("o", "attn", queries, ((attention + "o_proj", hidden),)),
-            ("gate_up", "mlp", hidden, ((mlp + "gate_proj", inner), (mlp + "up_proj", inner))),
-            ("down", "mlp", inner, ((mlp + "down_proj", hidden),)),
-        )
+        ]
+        if config.experts is None or layer not in config.experts.layers:
+            gates = ((mlp + "gate_proj", inner), (mlp + "up_proj", inner))
+            shapes += [
+                ("gate_up", "mlp", hidden, gates),
+                ("down", "mlp", inner, ((mlp + "down_proj", hidden),)),
+            ]
         for name, part, inputs, modules in shapes:
             names, outputs = zip(*modules, strict=True)
             projections.append(
@@ -346,6 +460,8 @@ def _with_projections(config: DecoderConfig, root: str) -> DecoderConfig:
                     layer=layer, name=name, part=part, inputs=inputs, modules=names, outputs=outputs
                 )
             )
+        if config.experts is not None and layer in config.experts.layers:
+            projections += _of_experts(config.experts, layer, mlp, hidden)
     projections.append(
         Projection(
             layer=None,
@@ -357,3 +473,49 @@ def _with_projections(config: DecoderConfig, root: str) -> DecoderConfig:
         )
     )
     return replace(config, projections=tuple(projections))
+
+
+def _of_experts(spec: ExpertsSpec, layer: int, mlp: str, hidden: int) -> list[Projection]:
+    """Gate and up of all experts, and down: the factor on the hidden side is one for all. A shared
+    expert is a plain MLP."""
+    experts, shared = mlp + "experts.", mlp + "shared_expert."
+    found = [
+        Projection(
+            layer=layer,
+            name="experts_up",
+            part="mlp",
+            inputs=hidden,
+            modules=(experts + "w1", experts + "w3"),
+            outputs=(spec.inner_size,) * 2,
+            experts=ExpertFactors(a=1, b=spec.num_experts),
+        ),
+        Projection(
+            layer=layer,
+            name="experts_down",
+            part="mlp",
+            inputs=spec.inner_size,
+            modules=(experts + "w2",),
+            outputs=(hidden,),
+            experts=ExpertFactors(a=spec.num_experts, b=1),
+        ),
+    ]
+    if spec.shared_size is not None:
+        found += [
+            Projection(
+                layer=layer,
+                name="gate_up",
+                part="mlp",
+                inputs=hidden,
+                modules=(shared + "gate_proj", shared + "up_proj"),
+                outputs=(spec.shared_size,) * 2,
+            ),
+            Projection(
+                layer=layer,
+                name="down",
+                part="mlp",
+                inputs=spec.shared_size,
+                modules=(shared + "down_proj",),
+                outputs=(hidden,),
+            ),
+        ]
+    return found

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tinsmith.engine.local.kernels import low_rank
 from tinsmith.engine.local.kernels.low_rank import Columns, Rows
+from tinsmith.engine.local.model.experts.routing import Owners
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments, GradientBuffer, Layout
 
 _Key = tuple[int | None, str]
@@ -24,14 +25,15 @@ def add_forward(
     y: Tensor, x: Tensor, adapters: AdapterSegments, key: _Key, residual: Tensor | None
 ) -> list[Tensor]:
     """Add the adapters' part and `residual` to y, in place; scale · x Aᵀ for each group."""
-    groups = _groups(adapters, key)
-    if residual is not None and not (len(groups) == 1 and groups[0].num_rows == len(y)):
-        y.add_(residual)
-        residual = None
+    groups = groups_of(adapters, key)
+    # One launch does both where its rows are all there are.
+    is_joined = len(groups) == 1 and groups[0].num_rows == len(y)
     inners = inner_products(x, adapters, key)
     for group, inner in zip(groups, inners, strict=True):
-        columns = group.columns(key)
-        low_rank.expand_by_b(inner, group.stack, group.rows, columns, y, residual)
+        columns, joining = group.columns(key), residual if is_joined else None
+        low_rank.expand_by_b(inner, group.stack, group.rows, columns, y, joining)
+    if residual is not None and not is_joined:
+        y.add_(residual)
     return inners
 
 
@@ -39,7 +41,7 @@ def inner_products(x: Tensor, adapters: AdapterSegments, key: _Key) -> list[Tens
     """scale · x Aᵀ for each group; rows of other groups hold nothing of meaning."""
     return [
         low_rank.shrink_by_a(x, group.stack, group.rows, group.columns(key), group.scale)
-        for group in _groups(adapters, key)
+        for group in groups_of(adapters, key)
     ]
 
 
@@ -48,7 +50,7 @@ def add_backward_input(
 ) -> list[Tensor]:
     """Add the adapters' part to grad_x, where there is one; the gradients of x Aᵀ."""
     found = []
-    for group in _groups(adapters, key):
+    for group in groups_of(adapters, key):
         columns = group.columns(key)
         inner_grad = low_rank.shrink_by_b(grad, group.stack, group.rows, columns, group.scale)
         if grad_x is not None:
@@ -66,7 +68,7 @@ def add_backward_adapters(
     key: _Key,
 ) -> None:
     """Add the gradients of A and B to the groups' own, or for a run alone to its buffer."""
-    groups = _groups(adapters, key)
+    groups = groups_of(adapters, key)
     for group, inner, inner_grad in zip(groups, inners, inner_grads, strict=True):
         if group.has_gradients:
             columns = group.columns(key)
@@ -119,9 +121,13 @@ class _Stack:
 class Group:
     """The runs of some rows whose adapters are in one stack."""
 
-    def __init__(self, stack: _Stack, runs: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(
+        self, stack: _Stack, runs: Sequence[tuple[int, int, int]], batch_rows: int
+    ) -> None:
+        """`runs` are (start, stop, slot) of `batch_rows` rows."""
         self._stack = stack
         self._runs = tuple(runs)
+        self._batch_rows = batch_rows
         self.num_rows = sum(stop - start for start, stop, _ in runs)
         self.layout: Layout = stack.layout
         self.scale = stack.scale
@@ -145,15 +151,46 @@ class Group:
         tables = self.layout.tables
         if key not in tables:
             place, device = self.layout.places[key], self.stack.device
-            shape = place.projection.inputs, place.projection.outputs
-            tables[key] = low_rank.divide_columns(place.offset, self.layout.rank, *shape, device)
+            rank, projection = self.layout.rank, place.projection
+            inputs, outputs = projection.inputs, projection.outputs
+            # Of experts the shared factor: where each has an A, B is behind the last of these.
+            num_a = 1 if projection.experts is None else projection.experts.a
+            offset = place.offset + (num_a - 1) * rank * len(outputs) * inputs
+            tables[key] = low_rank.divide_columns(offset, rank, inputs, outputs, device)
         return tables[key]
 
-    def on_rows(self, runs: Sequence[tuple[int, int, int]]) -> Group:
-        return Group(self._stack, runs)
+    @functools.cached_property
+    def addresses(self) -> Tensor:
+        """(slots,) int64: where each slot's vector lies."""
+        numbers = torch.arange(len(self.stack), device=self.stack.device)
+        return numbers * (self.stack.stride(0) * self.stack.itemsize) + self.stack.data_ptr()
+
+    @functools.cached_property
+    def facts(self) -> Tensor:
+        """(slots, 2) float32: rank and scale."""
+        facts = torch.empty(len(self.stack), 2, device=self.stack.device)
+        facts[:, 0] = self.layout.rank
+        facts[:, 1] = self.scale
+        return facts
+
+    @functools.cached_property
+    def runs_on_device(self) -> Tensor:
+        """(3, R) int64: first rows, rows behind the last, slots."""
+        return torch.tensor(self._runs).t().contiguous().to(self.stack.device)
+
+    @functools.cached_property
+    def owners(self) -> Owners:
+        """The slot of each row, negative for none."""
+        slots = torch.full((self._batch_rows,), -1)
+        for start, stop, slot in self._runs:
+            slots[start:stop] = slot
+        return Owners(slots.to(self.stack.device), 2 * len(self._runs) + 1)
+
+    def on_rows(self, runs: Sequence[tuple[int, int, int]], batch_rows: int) -> Group:
+        return Group(self._stack, runs, batch_rows)
 
 
-def _groups(adapters: AdapterSegments, key: _Key) -> list[Group]:
+def groups_of(adapters: AdapterSegments, key: _Key) -> list[Group]:
     """The groups whose adapters change this projection; worked out once for a batch."""
     if adapters.groups is None:
         adapters.groups = _all_groups(adapters)
@@ -178,7 +215,7 @@ def _all_groups(adapters: AdapterSegments) -> list[Group]:
             runs.setdefault(layout, []).append((start, stop, slot))
     if adapters is not root:
         of_root = {group.layout: group for group in root.groups or ()}
-        return [of_root[layout].on_rows(own) for layout, own in runs.items()]
+        return [of_root[layout].on_rows(own, adapters.num_rows) for layout, own in runs.items()]
     stacks = {
         layout: _Stack(
             [adapter for i in same if (adapter := root.runs[i][2]) is not None],
@@ -186,4 +223,4 @@ def _all_groups(adapters: AdapterSegments) -> list[Group]:
         )
         for layout, same in members.items()
     }
-    return [Group(stacks[layout], own) for layout, own in runs.items()]
+    return [Group(stacks[layout], own, adapters.num_rows) for layout, own in runs.items()]

@@ -133,7 +133,7 @@ class Input:
 
 
 def _numbers(chunk: ImageChunk) -> np.ndarray:
-    """Numbers below zero for the parts of an image, which hang on its content alone."""
+    """Numbers below zero for the parts of an image, which depend on its content alone."""
     digest = hashlib.sha256(chunk.data).digest()
     drawn = hashlib.shake_256(digest).digest(4 * chunk.length)
     return (np.frombuffer(drawn, dtype=np.uint32) | np.uint32(1 << 31)).view(np.int32)

@@ -10,8 +10,11 @@ them, is otherwise added up in another order. Here
 - a query meets the keys from the first one on, in blocks of a fixed size, of which those that it
   must not see change nothing, exactly.
 
-For the CPU in float32, where this was tried; on one thread, since where the work is divided among
-several depends on how much there is.
+This was tried for the CPU in float32, on one thread, since where the work is divided among several
+depends on how much there is; and for CUDA in bfloat16. There the matrix units add up a row's
+product in the same order in a tile of any size, so that products of all sizes agree as long as the
+library does not divide the sum itself, which it can be told (`prepare_cuda`) and which is tried for
+every shape of a model (`check_cuda`). Attention is `kernels.ordered_attention`.
 """
 
 from __future__ import annotations
@@ -23,11 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.engine.local.model.families import AttentionSpec
+from tinsmith.errors import EngineError
 
 _TILE = 16
 _LARGE_TILE = 128
 _BLOCK = 64
 _PIECE = 128
+_FEWEST_ROWS = 8
+_MOST_TRIED_ROWS = 4096
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -59,10 +65,48 @@ def _is_alike(multiply: Callable[[Tensor], Tensor], num_inputs: int) -> bool:
     return torch.equal(multiply(x), torch.cat([multiply(tile) for tile in x.split(_TILE)]))
 
 
+def prepare_cuda() -> None:
+    """Let the library choose among the ways that add up a product in one piece only.
+
+    For the whole process: other ways of some products would be quicker.
+    """
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+
+
+def cuda_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + bias on CUDA. A few rows go another way alone, so there are never so few."""
+    num_rows = len(x)
+    if num_rows < _FEWEST_ROWS:
+        x = F.pad(x, (0, 0, 0, _FEWEST_ROWS - num_rows))
+    y = F.linear(x, weight)[:num_rows]
+    return y if bias is None else y.add_(bias)
+
+
+def check_cuda(weight: Tensor) -> None:
+    """Refuse a shape for which a row's result changes with the number of rows beside it."""
+    generator = torch.Generator(weight.device).manual_seed(0)
+    shape = (_MOST_TRIED_ROWS, weight.shape[1])
+    x = torch.randn(shape, generator=generator, device=weight.device, dtype=torch.float32)
+    x = x.to(weight.dtype)
+    whole = cuda_product(x, weight)
+    tried = [1, *(size for power in range(3, 12) for size in (2**power - 1, 2**power, 3 << power))]
+    for num_rows in tried:
+        if num_rows < len(x) and not torch.equal(
+            cuda_product(x[:num_rows], weight), whole[:num_rows]
+        ):
+            outputs, inputs = weight.shape
+            raise EngineError(
+                f'on_policy = "exact" cannot be kept on this device: a product with a weight of '
+                f"{outputs} x {inputs} gives other numbers for {num_rows} rows than for {len(x)}"
+            )
+
+
 def row_sums(x: Tensor) -> Tensor:
     """(N, 1): the sum of each row of x (N, m), piece by piece: a long one alone would be divided
     among threads."""
-    pieces = F.pad(x, (0, -x.shape[1] % _PIECE)).view(len(x), -1, _PIECE)
+    rest = -x.shape[1] % _PIECE
+    pieces = (F.pad(x, (0, rest)) if rest else x).unflatten(1, (-1, _PIECE))
     return pieces.sum(dim=-1).sum(dim=-1, keepdim=True)
 
 
@@ -74,7 +118,7 @@ def attend(
     positions: Tensor,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """(B, n, H, D): what queries (B, n, H, D) of B sequences, at positions (B, n), find in theirs.
+    """(B, n, H, D): attention of queries (B, n, H, D) of B sequences, at positions (B, n).
 
     Keys and values (B · K, m, D) are those of each sequence's first m positions.
     """

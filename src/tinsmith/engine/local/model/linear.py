@@ -10,10 +10,16 @@ block of SmolLM2-135M, milliseconds:
     packed      0.65  0.64  0.73  1.86   6.5  12.3  49.0
 
 Packed products add up in longer chains, so that their last bits are others, and less exact: the
-error is one and a half to two times as large. Where that would show, a product is left as it is:
-forward where there are more inputs than outputs, and in the head, whose rounding goes straight into
-log-probabilities. For few rows the head is packed in pieces as short as the chains of the plain
-product. A single row is quicker in the plain layout, which is kept in any case.
+error is one and a half to two times as large. Where that would show, a weight is packed in pieces
+as short as the chains of the plain product, whose bits it then has: forward where there are more
+inputs than outputs, and in the head, whose rounding goes straight into log-probabilities. The
+former, of the same block, milliseconds of one core:
+
+    rows          8    16    64  1024
+    not packed  0.38  0.50  1.32  16.0
+    in pieces   0.37  0.34  0.74   8.6
+
+A single row is quicker in the plain layout, which is kept in any case.
 """
 
 from __future__ import annotations
@@ -36,8 +42,12 @@ _ROWS_PACKED_FOR = 16
 _EXACT_CHAIN = 192
 """Inputs that the plain product adds up before it begins a new sum."""
 
-_MAX_EXACT_ROWS = 64
-"""Beyond these, packing in short pieces is no quicker than the plain product."""
+_MIN_ROWS_IN_PIECES = 9
+"""With fewer, a weight of more inputs than outputs is no quicker in pieces than plain."""
+
+_ROWS_AT_A_TIME = 128
+"""Rows of the head that are multiplied together: each piece goes over their outputs once more, and
+those of more rows do not stay in the cache."""
 
 
 class Linear:
@@ -64,6 +74,11 @@ class Linear:
         """In full: where it is kept in few bits, a new copy."""
         return self._weight if isinstance(self._weight, Tensor) else self._weight.dense()
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(outputs, inputs)"""
+        return tuple(self._weight.shape)
+
     def allow_packing(self) -> None:
         """Spend memory on packed copies, where that is of use; see `packed_bytes`."""
         self._is_packable = self.packed_bytes > 0
@@ -77,7 +92,7 @@ class Linear:
         is_float = weight.device.type == "cpu" and weight.dtype == torch.float32
         if not is_float or weight.numel() < MIN_NUMBERS or not _can_pack():
             return 0
-        return weight.nbytes * (2 if self._packs_forward else 1)
+        return 2 * weight.nbytes  # for products forward and back
 
     @property
     def nbytes(self) -> int:
@@ -87,33 +102,37 @@ class Linear:
 
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ + bias of x (N, inputs), without gradients."""
+        if self.is_invariant and x.is_cuda:
+            return invariant.cuda_product(x, self.weight, self.bias)
         if self.is_invariant:
-            kind = (
-                "packed" if self._packs_forward else "plain",
-                self._is_packable,
-                *self._weight.shape,
-            )
+            kind = (self._is_packable, self._chain, *self._weight.shape)
             return invariant.in_tiles(self._product_of_tile, x, kind)
-        max_rows = _MAX_EXACT_ROWS if self._is_exact else len(x)
-        is_packed = self._is_packable and self._packs_forward and 1 < len(x) <= max_rows
-        if not is_packed:
+        if not self._is_packable or len(x) < self._fewest_packed_rows:
             return few_rows.linear(x, self.weight, self.bias)
-        return self._packed_product(x)
+        if not self._is_exact or len(x) <= _ROWS_AT_A_TIME:
+            return self._packed_product(x)
+        y = x.new_empty(len(x), self._weight.shape[0])
+        for part, rows in zip(y.split(_ROWS_AT_A_TIME), x.split(_ROWS_AT_A_TIME), strict=True):
+            part.copy_(self._packed_product(rows))
+        return y
 
     def _product_of_tile(self, x: Tensor) -> Tensor:
-        if self._is_packable and self._packs_forward:
+        if self._is_packable:
             return self._packed_product(x)
         return F.linear(x, self.weight, self.bias)
 
+    @property
+    def _fewest_packed_rows(self) -> int:
+        outputs, inputs = self._weight.shape
+        return 2 if inputs <= outputs else _MIN_ROWS_IN_PIECES
+
     def _packed_product(self, x: Tensor) -> Tensor:
         if self._forward is None:
-            inputs = self.weight.shape[1]
-            pieces = self.weight.split(_EXACT_CHAIN if self._is_exact else inputs, dim=1)
-            self._forward = [_pack(piece) for piece in pieces]
+            self._forward = [_pack(piece) for piece in self.weight.split(self._chain, dim=1)]
         first, *others = self._forward
         if not others:
             return _product(x, first, self.bias)
-        parts = x.split(_EXACT_CHAIN, dim=1)
+        parts = x.split(self._chain, dim=1)
         y = _product(parts[0], first, self.bias)
         for part, packed in zip(parts[1:], others, strict=True):
             y = torch.ops.mkldnn._linear_pointwise.binary(part, y, packed, None, "add")
@@ -128,9 +147,10 @@ class Linear:
         return _product(grad, self._backward, None)
 
     @property
-    def _packs_forward(self) -> bool:
+    def _chain(self) -> int:
+        """Inputs that the packed product adds up at a time."""
         outputs, inputs = self._weight.shape
-        return inputs <= outputs
+        return _EXACT_CHAIN if self._is_exact or inputs > outputs else inputs
 
 
 def _can_pack() -> bool:

@@ -138,7 +138,7 @@ class Adapter:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.flat, self.grad, self.exp_avg, self.exp_avg_sq)
+        parts = (self.flat, self.grad, self.exp_avg, self.exp_avg_sq, self._rounded)
         return sum(part.nbytes for part in parts if part is not None)
 
     def ab(self, layer: int | None, target: str) -> tuple[Tensor, Tensor] | None:
@@ -215,9 +215,9 @@ class AdapterPool:
     def create(self, base_model: str, lora: LoraConfig) -> Adapter:
         """A fresh adapter: A uniform as PEFT draws it, from `lora.seed`; B zero.
 
-        The numbers are a function of the seed and the shapes, and of nothing else: whoever replays
-        the creation finds the same weights. The caller draws a seed where nobody gave one; here
-        none means 0.
+        The numbers are a function of the seed and the shapes, and of nothing else: replaying the
+        creation gives the same weights. The caller draws a seed where the user gave none; here none
+        means 0.
         """
         adapter = self.create_empty(base_model, lora)
         generator = torch.Generator().manual_seed(lora.seed if lora.seed is not None else 0)
@@ -232,7 +232,7 @@ class AdapterPool:
         """An adapter whose weights the caller fills in at once."""
         layout = self._layout(lora)
         # A tensor of its own begins at a multiple of 64 bytes. Views of a larger one need not, and
-        # kernels take other roads, to other last bits, where the first number lies elsewhere.
+        # kernels compute other last bits where the first number is not aligned.
         flat = torch.empty(layout.size, dtype=torch.float32, device=self._device)
         adapter = Adapter(base_model, lora, layout, flat, self._dtype)
         self._in_use.add(adapter)
@@ -252,8 +252,13 @@ class AdapterPool:
         adapter.grad = adapter.exp_avg = adapter.exp_avg_sq = None
 
     def training_bytes(self, lora: LoraConfig) -> int:
-        """What an adapter takes while it trains: weights, gradient and two moments."""
-        return 4 * 4 * self._layout(lora).size
+        """What an adapter takes while it trains: a gradient and two moments beside its weights."""
+        return 3 * 4 * self._layout(lora).size + self.sampling_bytes(lora)
+
+    def sampling_bytes(self, lora: LoraConfig) -> int:
+        """What an adapter takes that only samples: weights, and a copy in the model's dtype."""
+        rounded = 0 if self._dtype == torch.float32 else self._dtype.itemsize
+        return (4 + rounded) * self._layout(lora).size
 
     @property
     def nbytes(self) -> int:

@@ -25,6 +25,7 @@ _LATENT = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
 _OWN = "tests/engine/model/test_decoder.py"
 _FAMILIES = "tests/engine/families/test_families.py"
 _VISION = "tests/engine/vision/test_models.py"
+_DIVIDED = "with several ranks through transformers' modules"
 _IMAGES = "reads images with transformers 5.17; the vision tower is frozen and has no adapter"
 
 
@@ -41,8 +42,8 @@ class ModelType:
     test: str
     limits: str = ""
     transformers: str | None = None
-    """The least release of `transformers` that computes it rightly, where that is not the least
-    that we work with at all."""
+    """The oldest release of `transformers` that computes it correctly, where that is newer than the
+    oldest that we support."""
 
 
 MODEL_TYPES = (
@@ -50,17 +51,14 @@ MODEL_TYPES = (
         ModelType(name=name, runs_on="decoder", adapted=(*_ATTENTION, *_MLP), test=_OWN)
         for name in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
     ),
-    ModelType(
-        name="qwen2_moe",
-        runs_on="transformers",
-        adapted=(*_ATTENTION, *_MLP, *_EXPERTS),
-        test=_FAMILIES,
-    ),
     *(
-        ModelType(
-            name=name, runs_on="transformers", adapted=(*_ATTENTION, *_EXPERTS), test=_FAMILIES
-        )
-        for name in ("qwen3_moe", "mixtral", "olmoe")
+        ModelType(name=name, runs_on="decoder", adapted=adapted, test=_FAMILIES, limits=_DIVIDED)
+        for name, adapted in {
+            "qwen3_moe": (*_ATTENTION, *_EXPERTS),
+            "qwen2_moe": (*_ATTENTION, *_MLP, *_EXPERTS),
+            "mixtral": (*_ATTENTION, *_EXPERTS),
+            "olmoe": (*_ATTENTION, *_EXPERTS),
+        }.items()
     ),
     ModelType(
         name="gpt_oss",

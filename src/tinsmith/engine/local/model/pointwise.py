@@ -18,7 +18,7 @@ from tinsmith.engine.local import kernels
 Activation = Literal["silu", "gelu_tanh"]
 
 Norms = tuple[Tensor, Tensor]
-"""Weights (D,) of the norms of queries and of keys."""
+"""Weights (D,) of the norms of queries and of keys; wide ones are (H · D,) and (K · D,)."""
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines (N, 1, D / 2)."""
@@ -119,6 +119,24 @@ def apply_rope_backward(
     return grad.view(qkv.shape)
 
 
+def wide_norm(qkv: Tensor, norms: Norms, eps: float) -> Tensor:
+    """qkv (N, (H + 2K) · D) with its queries normed over all heads together, and so its keys."""
+    q, k, v = _split_by(qkv, norms)
+    normed = [
+        rms_norm(x.contiguous(), weight, eps) for x, weight in zip((q, k), norms, strict=True)
+    ]
+    return torch.cat([*normed, v], dim=1)
+
+
+def wide_norm_backward(grad: Tensor, qkv: Tensor, norms: Norms, eps: float) -> Tensor:
+    """The gradient for qkv, from that of `wide_norm`."""
+    grad_q, grad_k, grad_v = _split_by(grad, norms)
+    q, k, _ = _split_by(qkv, norms)
+    of_q, _ = rms_norm_backward(grad_q, q.contiguous(), norms[0], eps)
+    of_k, _ = rms_norm_backward(grad_k, k.contiguous(), norms[1], eps)
+    return torch.cat([of_q, of_k, grad_v], dim=1)
+
+
 def swiglu(gate_up: Tensor, activation: Activation) -> Tensor:
     """activation(left half) · right half of gate_up (N, 2I); with gelu this is GeGLU."""
     if kernels.are_usable(gate_up):
@@ -152,6 +170,13 @@ class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]  # torch is unann
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
         return rms_norm_backward(grad, x, weight, ctx.eps)[0], None, None
+
+
+def _split_by(qkv: Tensor, norms: Norms) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, by the sizes of the first two's norms."""
+    queries, keys = (len(weight) for weight in norms)
+    q, k, v = qkv.split((queries, keys, keys), dim=1)
+    return q, k, v
 
 
 def _inverse(x: Tensor, eps: float) -> Tensor:

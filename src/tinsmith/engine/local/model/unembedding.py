@@ -46,6 +46,8 @@ class TargetLogprobs:
         is_plain = targets.shape[1] == 1 and decoder.config.final_softcap is None
         self._ranks = decoder.head_ranks
         self._is_fused = is_plain and kernels.are_usable(hidden) and self._ranks.count == 1
+        self._is_ordered = decoder.is_invariant and kernels.are_usable(hidden)
+        """Whether the sampler's kernel sums up the normalizers, leaving logits as they were."""
         self._is_capped = decoder.config.final_softcap is not None
         self._normalizers = hidden.new_empty(len(hidden), 1, dtype=torch.float32)
         self._totals = torch.ones_like(self._normalizers)
@@ -82,7 +84,9 @@ class TargetLogprobs:
         logits = self._logits(part, self._adapters.gather(np.arange(start, stop)))
         if self._is_fused:
             scores = kernels.module("scores")
-            values, normalizers = scores.target_logprobs(logits, self._targets[part, 0])
+            # Where it must be the sampler's to the bit, of the dtype that the sampler reads.
+            read = logits.float() if self._decoder.is_invariant else logits
+            values, normalizers = scores.target_logprobs(read, self._targets[part, 0])
             self.values[part, 0], self._normalizers[part, 0] = values, normalizers
         else:
             chosen = self._chosen(logits, self._targets[part])
@@ -110,6 +114,8 @@ class TargetLogprobs:
 
     def _normalize(self, logits: Tensor, part: slice) -> Tensor:
         """log Σ exp(logits) of each row. Overwrites them with exp(logits − largest) if it may."""
+        if self._is_ordered:
+            return kernels.module("scores").normalizers(logits)[:, None]
         largest = logits.amax(dim=1, keepdim=True)
         self._ranks.max_(largest)
         shifted = logits - largest if self._is_capped else logits.sub_(largest)
@@ -137,7 +143,7 @@ class TargetLogprobs:
         # d log p(target) / d logits = [this is the target] - p; logits are overwritten if they may.
         factor = -grad.sum(dim=1, keepdim=True)
         logits_grad = logits.clone() if self._is_capped else logits
-        if is_kept and not self._is_capped:
+        if is_kept and not self._is_capped and not self._is_ordered:
             logits_grad.mul_(factor / self._totals[part])
         else:
             logits_grad.sub_(normalizers).exp_().mul_(factor)

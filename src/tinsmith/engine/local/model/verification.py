@@ -2,10 +2,10 @@
 
 Settings in `config.json` have many spellings, and reading one of them differently gives a model
 that talks and is wrong. So before a model is served, a small one is cut from it (one layer of each
-kind, the first rows of the vocabulary, the settings as they stand), both libraries load that from
-disk, and their logits are compared, at short and at the longest positions. It takes memory for
-those few layers, in float32 on the CPU. The outcome is kept in the cache folder while the model's
-files, our code and `transformers` stay the same.
+kind, a few experts, the first rows of the vocabulary, the settings as they stand), both libraries
+load that from disk, and their logits are compared, at short and at the longest positions. It takes
+memory for those few layers, in float32 on the CPU. The outcome is kept in the cache folder while
+the model's files, our code and `transformers` stay the same.
 """
 
 from __future__ import annotations
@@ -37,8 +37,14 @@ TOLERANCE = 3e-5
 _MAX_ROWS = 512
 """Rows of the vocabulary that are compared."""
 
+_MAX_EXPERTS = 8
+"""Experts of a layer that are compared, or as many as a token goes to."""
+
 _NUM_TOKENS = 24
 _LAYER = re.compile(r"layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_OF_ALL_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj$|\.gate\.weight$")
+"""What has a row, or a matrix, for each expert."""
 
 
 def verify(folder: Path, config: DecoderConfig, cache_folder: Path) -> None:
@@ -63,12 +69,17 @@ def verify(folder: Path, config: DecoderConfig, cache_folder: Path) -> None:
 def compare(folder: Path, config: DecoderConfig) -> float:
     """The largest difference between the logits, relative to the largest logit."""
     _compare_kinds(folder, config)
-    # One layer of each kind of attention, the first of its kind.
-    layers = [config.layers.index(spec) for spec in dict.fromkeys(config.layers)]
+    # One layer of each kind of attention and MLP, the first of its kind.
+    experts = config.experts
+    kinds = [
+        (spec, experts is not None and layer in experts.layers)
+        for layer, spec in enumerate(config.layers)
+    ]
+    layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     with tempfile.TemporaryDirectory() as name:
         small = Path(name)
         num_rows = min(config.vocab_size, _MAX_ROWS)
-        _cut(folder, small, layers, num_rows)
+        _cut(folder, small, config, layers, num_rows)
         decoder = Decoder.load(small)
         half = min(_NUM_TOKENS, config.max_context_length) // 2
         far = config.max_context_length - half
@@ -118,8 +129,10 @@ def _reference_logits(folder: Path, tokens: torch.Tensor, positions: torch.Tenso
     return logits
 
 
-def _cut(folder: Path, target: Path, layers: list[int], num_rows: int) -> None:
-    """Write a model of some layers and rows of the one in `folder`."""
+def _cut(
+    folder: Path, target: Path, config: DecoderConfig, layers: list[int], num_rows: int
+) -> None:
+    """Write a model of some layers, experts and rows of the one in `folder`."""
     settings = read_settings(folder / "config.json")
     text = settings["text_config"] if isinstance(settings.get("text_config"), dict) else settings
     text["num_hidden_layers"] = len(layers)
@@ -129,6 +142,14 @@ def _cut(folder: Path, target: Path, layers: list[int], num_rows: int) -> None:
     elif len(layers) > 1:
         kinds = _kinds(folder)
         text["layer_types"] = [kinds[layer] for layer in layers]
+    num_experts = 0
+    if (experts := config.experts) is not None:
+        num_experts = min(experts.num_experts, max(experts.per_token, _MAX_EXPERTS))
+        text |= {name: num_experts for name in ("num_experts", "num_local_experts") if name in text}
+        text["mlp_only_layers"] = [
+            number for number, layer in enumerate(layers) if layer not in experts.layers
+        ]
+        text["decoder_sparse_step"] = 1
     for part in (settings, text):
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             if name in part:
@@ -136,7 +157,7 @@ def _cut(folder: Path, target: Path, layers: list[int], num_rows: int) -> None:
     if isinstance(settings.get("vision_config"), dict):
         settings["vision_config"]["num_hidden_layers"] = 1  # it is made, and not asked
     (target / "config.json").write_text(json.dumps(settings), "utf-8")
-    _cut_weights(folder, target / "model.safetensors", layers, num_rows)
+    _cut_weights(folder, target / "model.safetensors", layers, num_rows, num_experts)
 
 
 def _kinds(folder: Path) -> list[str]:
@@ -146,7 +167,9 @@ def _kinds(folder: Path) -> list[str]:
     ]
 
 
-def _cut_weights(folder: Path, target: Path, layers: list[int], num_rows: int) -> None:
+def _cut_weights(
+    folder: Path, target: Path, layers: list[int], num_rows: int, num_experts: int
+) -> None:
     stored = stored_tensors(weight_files(folder))
     ending = "embed_tokens.weight"
     prefix = next(name for name in stored if name.endswith(ending)).removesuffix(ending)
@@ -159,9 +182,10 @@ def _cut_weights(folder: Path, target: Path, layers: list[int], num_rows: int) -
             layer = _LAYER.match(name.removeprefix(prefix))
             if layer is None:
                 kept[name] = (name, None)
-            elif int(layer[1]) in layers:
+            elif int(layer[1]) in layers and not _is_beyond(name, num_experts):
                 number = layers.index(int(layer[1]))
-                kept[name.replace(layer[0], f"layers.{number}.", 1)] = (name, None)
+                rows = num_experts if num_experts and _OF_ALL_EXPERTS.search(name) else None
+                kept[name.replace(layer[0], f"layers.{number}.", 1)] = (name, rows)
     entries = {}
     for new, (old, rows) in kept.items():
         dtype, shape, num_bytes = stored[old].entry
@@ -172,6 +196,12 @@ def _cut_weights(folder: Path, target: Path, layers: list[int], num_rows: int) -
         file.write(encode_header(entries, {"format": "pt"}))
         for old, rows in kept.values():
             file.write(stored[old].read_bytes(rows))
+
+
+def _is_beyond(name: str, num_experts: int) -> bool:
+    """Whether this is of an expert that is left out."""
+    expert = _EXPERT.search(name)
+    return expert is not None and int(expert[1]) >= num_experts
 
 
 def _digest(folder: Path) -> str:
@@ -187,6 +217,6 @@ def _digest(folder: Path) -> str:
 def _code_digest() -> str:
     """Of the modules that read and run a model."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -3,7 +3,7 @@
 Tensors are summed and gathered by `torch.distributed`; small values travel on the sockets between
 the first rank and the others (`link`). Every rank makes the same calls in the same order. One that
 cannot, because memory ran out or a product failed, would leave the others waiting for ever: it ends
-its process, which ends them all, and whoever owns them starts them again.
+its process, which ends them all, and the server starts them again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_STATUS = 70
-"""Of a rank that could not do what the others did."""
+"""Exit status of a rank that could not do what the others did."""
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """A process by itself: nobody to add to, wait for or agree with."""
+    """A single process: there are no others to add to, wait for or agree with."""
 
     index = 0
     count = 1
@@ -61,7 +61,7 @@ class Ranks:
         return compute()
 
     def give_up(self, error: Exception) -> None:
-        """To be called where this rank fails and others may not."""
+        """Call it where this rank fails and others may not."""
 
 
 ALONE = Ranks()

@@ -34,7 +34,7 @@ class Begin(NamedTuple):
     rank: int
     num_ranks: int
     folder: Path
-    """In which the ranks find each other."""
+    """The folder in which the ranks find each other."""
 
     config: LocalEngineConfig
 

@@ -64,6 +64,12 @@ class LeadingCore:
     def health(self) -> Health:
         return self._core.health()
 
+    def has_room_for(self, base_model: str) -> bool:
+        return self._core.has_room_for(base_model)
+
+    def base_model_of(self, adapter_id: str) -> str | None:
+        return self._core.base_model_of(adapter_id)
+
     def submit_sample(self, job: SampleJob) -> Failure | None:
         if job.params.seed is None:  # one for all ranks
             job = replace(job, params=job.params.model_copy(update={"seed": fresh_seed()}))

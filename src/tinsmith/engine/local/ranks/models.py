@@ -19,6 +19,7 @@ def cut_config(config: Config, index: int, count: int) -> Config:
     """The shape of one rank's part; a model that cannot be cut so is an `EngineError`."""
     if problem := why_not(config, count):
         raise EngineError(f"it cannot be served with {count} ranks: {problem}")
+    assert config.experts is None, "divided experts run on the modules of `transformers`"
     if _is_foreign(config):
         (inner,) = _expert_sizes(config)
         cut = Cut.of_experts(index, count, inner)
@@ -47,7 +48,7 @@ def cut_config(config: Config, index: int, count: int) -> Config:
 
 def why_not(config: DecoderConfig, count: int) -> str | None:
     """Why a model cannot be cut into so many parts; None where it can."""
-    if _is_foreign(config):
+    if _is_foreign(config) or config.experts is not None:
         return _why_not_foreign(config, count)
     if config.num_heads % count:
         return f"its {config.num_heads} attention heads cannot be divided evenly"
@@ -64,6 +65,7 @@ def _is_foreign(config: DecoderConfig) -> bool:
 
 
 def _why_not_foreign(config: DecoderConfig, count: int) -> str | None:
+    """For what runs on those modules, with several ranks at least."""
     if config.state is not None:
         return "recurrent layers are not divided"
     if config.images is not None:

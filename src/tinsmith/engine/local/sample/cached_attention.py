@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -76,10 +76,16 @@ class CachedAttention:
         self._cache = cache = self._sequences[0].table.cache
         self._places = _places(cache, self._sequences)
         self._packed: _PackedPrompts | None = None
-        if prompts and not running and kernels.are_usable(cache.keys):
+        self._ordered: _OrderedRows | None = None
+        self._alike: list[_InvariantRows] = []
+        has_kernels = kernels.are_usable(cache.keys)
+        if is_invariant and has_kernels:
+            self._ordered = _OrderedRows(self._sequences, cache)
+        elif is_invariant:
+            self._alike = _InvariantRows.of(self._sequences, cache)
+        elif prompts and not running and has_kernels:
             self._packed = _PackedPrompts(config, cache, sorted(prompts))
-        self._alike = _InvariantRows.of(self._sequences, cache) if is_invariant else []
-        if self._alike:
+        if is_invariant:
             prompts, running = [], []
         self._prompts = [_PromptRows(rows, cache) for rows in prompts]
         self._running = [_RunningRows(rows, cache) for rows in _of_like_length(running)]
@@ -98,6 +104,9 @@ class CachedAttention:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys.view(-1, head_dim).index_copy_(0, self._places, k.reshape(-1, head_dim))
         values.view(-1, head_dim).index_copy_(0, self._places, v.reshape(-1, head_dim))
+        # On CUDA, in the order of training.
+        if self._ordered is not None:
+            return self._ordered.attend(layer, spec, q)
         # Only prefill, on CUDA.
         if self._packed is not None:
             return self._packed.attend(layer, spec, q, k, v, sinks)
@@ -358,6 +367,33 @@ class _InvariantRows:
         keys, values = self._gathered.read(layer)
         batch = q.unflatten(0, self._size)
         return invariant.attend(spec, batch, keys, values, self._positions, sinks).flatten(0, 1)
+
+
+class _OrderedRows:
+    """All tokens of a step, on CUDA; they find the bits of training."""
+
+    def __init__(self, sequences: list[Rows], cache: KVCache) -> None:
+        self._ordered = kernels.module("ordered_attention")
+        begins = np.cumsum([0, *(len(rows.table.blocks) for rows in sequences)]).tolist()
+        self._spans = [
+            self._ordered.Span(rows.start, rows.stop, rows.num_past, begin)
+            for rows, begin in zip(sequences, begins[:-1], strict=True)
+        ]
+        blocks = np.concatenate([np.array(rows.table.blocks) for rows in sequences])
+        self._cache = cache
+        self._blocks = torch.from_numpy(blocks.astype(np.int32)).to(cache.shape.device)
+        self._tiles: Any = None
+
+    def attend(self, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        """q (N, H, D) to (N, H, D), over all that the cache holds."""
+        if self._tiles is None:
+            group = q.shape[1] // self._cache.shape.num_kv_heads
+            self._tiles = self._ordered.tiles_of(self._spans, group, q.device)
+        keys, values = self._cache.keys, self._cache.values
+        found: Tensor = self._ordered.attend_cached(
+            spec, q, keys, values, self._blocks, layer, self._tiles
+        )
+        return found
 
 
 class _Own(NamedTuple):

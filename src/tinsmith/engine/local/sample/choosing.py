@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model.invariant import row_sums
 
 NOT_FINITE = "the model gave logits that are not finite; its adapter's weights may have diverged"
@@ -69,9 +70,14 @@ class Distributions:
             with np.errstate(divide="ignore"):
                 lowest = self._peak + _tensor(np.log(min_p), logits, torch.float32)
             logits = logits.masked_fill(logits < lowest[:, None], -torch.inf)
-        self._weights = torch.exp(logits - self._peak[:, None])
+        self._weights = (logits - self._peak[:, None]).exp_()
         self._total = row_sums(self._weights)[:, 0]
-        self._log_total = self._peak + self._total.log()
+        # By the trainer's own kernel where there is one, so that log-probabilities are the same.
+        self._log_total = (
+            kernels.module("scores").normalizers(logits)
+            if kernels.are_usable(logits)
+            else self._peak + self._total.log()
+        )
 
     def is_finite(self) -> np.ndarray:
         """(M,) False where the model gave no usable distribution."""

@@ -24,12 +24,18 @@ from torch import Tensor
 from tinsmith.engine.local.kernels.decode_attention import Heads, attend, prepare
 from tinsmith.engine.local.kernels.decode_choice import Drawn, draw
 from tinsmith.engine.local.kernels.decode_lora import TILE_ROWS, TiledAdapters
-from tinsmith.engine.local.kernels.decode_pointwise import add_rms_norm, swiglu
+from tinsmith.engine.local.kernels.ordered_attention import append, attend_cached, tiles_of_rows
+from tinsmith.engine.local.kernels.pointwise import add_rms_norm
+from tinsmith.engine.local.kernels.scores import target_logprobs
+from tinsmith.engine.local.model import pointwise
+from tinsmith.engine.local.model.blocks import DenseMlp
 from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.experts.mlp import ExpertMlp, SharedExpert
+from tinsmith.engine.local.model.experts.routing import Owners
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import Adapter
-from tinsmith.engine.local.model.pointwise import rms_norm
 from tinsmith.engine.local.model.rope import Rope
+from tinsmith.engine.local.sample.decode_experts import ExpertAdapters, run_experts
 from tinsmith.engine.local.sample.decode_tables import AdapterTable, StepTable
 from tinsmith.engine.local.sample.kvcache import KVCache
 from tinsmith.engine.local.sample.launched import Launched
@@ -73,6 +79,7 @@ class DecodeStep:
         self._use_graphs = use_graphs
         config, device = decoder.config, decoder.device
         self._heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        self._group = config.num_heads // config.num_kv_heads
         self._table = StepTable(self._max_rows, cache)
         self._last = torch.zeros(max_rows, dtype=torch.int64, device=device)
         """The token drawn last for the sequence in each seat."""
@@ -177,58 +184,107 @@ class DecodeStep:
         x = F.embedding(tokens, decoder.embedding)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
+        tiles = tiles_of_rows(rows, self._group) if decoder.is_invariant else None
+        owners = Owners(self._table.slots[:count], count) if shape.num_tiles else None
         y: Tensor | None = None
         for index, layer in enumerate(decoder.layers):
             spec = config.layers[index]
             assert spec.rope is not None, "our own decoder rotates"
             # Attention: add the last block's y to x, normalize, project to (B, (H + 2K) · D).
-            z = add_rms_norm(x, y, layer.input_norm, config.norm_eps)
-            z = self._product(z, layer.qkv, index, "qkv", shape)
+            z = self._add_and_norm(x, y, layer.input_norm)
+            z, norms = self._product(z, layer.qkv, index, "qkv", shape), layer.qk_norms
+            if norms is not None and config.has_wide_qk_norm:
+                z, norms = pointwise.wide_norm(z, norms, config.norm_eps), None
             # Rotate queries and keys, append keys and values to the KV cache, attend: (B, H · D).
             rotation = rotations[spec.rope]
-            prepare(z, rows, rotation, layer.head_norms, config.norm_eps, index, self._heads)
-            z = attend(z, rows, spec, index, self._heads)
+            if tiles is None:
+                prepare(z, rows, rotation, norms, config.norm_eps, index, self._heads)
+                z = attend(z, rows, spec, index, self._heads)
+            else:
+                q, k, v = pointwise.apply_rope(
+                    z, norms, rotation, config.num_kv_heads, config.norm_eps
+                )
+                append(k, v, rows, index)
+                z = attend_cached(spec, q, rows.keys, rows.values, rows.blocks, index, tiles)
+                z = z.flatten(1)
             # Output projection: back to (B, hidden).
             y = self._product(z, layer.o, index, "o", shape)
             if layer.post_attention_norm is not None:
-                y = rms_norm(y, layer.post_attention_norm, config.norm_eps)
-            # MLP: (B, hidden) to gate and up (B, 2 · inner), to (B, inner), to (B, hidden).
-            z = add_rms_norm(x, y, layer.mlp_norm, config.norm_eps)
-            z = swiglu(self._product(z, layer.gate_up, index, "gate_up", shape), config.activation)
-            y = self._product(z, layer.down, index, "down", shape)
+                y = pointwise.rms_norm(y, layer.post_attention_norm, config.norm_eps)
+            # MLP, or experts: (B, hidden) to (B, hidden).
+            z = self._add_and_norm(x, y, layer.mlp_norm)
+            if isinstance(layer.mlp, ExpertMlp):
+                y = self._experts(z, layer.mlp, index, shape, owners)
+            else:
+                y = self._mlp(z, layer.mlp, index, shape)
             if layer.post_mlp_norm is not None:
-                y = rms_norm(y, layer.post_mlp_norm, config.norm_eps)
+                y = pointwise.rms_norm(y, layer.post_mlp_norm, config.norm_eps)
         # Unembedding: (B, hidden) to logits (B, V).
-        z = add_rms_norm(x, y, decoder.final_norm, config.norm_eps)
+        z = self._add_and_norm(x, y, decoder.final_norm)
         logits = self._product(z, decoder.head, None, "lm_head", shape)
         if config.final_softcap is not None:
             logits = torch.tanh(logits.float() / config.final_softcap) * config.final_softcap
         # Draw a token per row.
         temperatures, numbers = self._table.temperatures[:count], self._table.uniforms[:count]
-        return StepOutput(logits, draw(logits, temperatures, numbers))
+        drawn = draw(logits, temperatures, numbers)
+        if decoder.is_invariant:
+            # The trainer's number, which is that of temperature one.
+            is_plain = (temperatures == 1.0) | (temperatures <= 0.0)
+            logprobs, _ = target_logprobs(logits.float(), drawn.tokens)
+            drawn.facts[1].copy_(torch.where(is_plain, logprobs.double(), drawn.facts[1]))
+        return StepOutput(logits, drawn)
+
+    def _mlp(self, x: Tensor, mlp: DenseMlp | SharedExpert, index: int, shape: StepShape) -> Tensor:
+        # (B, hidden) to gate and up (B, 2 · inner), to (B, inner), to (B, hidden).
+        z = self._product(x, mlp.gate_up, index, "gate_up", shape)
+        z = pointwise.swiglu(z, self._decoder.config.activation)
+        return self._product(z, mlp.down, index, "down", shape)
+
+    def _experts(
+        self, x: Tensor, mlp: ExpertMlp, index: int, shape: StepShape, owners: Owners | None
+    ) -> Tensor:
+        """`owners` are the adapter slots of the rows, where there is any."""
+        adapters = None
+        if owners is not None:
+            up, down = (self._projections[index, name] for name in ("experts_up", "experts_down"))
+            adapters = ExpertAdapters(self._tiled(shape), owners, up, down)
+        y = run_experts(x, mlp, self._decoder.config.activation, adapters)
+        if mlp.shared is None:
+            return y
+        return torch.addcmul(y, self._mlp(x, mlp.shared, index, shape), mlp.shared.shares(x))
+
+    def _add_and_norm(self, x: Tensor, y: Tensor | None, weight: Tensor) -> Tensor:
+        """Add y to the residual stream x, in place, and return the RMS norm of the sum."""
+        eps = self._decoder.config.norm_eps
+        if y is None:
+            return pointwise.rms_norm(x, weight, eps)
+        return add_rms_norm(x, y, weight, eps)
 
     def _product(
         self, x: Tensor, linear: Linear, layer: int | None, name: str, shape: StepShape
     ) -> Tensor:
         if not shape.num_tiles:
-            return F.linear(x, linear.weight, linear.bias)
+            return linear.product(x)
         index, projection = self._projections[layer, name]
-        adapters = TiledAdapters(
+        adapters = self._tiled(shape)
+        # LoRA: shrink x to the rank beside the base product, then expand onto its result.
+        inner = adapters.new_inner(x, projection)
+        with self._beside():
+            adapters.shrink(inner, x, index, projection)
+        y = linear.product(x)
+        if self._side is not None:
+            torch.cuda.current_stream(x.device).wait_stream(self._side)
+        adapters.expand(y, inner, index, projection)
+        return y
+
+    def _tiled(self, shape: StepShape) -> TiledAdapters:
+        return TiledAdapters(
             self._table.tiles[:, : shape.num_tiles],
             self._adapters.addresses,
             self._adapters.facts,
             shape.max_rank,
             shape.is_aligned,
         )
-        # LoRA: shrink x to the rank beside the base product, then expand onto its result.
-        inner = adapters.new_inner(x, projection)
-        with self._beside():
-            adapters.shrink(inner, x, index, projection)
-        y = F.linear(x, linear.weight, linear.bias)
-        if self._side is not None:
-            torch.cuda.current_stream(x.device).wait_stream(self._side)
-        adapters.expand(y, inner, index, projection)
-        return y
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:

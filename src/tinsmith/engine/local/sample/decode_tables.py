@@ -25,8 +25,9 @@ _SMALLEST_RANK = 16
 """The matrix units take no smaller products."""
 
 
-_NUM_FIELDS = 7
-"""Of a row: token, position, temperature, number drawn, seat, length, where its blocks begin."""
+_NUM_FIELDS = 8
+"""Of a row: token, position, temperature, number drawn, seat, length, where its blocks begin, the
+slot of its adapter."""
 
 
 class StepTable:
@@ -46,7 +47,7 @@ class StepTable:
         fields = self._device[: self._num_fixed].view(self._size)
         self.tokens, self.positions = fields[:2]
         self.temperatures, self.uniforms = fields[2:4].view(torch.float64)
-        self.seats, self._lengths, self._firsts = fields[4:7]
+        self.seats, self._lengths, self._firsts, self.slots = fields[4:8]
         self.tiles = fields[_NUM_FIELDS:]
         self._on_device = self._device[self._num_fixed :].view(torch.int32)
         self._blocks = np.zeros((max_rows, 1), dtype=np.int32)
@@ -91,6 +92,10 @@ class StepTable:
         numbers[5, :count] = numbers[1, :count] + 1
         numbers[6, :count] = np.arange(count) * blocks.shape[1]
         host[self._num_fixed :].view(torch.int32).numpy()[: blocks.size] = blocks.ravel()
+        # Whose rows they are: of no adapter, or those of its tiles.
+        numbers[7] = -1
+        for first, num_rows, slot in tiles:
+            numbers[7, first : first + num_rows] = slot
         if tiles:
             numbers[_NUM_FIELDS:, : len(tiles)] = np.array(tiles, dtype=np.int64).T
         self._device[:used].copy_(host, non_blocking=True)

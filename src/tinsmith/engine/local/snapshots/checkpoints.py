@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
 from tinsmith.disk import FileRecord, describe_file, new_folder, write_file
@@ -78,6 +80,23 @@ def save(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
         written = {MANIFEST: write_file(draft / MANIFEST, [_json(manifest.to_json())]), **files}
     size = sum(record.size for record in written.values())
     return SnapshotInfo(size_bytes=size, step=adapter.step, files=written)
+
+
+def begin_save(adapter: Adapter, folder: Path, kind: SnapshotKind) -> Callable[[], SnapshotInfo]:
+    """`save` of the adapter as it is now, whatever becomes of it; to be called in any thread."""
+    copy = Adapter(
+        adapter.base_model, adapter.lora, adapter.layout, _copied(adapter.flat), torch.float32
+    )
+    copy.step = adapter.step
+    wanted = {"sampler": (), "training": _MOMENTS, "exact": (*_MOMENTS, "grad")}[kind]
+    for name in wanted:
+        vector = getattr(adapter, name)
+        setattr(copy, name, None if vector is None else _copied(vector))
+    return partial(save, copy, folder, kind)
+
+
+def _copied(vector: Tensor) -> Tensor:
+    return vector.detach().to("cpu", copy=True)
 
 
 def load(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:

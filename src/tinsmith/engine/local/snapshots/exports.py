@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tinsmith.engine.adapter_names import CONFIG, PREFIX, WEIGHTS
-from tinsmith.engine.local.model.experts import Experts
+from tinsmith.engine.local.model.experts.foreign import Experts
 from tinsmith.engine.local.model.families import read_config
 from tinsmith.engine.local.model.images.settings import model_class, read_image_rules
 from tinsmith.engine.local.model.sources import quiet_transformers
@@ -31,10 +31,35 @@ Form = Literal["peft", "merged", "gguf"]
 _MOST_FLOAT32_BYTES = 2**33
 _NUM_TOKENS = 16
 _QUANTIZED_LIMITS = {"q8_0": 0.1, "q4_k_m": 0.5}
-"""Few bits a number cost a few hundredths (SmolLM2: 0.034) or tenths (0.12); what is written
-wrongly costs all."""
+"""Quantizing changes logits by a few hundredths (SmolLM2: 0.034) or tenths (0.12) of the largest; a
+wrong export changes them by about as much as their size."""
+_PACKED_LIMITS = {"int8": 0.02, "int4": 0.25}
+"""How far numbers may be from those that were packed, relative to their size (random ones: 0.005
+and 0.09). Logits of a small model say too little: 4 bits move SmolLM2's by 0.7 of the largest."""
 _NOT_READ = re.compile(r".+\.(experts\.\d+\.\w+_proj|mixer\.out_proj)\.")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
+
+
+def check_packed(base: Path, adapter: Path, merged: Path, packed: Path, quantization: str) -> float:
+    """The largest difference between logits, relative to the largest.
+
+    An error if a matrix that `transformers` loads from `packed` is not near the one in `merged`.
+    """
+    dtype = _comparison_dtype(base)
+    expected = _expected_logits(base, adapter, dtype, is_rounded=True)
+    gc.collect()
+    model = _load(packed, dtype)
+    found = _logits(model)  # the first pass unpacks
+    limit = _PACKED_LIMITS[quantization]
+    for name, stored in stored_tensors(weight_files(merged)).items():
+        wanted = torch.tensor(stored.read())
+        error, size = (model.get_parameter(name).float() - wanted).norm(), wanted.norm()
+        if not error <= limit * size:
+            raise ValidationError(
+                f"the export was loaded back and {name!r} differs from the merged model's by "
+                f"{error / size:.2g} of its size (limit {limit:g}); it has not been kept"
+            )
+    return _difference(found, expected)
 
 
 def check_export(
@@ -52,8 +77,7 @@ def check_export(
     ropes = {spec.rope for spec in read_config(base).layers} if form == "gguf" else set()
     if any(rope and rope.kind != "default" for rope in ropes):
         return None
-    is_small = 4 * num_elements(stored_tensors(weight_files(base))) <= _MOST_FLOAT32_BYTES
-    dtype = torch.float32 if is_small else torch.bfloat16
+    dtype = _comparison_dtype(base)
     expected = _expected_logits(base, adapter, dtype, is_rounded=form != "peft")
     gc.collect()
     if form == "peft":
@@ -62,8 +86,8 @@ def check_export(
         found = _logits(_load(exported, dtype))
     else:
         found = _logits(_load(exported.parent, dtype, gguf_file=exported.name))
-    difference = float((found - expected).abs().max() / expected.abs().max())
-    limit = 1e-3 if is_small else 5e-2
+    difference = _difference(found, expected)
+    limit = 1e-3 if dtype == torch.float32 else 5e-2
     if quantization is not None:
         limit = _QUANTIZED_LIMITS[quantization]
     if not difference <= limit:
@@ -72,6 +96,15 @@ def check_export(
             f"{difference:.2g} of their size (limit {limit:g}); it has not been kept"
         )
     return difference
+
+
+def _comparison_dtype(base: Path) -> torch.dtype:
+    num_bytes = 4 * num_elements(stored_tensors(weight_files(base)))
+    return torch.float32 if num_bytes <= _MOST_FLOAT32_BYTES else torch.bfloat16
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def _expected_logits(base: Path, adapter: Path, dtype: torch.dtype, *, is_rounded: bool) -> Tensor:
@@ -142,6 +175,7 @@ def _load(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
 def _logits(model: Any) -> Tensor:
     size = model.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(_NUM_TOKENS) * 7 % size
-    with torch.no_grad():
+    # What compressed-tensors packed is unpacked in the first pass, with a bar of its own.
+    with torch.no_grad(), quiet_transformers():
         logits: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0].float()
     return logits

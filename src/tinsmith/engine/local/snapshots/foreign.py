@@ -1,7 +1,7 @@
 """Adapters that PEFT or the hosted service wrote, as tensors of ours.
 
-Every tensor of the file gets a place in our adapter, or the adapter is refused by that tensor's
-name; what the file leaves out is as in a fresh adapter. Ranks and scales may differ between
+Every tensor of the file gets a place in our adapter, or the adapter is refused and the error names
+the tensor; what the file leaves out is as in a fresh adapter. Ranks and scales may differ between
 modules: ours has the largest rank, B takes up the scale, and the rest of B is zero. Where the file
 has a matrix for each expert, those that our experts share must be equal. Where it has one adapter
 for several modules of ours, each of them gets its rows of B.
@@ -36,11 +36,11 @@ from tinsmith.errors import ValidationError
 from tinsmith.types import LoraConfig
 
 Shapes = Mapping[str, torch.Size]
-"""Of an adapter's tensors, by the hosted service's names."""
+"""Shapes of an adapter's tensors, by the hosted service's names."""
 
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _MAX_HEADER_BYTES = 2**24
-"""The tensors of the largest models are described in a tenth of this."""
+"""Ten times what the largest models' tensors need."""
 
 _EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.(\w+)\.(lora_[AB]\.weight)")
 
@@ -118,8 +118,8 @@ def _check_each_is_there_once(target: str, pieces: Sequence[_Piece], num_experts
     for piece in pieces:
         if piece.expert in seen or piece.expert not in wanted:
             raise ValidationError(
-                f"tensor {piece.name!r} is one too many: another has its place, or there is no "
-                "such expert",
+                f"tensor {piece.name!r} is not expected: another tensor has its place, or there is "
+                "no such expert",
                 WEIGHTS,
             )
         seen.add(piece.expert)

@@ -52,7 +52,7 @@ class Trainable(Protocol):
 
 
 class Shares(Protocol):
-    """How the vectors are divided among several ranks, of which this one has some of each."""
+    """How the vectors are divided among several ranks; this one has a part of each."""
 
     @property
     def pieces(self) -> Sequence[tuple[slice, bool]]:

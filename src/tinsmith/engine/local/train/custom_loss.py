@@ -1,7 +1,7 @@
 """Uploaded losses, run: an interpreter for checked graphs on one datum's tensors.
 
 What a node receives and returns is a dense tensor, a number, or a tuple of those, so that a graph
-has nothing to reach for. What a node may cost is looked at before it runs (`custom_work`).
+can reach nothing else. What a node may cost is looked at before it runs (`custom_work`).
 
 Graphs run on the CPU whatever the model runs on: there an index out of range is an error of
 that graph, while on a GPU it would take down the device with every tenant on it.

@@ -30,7 +30,7 @@ MAX_WORK = 2**28
 """Units of work of one evaluation, which is one datum's: about half a second."""
 
 MAX_PASS_WORK = 2**31
-"""Units of work of all evaluations of one pass together: a few seconds, whoever sent it."""
+"""Units of work of all evaluations of one pass together: a few seconds."""
 
 NODE_WORK = 2**13
 """What a node costs by itself, however small its tensors are..."""

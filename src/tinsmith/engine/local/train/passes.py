@@ -7,11 +7,11 @@ logits are forgotten; then one backward pass through the decoder. A log-probabil
 reported for every target, whatever its weight; the backward pass skips rows without gradient.
 An uploaded loss runs in a thread of low priority, and the caller does something else meanwhile.
 
-A pass takes effect as a whole or not at all: its gradient grows in a buffer of its own and
-joins the adapter's when the last datum is done. That inputs are well formed has been seen to by
-`checks`; what cannot be known before (a loss that is not finite) fails the pass here. When memory
-runs out, or anything else goes wrong in a micro-batch of several passes, they begin again, each by
-itself and in smaller micro-batches; one that fails even so fails alone.
+A pass takes effect as a whole or not at all: its gradient grows in a buffer of its own and joins
+the adapter's when the last datum is done. `checks` has made sure that inputs are well formed; what
+cannot be known before (a loss that is not finite) fails the pass here. When memory runs out, or
+anything else goes wrong in a micro-batch of several passes, they begin again, each by itself and in
+smaller micro-batches; one that fails even so fails alone.
 """
 
 from __future__ import annotations
@@ -57,9 +57,6 @@ FEWEST_TOKENS = 512
 """... and how many it has at least: with two threads 256 take a tenth longer than 2,048, token by
 token, and 512 as long."""
 
-FEWEST_SHARED_TOKENS = 256
-"""As many while others wait for its end."""
-
 _LOSS_THREADS = 4
 """Uploaded losses that run at a time, each of another call."""
 
@@ -86,7 +83,7 @@ def run_passes(
     Gradients of a pass are in its adapter's `grad` when its result comes out. In deterministic
     mode they are added datum by datum, so that cutting a pass into several changes no bit.
     `max_tokens` is given when memory ran out before: a micro-batch then holds no more than that.
-    `is_shared` says whether others wait for the end of a micro-batch, which is short then.
+    `is_shared` says whether others may wait for the end of a micro-batch, which is short then.
     """
     progress = {index: _Progress(p, adapters[p.adapter_id]) for index, p in enumerate(passes)}
     yield from _finished(progress, adapters, decoder, config)
@@ -215,7 +212,7 @@ def _finished(
 class _Limits:
     batch_tokens: int
     shared_tokens: int
-    """Of a micro-batch whose end others wait for."""
+    """Of a micro-batch whose end others may wait for."""
 
     logits_rows: int
     """Most rows that are unembedded at a time."""
@@ -238,18 +235,18 @@ class _Limits:
             score_rows = max(logits_rows, min(4 * logits_bytes, unused // 4) // row_bytes)
         fixed = config.micro_batch_tokens or (16_384 if is_cuda else None)
         return cls(
-            batch_tokens=fixed or _cpu_tokens(decoder, FEWEST_TOKENS),
-            shared_tokens=fixed or _cpu_tokens(decoder, FEWEST_SHARED_TOKENS),
+            batch_tokens=fixed or _cpu_tokens(decoder),
+            shared_tokens=fixed or _cpu_tokens(decoder) // 2,
             logits_rows=logits_rows,
             score_rows=score_rows,
             checkpoint_layers=config.checkpoint_layers,
         )
 
 
-def _cpu_tokens(decoder: Decoder, fewest: int) -> int:
+def _cpu_tokens(decoder: Decoder) -> int:
     """Tokens of a micro-batch on the CPU: not many, since whoever comes waits for its end. It goes
     by the model's size and not by measured time, so that one owner alone gets the same bits."""
-    return min(max(CPU_WORK // decoder.nbytes, fewest), 1024)
+    return min(max(CPU_WORK // decoder.nbytes, FEWEST_TOKENS), 1024)
 
 
 @dataclass(slots=True)
@@ -331,7 +328,7 @@ def run_batch(
 ) -> Iterator[Future[list[_Loss | None]]]:
     """One micro-batch through the decoder and back; fills in the passes' outputs.
 
-    Yields, again and again until it is done, what an uploaded loss is being computed by.
+    While an uploaded loss is being computed, yields its future, again and again until it is done.
     """
     needs_gradient = not items[0].forward_only
     lengths = [item.length for item in items]
@@ -363,7 +360,7 @@ def _seen(
     progress: Mapping[int, _Progress],
     decoder: Decoder,
 ) -> Seen | None:
-    """What is seen in a micro-batch; an image that cannot be decoded is a `ValidationError`."""
+    """The images of a micro-batch; one that cannot be decoded is a `ValidationError`."""
     parts = []
     row = 0
     for item, each in zip(items, inputs, strict=True):
@@ -413,7 +410,7 @@ def _score(
     start = 0
     for group, targets in _groups(items, progress, limits.score_rows):
         stop = start + len(targets)
-        # Whether gradients are kept is the thread's business, so not across a `yield`.
+        # Grad mode belongs to the thread, so it must not stay switched across a `yield`.
         with torch.no_grad():
             scores = TargetLogprobs(
                 decoder,
@@ -440,7 +437,7 @@ def _compiling(state: _Progress, max_seconds: float, ranks: Ranks) -> Iterator[N
     if state.custom is not None:
         return
     running = _loss_threads().submit(_compile, state, max_seconds)
-    while not ranks.first(running.done):  # as many turns on every rank
+    while not ranks.first(running.done):  # the same number of turns on every rank
         futures.wait([running], timeout=_LOSS_TURN_SECONDS)
         yield None
     running.result()
@@ -448,7 +445,7 @@ def _compiling(state: _Progress, max_seconds: float, ranks: Ranks) -> Iterator[N
 
 def _compile(state: _Progress, max_seconds: float) -> None:
     custom = state.request.custom_loss
-    assert custom is not None, "it keeps apart for the sake of one"
+    assert custom is not None, "only passes with an uploaded loss come here"
     start = time.thread_time()
     try:
         state.custom = compile_loss(custom, math.inf if state.request.is_replay else max_seconds)

@@ -26,7 +26,8 @@ def build_empty(folder: Path, images: ImageRules | None) -> Any:
     config = transformers_config(folder)
     built_by = model_class(config.model_type, images)
     text, classes = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING
-    # Older releases do not find the language part of a model that sees by themselves here.
+    # Older releases do not find the language part of a model with a vision tower by themselves
+    # here.
     is_same = classes.get(type(config), None) is classes.get(type(text), None)
     if built_by is AutoModelForCausalLM and is_same:
         config = text

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tinsmith.engine.local.config import BaseWeights
 from tinsmith.engine.local.model.adapted_linear import lora_linear
 from tinsmith.engine.local.model.blocks import Attention
-from tinsmith.engine.local.model.experts import Experts, is_experts
+from tinsmith.engine.local.model.experts.foreign import Experts, is_experts
 from tinsmith.engine.local.model.families import (
     AttentionSpec,
     Projection,
@@ -166,10 +166,11 @@ class AdaptedLinear:
         self._parts = [Linear(*each) for each in zip(weights, biases, strict=True)]
         module.forward = self._forward
 
-    def quantize(self, kind: BaseWeights) -> None:
-        weights = [quantize(part.weight, kind) for part in self._parts]
+    def quantize(self, kind: BaseWeights, device: torch.device) -> None:
+        weights = [quantize(part.weight.to(device), kind) for part in self._parts]
         self._parts = [
-            Linear(weight, part.bias) for weight, part in zip(weights, self._parts, strict=True)
+            Linear(weight, None if part.bias is None else part.bias.to(device))
+            for weight, part in zip(weights, self._parts, strict=True)
         ]
         self._module.weight = None
         self.quantized_bytes = sum(weight.nbytes for weight in weights)
@@ -177,7 +178,7 @@ class AdaptedLinear:
     def _forward(self, x: Tensor) -> Tensor:
         adapters = _CURRENT.get().adapters
         flat = x.reshape(-1, self._module.in_features)
-        # Nothing is adapted under the names of further parts.
+        # The other rows have no adapter: no adapter knows this name.
         names = [self._name, f"{self._name} others"]
         outputs = [
             lora_linear(flat, part, adapters, None, name)
@@ -187,10 +188,13 @@ class AdaptedLinear:
         return y.view(*x.shape[:-1], self._module.out_features)
 
 
-def replace_experts(model: nn.Module) -> None:
+def replace_experts(model: nn.Module) -> list[Experts]:
+    replaced = []
     for name, module in model.named_modules():
         if is_experts(module):
-            module.forward = functools.partial(_experts_forward, Experts(name, module))
+            replaced.append(Experts(name, module))
+            module.forward = functools.partial(_experts_forward, replaced[-1])
+    return replaced
 
 
 def _experts_forward(experts: Experts, x: Tensor, choices: Tensor, shares: Tensor) -> Tensor:

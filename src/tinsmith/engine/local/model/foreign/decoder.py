@@ -12,7 +12,7 @@ from tinsmith.engine.local.config import BaseWeights
 from tinsmith.engine.local.model.blocks import Attention
 from tinsmith.engine.local.model.comparison import agree, our_logits, own_logits
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.experts import Experts, is_experts
+from tinsmith.engine.local.model.experts.foreign import Experts, is_experts
 from tinsmith.engine.local.model.families import (
     FAMILIES,
 )
@@ -48,8 +48,8 @@ def load_foreign(
 ) -> ForeignDecoder:
     """The model in memory, after its logits were found equal to those of its own code.
 
-    Weights in few bits come after that, so that for a moment it is there in full. Of several ranks
-    each reads the whole model, on the CPU, and keeps its part.
+    Weights in few bits come after that: it is there in full for a moment, on the CPU, and on the
+    device never. Of several ranks each reads the whole model, on the CPU, and keeps its part.
     """
     with quiet_transformers():
         settings = transformers_config(folder)
@@ -62,7 +62,7 @@ def load_foreign(
             trust_remote_code=False,
         )
     model = model.eval().requires_grad_(False)
-    if ranks.count == 1:
+    if ranks.count == 1 and base_weights == "full":
         model = model.to(device)
     expected = own_logits(model, config)
     if ranks.count > 1:
@@ -70,12 +70,12 @@ def load_foreign(
         _keep_part(model, config)
         model = model.to(device)
     decoder = ForeignDecoder(config, model, image_cache_bytes, ranks)
-    if not agree(our_logits(decoder), expected.to(device), dtype):
+    if not agree(our_logits(decoder), expected.to(decoder.device), dtype):
         raise UnsupportedModelError(
             f"{config.architecture} does more between hidden states and logits, or in its "
             f"attention, than we know of; supported model types: {', '.join(FAMILIES)}"
         )
-    decoder.quantize(base_weights)
+    decoder.quantize(base_weights, device)
     return decoder
 
 
@@ -115,7 +115,7 @@ class ForeignDecoder(Decoder):
             for projection in config.projections
             if projection.part != "unembed" and projection.experts is None
         ]
-        replace_experts(model)
+        self._experts = replace_experts(model)
         replace_recurrent_layers(model)
 
     @property
@@ -127,20 +127,22 @@ class ForeignDecoder(Decoder):
 
     @property
     def nbytes(self) -> int:
-        quantized = sum(linear.quantized_bytes for linear in self._linears_adapted)
+        quantized = sum(each.quantized_bytes for each in self._rounded())
         return quantized + sum(parameter.nbytes for parameter in self._model.parameters())
 
-    def quantize(self, kind: BaseWeights) -> None:
-        """Keep the weights of its linear layers in few bits."""
+    def _rounded(self) -> list[AdaptedLinear | Experts]:
+        """What is kept in few bits, where that is asked for."""
+        return [*self._linears_adapted, *self._experts]
+
+    def quantize(self, kind: BaseWeights, device: torch.device) -> None:
+        """Keep the weights of its linear layers and experts in few bits, all on this device."""
         if kind == "full":
             return
-        if any(projection.experts is not None for projection in self.config.projections):
-            raise UnsupportedModelError(
-                f"base_weights = {kind!r} keeps linear layers in few bits, and most weights of "
-                f"{self.config.architecture} are in experts; serve it with base_weights = 'full'"
-            )
-        for linear in self._linears_adapted:
-            linear.quantize(kind)
+        for each in self._rounded():
+            each.quantize(kind, device)
+        # Parameters are moved in place: whoever holds one sees it there.
+        self._model.to(device)
+        self.device = device
 
     def hidden(
         self,
@@ -163,7 +165,7 @@ class ForeignDecoder(Decoder):
         return output.last_hidden_state[0]
 
     def _with_images(self, tokens: Tensor, positions: Tensor, seen: Seen) -> dict[str, Any]:
-        """Embeddings with what is seen in their place, and positions on three axes."""
+        """Embeddings, with those of images in their places, and positions on three axes."""
         x = self._model.get_input_embeddings()(tokens.clamp(min=0))
         on_axes = positions.expand(3, -1).clone()
         on_axes[:, seen.rows] += seen.offsets

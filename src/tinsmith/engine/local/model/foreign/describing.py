@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tinsmith.engine.local.model.experts import Experts, is_experts
+from tinsmith.engine.local.model.experts.foreign import Experts, is_experts
 from tinsmith.engine.local.model.families import (
     Part,
     Projection,

@@ -38,7 +38,9 @@ def read_image_rules(folder: Path) -> ImageRules | None:
         return None
     if processor is None:
         logger.warning(
-            "%s can see, but has no %s; it is served for text only", folder.name, _FILES[0]
+            "%s reads images, but its folder has no %s; it is served for text only",
+            folder.name,
+            _FILES[0],
         )
         return None
     _refuse_others(processor)
@@ -94,7 +96,7 @@ def _refuse_others(processor: Mapping[str, Any]) -> None:
 
 
 def _compare(rules: ImageRules, vision: Mapping[str, Any]) -> None:
-    """Processor and vision tower have to speak of the same patches."""
+    """Processor and vision tower must agree about patches."""
     for name, mine in {
         "patch_size": rules.patch_size,
         "spatial_merge_size": rules.merge_size,

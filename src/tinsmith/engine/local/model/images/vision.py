@@ -2,8 +2,8 @@
 
 The tower is frozen and has no adapter, so what it makes of an image is always the same: it is
 computed once, by itself whatever else is asked, and kept under the owner and the digest of the
-file. Nobody's image is found by another owner. The owner whose images take the most memory gives
-way first, with the one used longest ago.
+file. No owner finds another's image. When memory is short, the owner whose images take the most
+loses the one used longest ago.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layers of experts of a `transformers` model, computed by `expert_linear`.
+"""Layers of experts of a `transformers` model, computed by `products`.
 
 All models of `transformers` hold their experts in one form: the weights of all of them in one
 tensor of three dimensions, and a forward pass that is given each token's experts and their
@@ -16,9 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinsmith.engine.local.model.expert_linear import ExpertWeights, Routing, expert_linear
+from tinsmith.engine.local.config import BaseWeights
+from tinsmith.engine.local.model.experts.products import Batch, Down, Up
+from tinsmith.engine.local.model.experts.routing import Routing
+from tinsmith.engine.local.model.experts.weights import ExpertWeights
 from tinsmith.engine.local.model.families import ExpertFactors, Projection
 from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.model.quantized import QuantizedStack
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
 
@@ -36,6 +40,7 @@ class Experts:
             raise UnsupportedModelError("its experts norm what they compute")
         self._name = name
         self._module = module
+        self._quantized: dict[str, QuantizedStack] = {}
 
     def projections(self) -> tuple[Projection, Projection]:
         """What adapters extend."""
@@ -74,22 +79,16 @@ class Experts:
         `ranks` are those among which the inner columns of every expert are divided.
         """
         up, down, module = self._up, self._down, self._module
-        routing = Routing(choices, len(up.weight))
-        # Dispatch: (T, hidden) to (S, hidden), sorted by expert.
-        rows = x.index_select(0, routing.tokens)
-        # Up and down: (S, hidden) to (S, inner) to (S, hidden).
-        key = (None, f"{self._name}.up")
-        rows = expert_linear(rows, up, routing, adapters, key, output_ranks=ranks)
+        batch = Batch(Routing(choices, up.weight.shape[0]), adapters, ranks)
+        # Up and down: (T, hidden) to (S, inner), sorted by expert, and summed to (T, hidden).
+        rows = _run(Up(x, up, batch, (None, f"{self._name}.up")), adapters, x)
         rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
-        key = (None, f"{self._name}.down")
-        rows = expert_linear(rows, down, routing, adapters, key, input_ranks=ranks)
-        # Combine: (S, hidden) to (T, k, hidden), weighed and summed to (T, hidden).
-        parts = routing.restored(rows).view(*choices.shape, -1)
-        return (parts * shares[..., None]).sum(dim=1).to(x.dtype)
+        return _run(Down(rows, down, batch, (None, f"{self._name}.down")), adapters, rows, shares)
 
     def keep(self, inner: range) -> None:
         """Forget all inner columns of every expert but these."""
         up, down = self._up, self._down
+        assert isinstance(up.weight, Tensor) and isinstance(down.weight, Tensor), "kept in full"
         outputs = torch.arange(up.weight.shape[2], device=up.weight.device)
         kept = torch.cat([outputs[each][inner.start : inner.stop] for each in up.columns])
         kept = kept.sort().values
@@ -98,6 +97,19 @@ class Experts:
         if up.bias is not None:
             self._set(f"{name}_bias", up.bias.index_select(1, kept))
         self._replace("down_proj", down.weight[:, inner.start : inner.stop])
+
+    def quantize(self, kind: BaseWeights, device: torch.device) -> None:
+        """Keep the weights in few bits, on this device."""
+        for name in ("gate_up_proj" if self._module.has_gate else "up_proj", "down_proj"):
+            weight = self._weights(name, ()).weight
+            assert isinstance(weight, Tensor), "quantized once"
+            matrices = weight.transpose(1, 2).to(device).contiguous()
+            self._quantized[name] = QuantizedStack(matrices, kind)
+            setattr(self._module, name, None)
+
+    @property
+    def quantized_bytes(self) -> int:
+        return sum(stack.nbytes for stack in self._quantized.values())
 
     def _replace(self, name: str, weight: Tensor) -> None:
         self._set(name, weight if self._module.is_transposed else weight.transpose(1, 2))
@@ -109,10 +121,10 @@ class Experts:
 
     def matrix(self, projection: str, expert: int) -> Tensor:
         """One expert's (inputs, outputs) of `gate_proj`, `up_proj` or `down_proj`, as a view."""
-        if projection == "down_proj":
-            return self._down.weight[expert]
+        of = self._down if projection == "down_proj" else self._up
+        assert isinstance(of.weight, Tensor), "kept in full"
         is_second = self._module.has_gate and projection == "up_proj"
-        return self._up.weight[expert][:, self._up.columns[is_second]]
+        return of.weight[expert][:, of.columns[is_second]]
 
     @property
     def _up(self) -> ExpertWeights:
@@ -130,10 +142,39 @@ class Experts:
 
     def _weights(self, name: str, columns: tuple[slice, ...]) -> ExpertWeights:
         module = self._module
+        if name in self._quantized:
+            bias = getattr(module, f"{name}_bias", None)
+            return ExpertWeights(self._quantized[name], bias, columns)
         weight: Tensor = getattr(module, name)
         if not module.is_transposed:
             weight = weight.transpose(1, 2)
         return ExpertWeights(weight, getattr(module, f"{name}_bias", None), columns)
+
+
+def _run(product: Up | Down, adapters: AdapterSegments, *inputs: Tensor) -> Tensor:
+    """A product as autograd sees it: an operation on its inputs alone."""
+    if not torch.is_grad_enabled():
+        return product.forward(*inputs)[0]
+    # Empty, and only there to make autograd call `backward` when no input needs a gradient itself.
+    has_gradients = any(buffer is not None for buffer in adapters.gradients)
+    anchor = inputs[0].new_empty(0).requires_grad_(has_gradients)
+    return _Product.apply(anchor, product, *inputs)
+
+
+class _Product(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated here
+    @staticmethod
+    def forward(ctx, anchor, product, *inputs):  # type: ignore[no-untyped-def]
+        y, inners = product.forward(*inputs)
+        ctx.save_for_backward(*inputs, *inners)
+        ctx.product, ctx.num_inputs = product, len(inputs)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        saved = ctx.saved_tensors
+        inputs, inners = saved[: ctx.num_inputs], list(saved[ctx.num_inputs :])
+        found = ctx.product.backward(grad.contiguous(), *inputs, inners)
+        return None, None, *(found if isinstance(found, tuple) else (found,))
 
 
 def _is_concatenated(module: Any) -> bool:

@@ -1,0 +1,57 @@
+"""A router: which experts a token goes to, and what share each has in its output.
+
+A softmax over all experts, of which the largest are taken; in some models their shares are then
+made to sum up to one. Routers have no adapter.
+
+Shapes: T tokens, k experts of each, E experts, d hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Routed(NamedTuple):
+    probabilities: Tensor
+    """(T, E) float32."""
+
+    choices: Tensor
+    """(T, k): the experts of each token."""
+
+    shares: Tensor
+    """(T, k) float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    weight: Tensor
+    """(E, d)"""
+
+    per_token: int
+    is_normalized: bool
+    """Whether the shares of a token sum up to one."""
+
+    def forward(self, x: Tensor) -> Routed:
+        """From x (T, d)."""
+        probabilities = F.linear(x, self.weight).softmax(dim=-1, dtype=torch.float32)
+        shares, choices = probabilities.topk(self.per_token, dim=-1)
+        if self.is_normalized:
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        return Routed(probabilities, choices, shares)
+
+    def backward(self, grad: Tensor, routed: Routed) -> Tensor:
+        """The gradient for x, from that of the shares (T, k)."""
+        probabilities, choices, shares = routed
+        chosen = probabilities.gather(1, choices)
+        if self.is_normalized:
+            along = (grad * shares).sum(dim=-1, keepdim=True)
+            grad = (grad - along) / chosen.sum(dim=-1, keepdim=True)
+        along = (grad * chosen).sum(dim=-1, keepdim=True)
+        # Of a token every expert is chosen once at most, so that no two are written to one place.
+        grad_logits = (-along * probabilities).scatter_(1, choices, chosen * (grad - along))
+        return grad_logits.to(self.weight.dtype) @ self.weight

@@ -1,0 +1,133 @@
+"""Which rows go to which expert: every choice of every token, sorted by expert.
+
+A router gives each token to k of E experts. The sort is stable, so that the rows of an expert are
+in the order of their tokens, and those of one adapter lie together. Nothing here waits for the
+device, except where a host asks for numbers (`host_edges`).
+
+Shapes: T tokens, k experts of each, S = k · T rows, E experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Tiles(NamedTuple):
+    """Rows in tiles of one expert each, as many as there can be; the last ones may be empty."""
+
+    table: Tensor
+    """(2, N) int64: a tile's first row, and how many it has."""
+
+    num_rows: int
+    """Most rows of a tile."""
+
+
+class Owners:
+    """Who the tokens belong to, of one expert's rows or another's."""
+
+    def __init__(self, slots: Tensor, most: int) -> None:
+        """`slots` (T,) has a number for each token, of which those of one owner lie together; there
+        are `most` runs of one number at most."""
+        self.slots = slots
+        self.most = most
+
+    @functools.cached_property
+    def numbers(self) -> Tensor:
+        """(T,): a number that rises from run to run."""
+        is_other = self.slots[1:] != self.slots[:-1]
+        return F.pad(is_other.cumsum(0), (1, 0))
+
+
+class Routing:
+    def __init__(self, choices: Tensor, num_experts: int) -> None:
+        """`choices` (T, k) are the experts of each token."""
+        self.num_experts = num_experts
+        self.num_tokens, self.per_token = choices.shape
+        self.experts, self._order = choices.flatten().sort(stable=True)
+        """(S,) The expert of each row; and which choice it is."""
+
+        self.tokens = self._order // self.per_token
+        """(S,) The token of each row."""
+
+        self._host_edges: dict[tuple[int, ...], list[list[int]]] = {}
+        self._tiles: dict[tuple[int, Owners | None], Tiles] = {}
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens * self.per_token
+
+    def expanded(self, x: Tensor) -> Tensor:
+        """(S, …) for the rows, of (T, …) for their tokens."""
+        return x.index_select(0, self.tokens)
+
+    def of_choices(self, x: Tensor) -> Tensor:
+        """(S,) for the rows, of (T, k) for the choices."""
+        return x.flatten().index_select(0, self._order)
+
+    def restored(self, rows: Tensor) -> Tensor:
+        """(T, k, …) for the choices, of (S, …) for the rows."""
+        restored = rows.index_select(0, self._places)
+        return restored.view(self.num_tokens, self.per_token, *rows.shape[1:])
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """(T, …): the sum of each token's rows."""
+        return self.restored(rows).sum(dim=1)
+
+    def weighed_sums(self, rows: Tensor, shares: Tensor) -> Tensor:
+        """(T, n): the sum of each token's rows (S, n) by their shares (T, k)."""
+        return torch.bmm(shares.to(rows.dtype)[:, None], self.restored(rows))[:, 0]
+
+    @functools.cached_property
+    def _places(self) -> Tensor:
+        """(S,) Where each choice's row is."""
+        numbers = torch.arange(self.num_rows, device=self._order.device)
+        return torch.empty_like(self._order).scatter_(0, self._order, numbers)
+
+    def edges(self, points: Tensor) -> Tensor:
+        """(E, P): each expert's first row of token `points` (P,) or a later one."""
+        experts = torch.arange(self.num_experts, device=points.device)
+        # Rows are in the order of expert and then token, so this rises.
+        rising = self.experts * self.num_tokens + self.tokens
+        return torch.searchsorted(rising, experts[:, None] * self.num_tokens + points)
+
+    @functools.cached_property
+    def offsets(self) -> Tensor:
+        """(E,) int32: the row behind each expert's last."""
+        experts = torch.arange(self.num_experts, device=self.experts.device)
+        return torch.searchsorted(self.experts, experts, right=True, out_int32=True)
+
+    def host_edges(self, points: tuple[int, ...]) -> list[list[int]]:
+        """`edges` as numbers, once the device has got there."""
+        if points not in self._host_edges:
+            on_device = torch.tensor(points, device=self.experts.device)
+            self._host_edges[points] = self.edges(on_device).tolist()
+        return self._host_edges[points]
+
+    def tiles(self, num_rows: int, owners: Owners | None = None) -> Tiles:
+        """The rows in tiles of up to `num_rows`, of one expert each and where given one owner."""
+        key = (num_rows, owners)
+        if key not in self._tiles:
+            self._tiles[key] = self._divided(num_rows, owners)
+        return self._tiles[key]
+
+    def _divided(self, num_rows: int, owners: Owners | None) -> Tiles:
+        keys, num_owners = self.experts, 1
+        if owners is not None:
+            num_owners = owners.most
+            keys = keys * num_owners + self.expanded(owners.numbers)
+        total, num_keys = self.num_rows, min(self.num_rows, self.num_experts * num_owners)
+        num_tiles = min(total, total // num_rows + num_keys)
+        # Every so many rows of a key begin a tile. Each row knows its tile's number, from 1 on.
+        row = torch.arange(total, device=keys.device)
+        within = row - torch.searchsorted(keys, keys)
+        numbers = (within % num_rows == 0).cumsum(0)
+        firsts = torch.searchsorted(numbers, torch.arange(1, num_tiles + 1, device=keys.device))
+        inside = firsts.clamp(max=total - 1)
+        ends = torch.searchsorted(keys, keys.index_select(0, inside), right=True)
+        counts = torch.where(firsts < total, (ends - firsts).clamp(max=num_rows), 0)
+        return Tiles(torch.stack([inside, counts]), num_rows)
