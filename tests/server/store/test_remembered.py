@@ -120,3 +120,18 @@ async def test_old_sessions_that_are_looked_at_do_not_stay_in_memory() -> None:
         assert await remembered.get(str(number), lambda _: True) == str(number)
         assert await remembered.get(str(number), lambda _: False) is None
     assert len(remembered) == 10
+
+
+async def test_large_records_leave_room_for_fewer_others() -> None:
+    async def read(name: str) -> str | None:
+        return name
+
+    remembered = Remembered(read, most=10, size=len)
+    for name in ("aaaa", "bbb", "ccc", "dddd"):
+        await remembered.get(name, lambda _: True)
+    assert len(remembered) == 3, "the first has gone: fourteen are more than ten"
+    remembered.forget("bbb")
+    await remembered.get("eee", lambda _: True)
+    assert len(remembered) == 3, "what was forgotten takes no room"
+    await remembered.get("f" * 11, lambda _: True)
+    assert len(remembered) == 0

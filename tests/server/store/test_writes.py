@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import sqlalchemy as sa
 from sqlalchemy.dialects import sqlite
 
@@ -46,6 +48,54 @@ async def test_a_write_that_contradicts_fails_alone_among_many(tmp_path: Path) -
         assert failed == [False] * 50 + [True] * 3
         query = sa.select(schema.secrets.c.name)
         assert set(names) <= set(await store.database.column(query))
+
+
+async def test_an_event_loop_is_woken_once_for_all_writes_of_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    async with _store(tmp_path) as store:
+        woken, begun = [], threading.Event()
+
+        def wake(*arguments: Any) -> Any:
+            woken.append(arguments)
+            return call(*arguments)
+
+        call = loop.call_soon_threadsafe
+        first = asyncio.create_task(store.database.write(lambda _: begun.wait()))
+        await asyncio.sleep(0)
+        others = [
+            asyncio.create_task(store.database.write(lambda _, value=value: value))
+            for value in range(20)
+        ]
+        await asyncio.sleep(0)
+        monkeypatch.setattr(loop, "call_soon_threadsafe", wake)
+        begun.set()
+        assert await first is True
+        assert await asyncio.gather(*others) == list(range(20))
+        assert len(woken) <= 2
+
+
+async def test_a_caller_who_goes_away_does_not_take_the_write_along(tmp_path: Path) -> None:
+    async with _store(tmp_path) as store:
+        begun = threading.Event()
+        first = asyncio.create_task(store.database.write(lambda _: begun.wait()))
+        secret = sa.insert(schema.secrets).values(name="kept", value=b"x")
+        gone = asyncio.create_task(store.database.execute(secret))
+        await asyncio.sleep(0)
+        gone.cancel()
+        begun.set()
+        await first
+        await store.database.write(lambda _: None)
+        assert "kept" in await store.database.column(sa.select(schema.secrets.c.name))
+
+
+async def test_a_store_that_is_bound_to_no_folder_counts_no_commits(tmp_path: Path) -> None:
+    async with _store(tmp_path) as store:
+        told: list[int] = []
+        store.database.count_commits(told.append)
+        await store.database.write(lambda _: None)
+        assert told == []
 
 
 async def test_unused_weights_are_found_without_reading_the_log(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from tinsmith.errors import ValidationError
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import create_engine, sqlite_url
-from tinsmith.server.store.migrate import migrate, version_of
+from tinsmith.server.store.migrations.migrate import migrate, version_of
 
 _ROWS_AT_ONCE = 500
 _WITHOUT_RESULTS = (

@@ -27,9 +27,10 @@ from tinsmith.server.store.errors import (
     StoreValueError,
 )
 from tinsmith.server.store.fence import Fence
-from tinsmith.server.store.migrate import migrate
+from tinsmith.server.store.migrations.migrate import migrate
 from tinsmith.server.store.records import Page
-from tinsmith.server.store.writer import OnCommit, Writer, Writes
+from tinsmith.server.store.statements import Run, appender, begin_in_sqlite, prepared
+from tinsmith.server.store.writer import OnCommit, OpenWriter, Writer, no_fence
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -64,7 +65,7 @@ class Database:
         self,
         url: str,
         on_commit: OnCommit,
-        open_writer: Callable[[sa.Engine, OnCommit], Writes] = Writer,
+        open_writer: OpenWriter = Writer,
         fence: Fence | None = None,
     ) -> None:
         self._engine = create_engine(url)
@@ -76,10 +77,9 @@ class Database:
             raise
         self._put_new: dict[str, sa.Executable] = {}
         self._readers = Workers("store-reader", _READ_THREADS)
-        if fence is None:
-            self._writer = open_writer(self._engine, on_commit)
-        else:
-            self._writer = Writer(self._engine, on_commit, fence.check)
+        check = no_fence if fence is None else fence.check
+        self._writer = open_writer(self._engine, on_commit, check)
+        if fence is not None:
             self._writer.claim(fence.prepare)
 
     async def keep_others_out(self) -> None:
@@ -189,18 +189,13 @@ class Database:
 
         return await self.in_thread(read)
 
+    def prepared(self, statement: sa.Executable, names: Sequence[str]) -> Run:
+        """For a statement that runs for every operation; `names` are its values."""
+        return prepared(self._engine.dialect, statement, names)
+
     def appender(self, table: sa.Table) -> Callable[[sa.Connection, Sequence[Any]], None]:
-        """A function that adds a row, given its values in the order of the columns. It costs half
-        of what a statement does that is looked up and bound by name each time."""
-        columns = [column.name for column in table.c]
-        compiled = sa.insert(table).compile(dialect=self._engine.dialect)
-        statement = str(compiled)
-        if compiled.positional:
-            assert compiled.positiontup == columns
-            return lambda connection, row: _run(connection, statement, tuple(row))
-        return lambda connection, row: _run(
-            connection, statement, dict(zip(columns, row, strict=True))
-        )
+        """A function that adds a row, given its values in the order of the columns."""
+        return appender(self._engine.dialect, table)
 
     def put_new(self, connection: sa.Connection, table: sa.Table, values: dict[str, Any]) -> bool:
         """Insert a row unless one with the same key is there; whether it was inserted."""
@@ -211,10 +206,6 @@ class Database:
             statement = self.insert(table).on_conflict_do_nothing().returning(key)
             self._put_new[table.name] = statement
         return connection.execute(statement, values).first() is not None
-
-
-def _run(connection: sa.Connection, statement: str, values: Any) -> None:
-    connection.exec_driver_sql(statement, values)
 
 
 def create_engine(url: str, connect_args: dict[str, Any] | None = None) -> sa.Engine:
@@ -228,7 +219,7 @@ def create_engine(url: str, connect_args: dict[str, Any] | None = None) -> sa.En
     )
     if engine.dialect.name == "sqlite":
         sa.event.listen(engine, "connect", _prepare_sqlite)
-        sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+        sa.event.listen(engine, "begin", begin_in_sqlite)
     return engine
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import ClassVar
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
@@ -17,19 +18,23 @@ from tinsmith.server.store import schema
 from tinsmith.server.store.database import LOCK_NUMBER, TROUBLE, create_engine, unavailable
 from tinsmith.server.store.errors import StoreInUseError
 from tinsmith.server.store.fence import LEASE
-from tinsmith.server.store.migrate import is_behind, migrate
+from tinsmith.server.store.migrations.migrate import is_behind, migrate
 from tinsmith.server.store.records import LeaseRecord
 
-_NOW = sa.extract("epoch", sa.func.clock_timestamp()).cast(sa.Double)
-_PATIENCE = {"connect_timeout": 3, "tcp_user_timeout": 4000}
 _STATEMENT_MILLISECONDS = 4000
 
 
 class Leases:
+    now: ClassVar[sa.ColumnElement[float]] = sa.extract("epoch", sa.func.clock_timestamp()).cast(
+        sa.Double
+    )
+    insert = staticmethod(postgresql.insert)
+    patience: ClassVar[dict[str, int]] = {"connect_timeout": 3, "tcp_user_timeout": 4000}
+
     def __init__(self, url: str, holder: str, place: str, address: str, seconds: float) -> None:
         """`holder` asks for itself, who is at `place` and is reached at `address`; a lease lasts so
         many seconds from when it was taken or renewed."""
-        self._engine = create_engine(url, _PATIENCE)
+        self._engine = create_engine(url, self.patience)
         self._connection: sa.Connection | None = None
         self._own = {"holder": holder, "place": place, "url": address}
         self._seconds = seconds
@@ -48,10 +53,10 @@ class Leases:
         Tables of a later version are refused: that is for a server of that version.
         """
         table = schema.leases
-        fresh = {**self._own, "expires_at": _NOW + self._seconds}
-        is_free = sa.or_(table.c.expires_at <= _NOW, table.c.place == self._own["place"])
+        fresh = {**self._own, "expires_at": self.now + self._seconds}
+        is_free = sa.or_(table.c.expires_at <= self.now, table.c.place == self._own["place"])
         taken = (
-            postgresql.insert(table)
+            self.insert(table)
             .values(name=LEASE, epoch=1, **fresh)
             .on_conflict_do_update(
                 index_elements=[table.c.name],
@@ -68,7 +73,7 @@ class Leases:
 
     def renew(self, epoch: int) -> bool:
         """Whether the lease is still ours; if so, it begins anew."""
-        return self._set_end(epoch, _NOW + self._seconds)
+        return self._set_end(epoch, self.now + self._seconds)
 
     def release(self, epoch: int) -> None:
         """Let another have it at once."""
@@ -77,7 +82,7 @@ class Leases:
     def present(self) -> LeaseRecord | None:
         """The lease, if somebody holds it now."""
         table = schema.leases
-        query = sa.select(table).where(table.c.name == LEASE, table.c.expires_at > _NOW)
+        query = sa.select(table).where(table.c.name == LEASE, table.c.expires_at > self.now)
         with self._transaction() as connection:
             row = connection.execute(query).first()
         return None if row is None else LeaseRecord(**row._mapping)

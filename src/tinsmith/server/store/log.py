@@ -20,9 +20,9 @@ from tinsmith.server.store.errors import (
     StoreDamagedError,
     StoreUnavailableError,
 )
-from tinsmith.server.store.examples import Examples
+from tinsmith.server.store.observing.examples import Examples
+from tinsmith.server.store.observing.steps import Steps
 from tinsmith.server.store.records import Finish, ModelRecord, OperationRecord, StepRecord
-from tinsmith.server.store.steps import Steps
 from tinsmith.server.store.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,18 @@ _ENDED = sa.update(schema.operations).where(
     schema.operations.c.request_id == sa.bindparam("of_request"),
     schema.operations.c.status == "pending",
 )
-"""Statements that run for every operation; built once, because that costs more than they do."""
+_ENDED_COLUMNS = (
+    "status",
+    "finished_at",
+    "result_type",
+    "result",
+    "result_file",
+    "result_bytes",
+    "error",
+    "category",
+    "took_effect",
+    "weights_id",
+)
 
 _DROPPED_AT_ONCE = 500
 _LIGHT_COLUMNS = [c for c in schema.operations.c if c.name not in ("payload", "result")]
@@ -59,6 +70,11 @@ class Log:
         self._weights = weights
         self._steps = steps
         self._examples = examples
+        table = schema.operations
+        put_new = database.insert(table).on_conflict_do_nothing()
+        self._put_new = database.prepared(put_new, [column.name for column in table.c])
+        self._note_used = database.prepared(_USED, ["of_model", "number", "at"])
+        self._note_ended = database.prepared(_ENDED, ["of_request", *_ENDED_COLUMNS])
 
     async def record(
         self, operation: OperationRecord, model: ModelRecord | None = None
@@ -75,10 +91,10 @@ class Log:
             values["payload"] = None
 
         def write(connection: sa.Connection) -> tuple[OperationRecord, bool]:
-            is_new = self._database.put_new(connection, schema.operations, values)
+            is_new = self._put_new(connection, values).rowcount == 1
             if is_new and model is not None:
                 connection.execute(sa.insert(schema.models).values(row_of(model)))
-            elif is_new and not _note_use(connection, operation):
+            elif is_new and not self._note_use(connection, operation):
                 raise ExpiredOperationError(
                     f"operation {operation.seq_id} of {operation.model_id} ended long ago and is "
                     "no longer in the log; it is not carried out again",
@@ -122,6 +138,7 @@ class Log:
             "category": finish.category,
             "took_effect": finish.took_effect,
             "weights_id": finish.used_weights_id,
+            "result_file": None,
         }
         if finish.result is not None and len(finish.result) > INLINE_BYTES:
             name = f"{finish.request_id}.result"
@@ -132,7 +149,7 @@ class Log:
     def _finish_one(
         self, connection: sa.Connection, finish: Finish, row: dict[str, Any]
     ) -> tuple[int, StepRecord] | None:
-        ended = connection.execute(_ENDED, {"of_request": finish.request_id, **row})
+        ended = self._note_ended(connection, {"of_request": finish.request_id, **row})
         if ended.rowcount != 1:
             return None
         if finish.weights is not None:
@@ -152,7 +169,7 @@ class Log:
         if step is None:
             return None
         if step.error is not None:
-            step = dataclasses.replace(step, error=row["error"])
+            step = step._replace(error=row["error"])
         return self._steps.add(connection, step), step
 
     async def get(self, request_id: str) -> OperationRecord | None:
@@ -367,6 +384,15 @@ class Log:
 
         return await self._database.write(write)
 
+    def _note_use(self, connection: sa.Connection, operation: OperationRecord) -> bool:
+        """Note that a model was used; False when the number was trimmed from its log."""
+        used = {
+            "of_model": operation.model_id,
+            "at": operation.created_at,
+            "number": operation.seq_id,
+        }
+        return bool(self._note_used(connection, used).rowcount == 1)
+
     def _first(self, connection: sa.Connection, operation: OperationRecord) -> OperationRecord:
         table = schema.operations
         found = connection.execute(
@@ -375,16 +401,6 @@ class Log:
             )
         )
         return OperationRecord(**found.one()._mapping)
-
-
-def _note_use(connection: sa.Connection, operation: OperationRecord) -> bool:
-    """Note that a model was used; False when the number was trimmed from its log."""
-    used = {
-        "of_model": operation.model_id,
-        "at": operation.created_at,
-        "number": operation.seq_id,
-    }
-    return connection.execute(_USED, used).rowcount == 1
 
 
 def _storable(text: str | None) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from tinsmith.disk import FileRecord
 
@@ -274,23 +274,20 @@ class UsageRecord:
 StepSource = Literal["operation", "posted"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """A point of a run's curves: an operation that ended, or metrics that a client posted.
 
     Written in the commit that ends the operation, and kept when its result and its entry in the log
-    are gone.
+    are gone. One is made for every operation, so it is of the kind that is made quickest.
     """
 
-    entry_id: int = 0
-    """Counts up over all runs in the order of recording; where a reader of events goes on."""
     model_id: str
-    source: StepSource = "operation"
     seq_id: int
     """The operation's number, or the step that the client gave."""
     at: float
     """When it ended."""
     kind: str
+    source: StepSource = "operation"
     status: OperationStatus = "done"
     loss_fn: str | None = None
     num_tokens: int = 0
@@ -303,6 +300,8 @@ class StepRecord:
     error: str | None = None
     made: str | None = None
     """The checkpoint, or the id of the sampler, that it brought into being."""
+    entry_id: int = 0
+    """Counts up over all runs in the order of recording; where a reader of events goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,6 @@ comparisons are all we do.
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -63,10 +62,9 @@ def _table(
 ) -> Table:
     """A table with a column for each field of a record; `types` are those the field's own type
     does not tell."""
-    hints = get_type_hints(record)
     columns = [
-        _column(field.name, hints[field.name], field.name in key, types or {})
-        for field in dataclasses.fields(record)
+        _column(field, hint, field in key, types or {})
+        for field, hint in get_type_hints(record).items()
     ]
     return Table(name, metadata, *columns, *more)
 

@@ -17,20 +17,20 @@ from tinsmith.server.store.account import Account
 from tinsmith.server.store.blobs import BlobFiles, Blobs, FolderBlobs
 from tinsmith.server.store.browsers import Browsers
 from tinsmith.server.store.checkpoints import Checkpoints
-from tinsmith.server.store.curves import Curves
 from tinsmith.server.store.database import Database
-from tinsmith.server.store.examples import Examples
 from tinsmith.server.store.fence import Fence
 from tinsmith.server.store.identity import Identity
 from tinsmith.server.store.keys import Keys
 from tinsmith.server.store.log import Log
 from tinsmith.server.store.losses import CustomLosses, LossBounds
 from tinsmith.server.store.models import Models
+from tinsmith.server.store.observing.curves import Curves
+from tinsmith.server.store.observing.examples import Examples
+from tinsmith.server.store.observing.steps import Steps
 from tinsmith.server.store.samplers import Samplers
 from tinsmith.server.store.sessions import Sessions
-from tinsmith.server.store.steps import Steps
 from tinsmith.server.store.weights import Weights
-from tinsmith.server.store.writer import OnCommit, Writer, Writes
+from tinsmith.server.store.writer import OnCommit, OpenWriter, Writer
 
 R = TypeVar("R")
 
@@ -41,7 +41,7 @@ class Store:
         url: str,
         blobs_in: Path | BlobFiles,
         on_commit: OnCommit = lambda seconds, writes: None,
-        open_writer: Callable[[sa.Engine, OnCommit], Writes] = Writer,
+        open_writer: OpenWriter = Writer,
         max_owner_bytes: int | None = None,
         max_example_bytes: int = 0,
         loss_bounds: LossBounds | None = None,
@@ -117,12 +117,20 @@ class Remembered(Generic[R]):
     was before, and is not kept.
     """
 
-    def __init__(self, read: Callable[[str], Awaitable[R | None]], most: int) -> None:
-        """`read` gets a record from the store by its id; `most` are kept."""
+    def __init__(
+        self,
+        read: Callable[[str], Awaitable[R | None]],
+        most: int,
+        size: Callable[[R], int] = lambda record: 1,
+    ) -> None:
+        """`read` gets a record from the store by its id; those are kept whose sizes, by default 1,
+        are `most` together."""
         self._read = read
         self._most = most
-        self._kept: dict[str, R] = {}
-        """The one used last at the end."""
+        self._size = size
+        self._kept: dict[str, tuple[R, int]] = {}
+        """With their sizes, the one used last at the end."""
+        self._total = 0
         self._num_changes = 0
 
     def __len__(self) -> int:
@@ -131,24 +139,31 @@ class Remembered(Generic[R]):
     async def get(self, name: str, is_wanted: Callable[[R], bool]) -> R | None:
         """A record that is there and wanted; others are not kept."""
         num_changes = self._num_changes
-        record = self._kept.get(name)
-        if record is None:
-            record = await self._read(name)
+        kept = self._kept.get(name)
+        record = await self._read(name) if kept is None else kept[0]
         if record is None or not is_wanted(record):
             return None
         if num_changes == self._num_changes:
-            self._kept.pop(name, None)
-            self._kept[name] = record
-            if len(self._kept) > self._most:
-                del self._kept[next(iter(self._kept))]
+            self._drop(name)
+            size = self._size(record) if kept is None else kept[1]
+            self._kept[name] = record, size
+            self._total += size
+            while self._total > self._most:
+                self._drop(next(iter(self._kept)))
         return record
 
     def changed(self, is_changed: Callable[[str, R], bool]) -> None:
         """Some records were changed in the store, or deleted."""
         self._num_changes += 1
-        self._kept = {name: r for name, r in self._kept.items() if not is_changed(name, r)}
+        for name, (record, _) in list(self._kept.items()):
+            if is_changed(name, record):
+                self._drop(name)
 
     def forget(self, name: str) -> None:
         """One record was changed in the store, or deleted, or nobody will ask for it."""
         self._num_changes += 1
-        self._kept.pop(name, None)
+        self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        if (kept := self._kept.pop(name, None)) is not None:
+            self._total -= kept[1]

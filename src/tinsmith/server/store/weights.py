@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,6 +148,7 @@ SELECT what, owner, count(*), sum(size_bytes) FROM (
 """
 
 
+@functools.cache
 def unreferenced_query() -> sa.Select[Any]:
     query = sa.select(schema.weights)
     for column in (

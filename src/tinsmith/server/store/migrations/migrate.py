@@ -1,12 +1,13 @@
 """Bringing a database's tables up to date, from any released version.
 
-Each change of the tables is a step in `migrations/versions`; alembic knows which have been taken.
+Each change of the tables is a step in `versions`; alembic knows which have been taken.
 A database with a step that is not among ours comes from a later version, and is left alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -38,7 +39,7 @@ def migrate(
 
 def is_behind(connection: sa.Connection) -> bool:
     """Whether a database's tables lack steps of ours; one of a later version is refused."""
-    steps = ScriptDirectory.from_config(alembic_config())
+    steps = _steps()
     present = version_of(connection)
     if present == steps.get_current_head():
         return False
@@ -51,6 +52,12 @@ def is_behind(connection: sa.Connection) -> bool:
     return True
 
 
+@cache
+def _steps() -> ScriptDirectory:
+    """Reading them takes longer than all else that is done when a server takes over."""
+    return ScriptDirectory.from_config(alembic_config())
+
+
 def version_of(connection: sa.Connection) -> str | None:
     """Which step a database's tables have reached."""
     return MigrationContext.configure(connection).get_current_revision()
@@ -58,7 +65,7 @@ def version_of(connection: sa.Connection) -> str | None:
 
 def alembic_config() -> Config:
     config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    config.set_main_option("script_location", str(Path(__file__).parent))
     # Alembic's default splits on spaces, which a path may contain.
     config.set_main_option("path_separator", "os")
     return config

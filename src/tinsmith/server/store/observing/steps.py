@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import operator
 from collections.abc import Mapping, Sequence
 
 import orjson
@@ -12,14 +10,13 @@ import sqlalchemy as sa
 
 from tinsmith.errors import ValidationError
 from tinsmith.server.store import schema
-from tinsmith.server.store.curves import redraw
 from tinsmith.server.store.database import Database
+from tinsmith.server.store.observing.curves import redraw
 from tinsmith.server.store.records import OperationStatus, StepRecord
 from tinsmith.types.non_finite import to_json
 from tinsmith.types.observing import MAX_POSTED_KEYS
 
 POSTED = "posted"
-_VALUES = operator.attrgetter(*(c.name for c in schema.steps.c if c.name != "entry_id"))
 
 
 class Steps:
@@ -34,7 +31,7 @@ class Steps:
     def add(self, connection: sa.Connection, step: StepRecord) -> int:
         """Record a step as part of a write; its number."""
         number = next(self._numbers)
-        self._append(connection, (number, *_VALUES(step)))
+        self._append(connection, (*step[:-1], number))
         return number
 
     async def post(self, step: StepRecord, metrics: Mapping[str, float]) -> StepRecord:
@@ -58,10 +55,10 @@ class Steps:
                     "metrics",
                 )
             connection.execute(sa.delete(table).where(same))
-            merged = dataclasses.replace(step, metrics=orjson.dumps(together).decode())
+            merged = step._replace(metrics=orjson.dumps(together).decode())
             number = self.add(connection, merged)
             redraw(connection, self._database, step.model_id, step.seq_id)
-            return dataclasses.replace(merged, entry_id=number)
+            return merged._replace(entry_id=number)
 
         return await self._database.write(write)
 

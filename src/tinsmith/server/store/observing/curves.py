@@ -12,7 +12,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinsmith.server.store import schema
-from tinsmith.server.store.blocks import (
+from tinsmith.server.store.database import Database
+from tinsmith.server.store.observing.blocks import (
     FANOUT,
     FIRST_SIZE,
     SIZES,
@@ -23,7 +24,6 @@ from tinsmith.server.store.blocks import (
     size_for,
     thinned,
 )
-from tinsmith.server.store.database import Database
 from tinsmith.server.store.records import StepSource
 
 _STEPS_AT_ONCE = 512

@@ -1,0 +1,1 @@
+"""What stays of runs to be looked at: steps, their curves, and examples."""
