@@ -106,6 +106,7 @@ def test_hostile_text_of_a_model_and_of_a_user_is_shown_as_text(user: User) -> N
         route.fulfill(headers={"content-type": "text/event-stream"}, body=text)
 
     page.route("**/chat/completions", answer)
+    expect(page.locator(".lane")).to_be_visible()
     page.get_by_label("Message").fill(hostile)
     page.keyboard.press("Enter")
     expect(page.locator(".reply .tokens")).to_have_text(hostile)
@@ -115,6 +116,7 @@ def test_hostile_text_of_a_model_and_of_a_user_is_shown_as_text(user: User) -> N
 
 def test_a_refusal_is_said_where_the_answer_would_be(user: User) -> None:
     page = user.open("/playground?model=no-such-model")
+    expect(page.locator(".lane")).to_be_visible()
     page.get_by_label("Message").fill("hello")
     page.keyboard.press("Enter")
     expect(page.get_by_text("no model called 'no-such-model'")).to_be_visible()
@@ -123,8 +125,6 @@ def test_a_refusal_is_said_where_the_answer_would_be(user: User) -> None:
 def test_a_revoked_key_ends_a_conversation(new_user: Callable[..., User]) -> None:
     user = new_user()
     page = user.open("/playground")
-    expect(page.locator(".lane")).to_be_visible()
+    expect(page.locator("#live")).to_have_text("Live")
     user.console.revoke_all(user.owner)
-    page.get_by_label("Message").fill("hello")
-    page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name="Sign in")).to_be_visible()

@@ -4,135 +4,19 @@ from __future__ import annotations
 
 import math
 import queue
-import time
 from concurrent.futures import ThreadPoolExecutor
-from urllib.parse import quote, unquote
+from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
-from tests.console.conftest import User, expect, train, trained_run
+from tests.console.conftest import User, expect, trained_run
 from tests.support.in_process_server import MODEL
 
 PATIENCE_SECONDS = 30
 """For what takes a moment on an idle machine."""
 
 HOSTILE = '<img src=x onerror="document.title=1">'
-
-
-def test_a_live_curve_grows_within_a_second_while_a_model_trains(user: User) -> None:
-    """The best of several steps: a busy machine may hold up any one of them."""
-    turns: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    created: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def learn() -> None:
-        with user.client() as service:
-            training = service.create_lora_training_client(MODEL, rank=4, seed=1)
-            train(training, 2)
-            created.put(training.model_id)
-            while turns.get():
-                train(training, 1)
-
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(learn)
-        try:
-            page = user.open(f"/training_runs/{created.get(timeout=PATIENCE_SECONDS)}")
-            plot = page.locator('[data-key="Loss per token"] .plot')
-            expect(plot).to_have_attribute("data-points", "2")
-            expect(page.locator("#live")).to_have_text("Live")
-            best = math.inf
-            for points in range(3, 13):
-                before, began = plot.get_attribute("aria-label"), time.monotonic()
-                turns.put(True)
-                expect(plot).to_have_attribute("data-points", str(points))
-                best = min(best, time.monotonic() - began)
-                assert plot.get_attribute("aria-label") != before
-                if best < 1.0:
-                    break
-            assert best < 1.0
-            expect(page.locator("#numbers")).to_contain_text(f"Optimizer steps{points}")
-        finally:
-            turns.put(False)
-        done.result(PATIENCE_SECONDS)
-
-
-def test_pages_beside_a_run_s_own_are_live_too(user: User) -> None:
-    """What is compared grows, operations appear when they end, a session's runs as they begin."""
-    wanted: queue.SimpleQueue[str] = queue.SimpleQueue()
-    created: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def work() -> None:
-        with user.client() as service:
-            training = service.create_lora_training_client(MODEL, rank=4, seed=1)
-            train(training, 2)
-            created.put(training.model_id)
-            while (what := wanted.get()) != "end":
-                if what == "train":
-                    train(training, 1)
-                else:
-                    service.create_lora_training_client(MODEL, rank=4, seed=2)
-
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(work)
-        try:
-            run = created.get(timeout=PATIENCE_SECONDS)
-            page = user.open(f"/compare?runs={run}")
-            plot = page.locator('[data-key="Loss per token"] .plot')
-            expect(plot).to_have_attribute("data-points", "2")
-            expect(page.locator("#live")).to_have_text("Live")
-            wanted.put("train")
-            expect(plot).to_have_attribute("data-points", "3")
-
-            page = user.open(f"/training_runs/{run}/steps/7")
-            expect(page.locator("#facts")).to_contain_text("not in the log")
-            expect(page.locator("#live")).to_have_text("Live")
-            wanted.put("train")
-            expect(page.locator("#facts")).to_contain_text("forward_backward")
-
-            page = user.open(f"/sessions/{run.partition(':')[0]}")
-            expect(page.locator("#runs tbody tr")).to_have_count(1)
-            expect(page.locator("#live")).to_have_text("Live")
-            wanted.put("another run")
-            expect(page.locator("#runs tbody tr")).to_have_count(2)
-        finally:
-            wanted.put("end")
-        done.result(PATIENCE_SECONDS)
-
-
-def test_lists_of_the_account_are_live_too(user: User) -> None:
-    """Sessions as they begin and end, what is used, checkpoints that another tab deletes, and
-    keys that it revokes."""
-    page = user.open("/sessions")
-    expect(page.get_by_text("No sessions yet")).to_be_visible()
-    expect(page.locator("#live")).to_have_text("Live")
-    run = trained_run(user, 1, "a")
-    expect(page.locator("tbody tr")).to_have_count(1)
-    expect(page.locator("tbody tr")).to_contain_text("Ended")
-
-    page = user.open("/usage")
-    trained = page.locator("#numbers dd").first
-    expect(trained).to_contain_text("10 tokens")
-    expect(page.locator("#live")).to_have_text("Live")
-    trained_run(user, 1)
-    expect(trained).to_contain_text("20 tokens")
-
-    other = page.context
-    url = f"{user.console.url}/api/v1"
-    headers = {"sec-fetch-site": "same-origin"}
-    page = user.open("/checkpoints")
-    expect(page.locator("tbody tr")).to_have_count(1)
-    expect(page.locator("#live")).to_have_text("Live")
-    gone = f"{url}/training_runs/{quote(run, safe='')}/checkpoints/sampler_weights/a"
-    assert other.request.delete(gone, headers=headers).ok
-    expect(page.get_by_text("No checkpoints")).to_be_visible()
-
-    user.console.new_key(user.owner, "for ci")
-    page = user.open("/keys")
-    row = page.get_by_role("row", name="for ci")
-    expect(row).to_contain_text("Good")
-    expect(page.locator("#live")).to_have_text("Live")
-    number = row.locator("td").first.inner_text()
-    assert other.request.delete(f"{url}/console/keys/{number}", headers=headers).ok
-    expect(row).to_contain_text("Revoked")
 
 
 def test_metrics_posted_for_an_earlier_step_are_shown_in_their_place(user: User) -> None:
@@ -257,7 +141,40 @@ def test_the_server_s_page_shows_its_engines(user: User) -> None:
     row = page.locator("#slots tbody tr")
     expect(row).to_have_count(1)
     expect(row).to_contain_text("training and sampling")
-    expect(row).to_contain_text("up")
+    expect(row).to_contain_text("Up")
+    expect(page.locator("#facts")).to_contain_text("the server's data folder")
+    expect(page.locator("#facts")).to_contain_text("of sampler and trainer are close")
+    expect(page.locator("#nodes-section")).to_be_hidden()
+
+
+def test_the_server_s_page_shows_what_is_elsewhere(user: User) -> None:
+    """Ranks and machines of engines, what their memory holds, who leads and where weights are."""
+
+    def with_more(route: Any) -> None:
+        answer = route.fetch()
+        found = answer.json()
+        if "slots" in found:
+            memory = {"weights_bytes": 2**30, "adapter_bytes": 2**20, "adapter_limit_bytes": 2**31}
+            found["slots"][0] |= {**memory, "ranks": 2, "host": "10.0.0.7"}
+            found["nodes"] = [
+                {"node": "abc", "address": "10.0.0.7", "is_alive": False}
+                | {"cpus": 8.0, "gpus": 2.0, "memory_bytes": 2**35}
+            ]
+            found["trouble"] = "the cluster has no room"
+        else:
+            found |= {"storage": "s3", "epoch": 3, "on_policy": "exact"}
+        route.fulfill(response=answer, json=found)
+
+    user.page.route("**/api/v1/cluster", with_more)
+    user.page.route("**/api/v1/console/server", with_more)
+    page = user.open("/server")
+    row = page.locator("#slots tbody tr")
+    expect(row).to_contain_text("2 ranks, on 10.0.0.7")
+    expect(row).to_contain_text("base 1.0 GiB · adapters 1.0 MiB of 2.0 GiB")
+    expect(page.locator("#nodes tbody tr")).to_contain_text("Gone")
+    expect(page.locator("#trouble")).to_have_text("the cluster has no room")
+    for fact in ("Leads the servers of this store", "an S3 bucket", "agree to the last bit"):
+        expect(page.locator("#facts")).to_contain_text(fact)
 
 
 def test_a_session_leads_to_its_runs(user: User) -> None:

@@ -92,3 +92,25 @@ def test_a_link_that_was_used_leads_to_the_login_with_the_reason(
     page.goto(f"{console.url}/console/login?token=used")
     expect(page.get_by_text("That link was used already")).to_be_visible()
     context.close()
+
+
+def test_an_address_that_is_no_pages_is_a_page_with_a_way_back(user: User) -> None:
+    page = user.page
+    for path in ("/nowhere", "/training_runs/a/steps/none", "/server/attic"):
+        assert page.goto(user.console.url + path).status == 404
+        expect(page.get_by_role("heading", name="Not found")).to_be_visible()
+        expect(page.locator("#owner")).to_have_text(user.owner)
+        page.get_by_role("link", name="To your runs").click()
+        expect(page.get_by_text("No runs yet")).to_be_visible()
+
+
+def test_a_program_at_a_wrong_address_is_answered_in_json(user: User) -> None:
+    for path, accept in {
+        "/nowhere": "*/*",
+        "/api/v1/nowhere": "text/html",
+        "/console/nowhere": "text/html",
+        "/oai/nowhere": "text/html",
+    }.items():
+        answer = user.page.request.get(user.console.url + path, headers={"accept": accept})
+        assert answer.status == 404, path
+        assert answer.json() == {"detail": "Not Found"}, path

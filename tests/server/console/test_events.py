@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.event_stream import listening
+from tests.support.in_process_server import MODEL
 from tinsmith.server.console import events
 from tinsmith.server.store.records import StepRecord
 
@@ -71,18 +72,61 @@ async def test_sessions_and_what_is_done_to_checkpoints_are_told_to_their_owner(
     ):
         await server.until(lambda: server.service.events.num_readers == 3)
         session = await api.session()
-        assert (await all_runs.next()).data == {"session": session}
+        assert (await all_runs.next("session")).data == {"session": session}
         path = f"/api/v1/training_runs/{run}/checkpoints/weights/mine"
         assert (await api.http.delete(path, headers=api.headers)).status_code == 204
         about = {"run": run, "checkpoint": "weights/mine"}
-        deleted = await all_runs.next()
+        deleted = await all_runs.next("checkpoint")
         assert (deleted.name, deleted.data, deleted.id) == ("checkpoint", about, None)
-        assert (await one_run.next()).data == about
+        assert (await one_run.next("checkpoint")).data == about
         finished = f"/sessions/{session}/finish"
         await api.post(finished, {"reason": {"type": "success"}})
-        assert (await all_runs.next()).data == {"session": session}
+        assert (await all_runs.next("session")).data == {"session": session}
         own = await other.session()
-        assert (await anothers.next()).data == {"session": own}
+        assert (await anothers.next("session", "checkpoint")).data == {"session": own}
+
+
+async def test_what_waits_what_was_sampled_and_engines_that_go_are_told(
+    server: TestServer, api: Api
+) -> None:
+    run = await api.model()
+    made = {"session_id": await api.session(), "sampling_session_seq_id": 0, "base_model": MODEL}
+    sampler = (await api.ok("/create_sampling_session", made))["sampling_session_id"]
+    other = await server.other_user()
+    async with (
+        listening(server.app, x_api_key=api.key) as all_runs,
+        listening(server.app, f"run={run}", x_api_key=api.key) as one_run,
+        listening(server.app, x_api_key=other.key) as anothers,
+    ):
+        await server.until(lambda: server.service.events.num_readers == 3)
+        await asyncio.gather(*(api.send_pass(run, number) for number in range(1, 5)))
+        for stream in (all_runs, one_run):
+            waiting = await stream.next("queue")
+            assert (waiting.data, waiting.id) == ({"run": run}, None)
+        await api.sample(sampler)
+        assert (await all_runs.next("sample")).data == {"run": None}
+        server.kill_engine()
+        for stream in (all_runs, one_run):
+            assert (await stream.next("server")).data == {}
+        assert (await anothers.next()).name == "server", "nothing of somebody else's came before"
+
+
+async def test_what_comes_often_is_told_once_in_what_is_heard_together(
+    server: TestServer, api: Api
+) -> None:
+    run = await api.model()
+    model = await server.service.store.models.get(run)
+    assert model is not None
+    told = server.service.events
+    async with listening(server.app, x_api_key=api.key) as stream:
+        await _until_heard(server)
+        for _ in range(100):
+            told.changed_often(model.owner, "queue", run)
+        told.changed(model.owner, "session", {"session": "last"})
+        assert (await stream.next("queue", "session")).name == "queue"
+        assert (await stream.next("queue", "session")).name == "session"
+        told.changed_often(model.owner, "queue", run)
+        assert (await stream.next("queue", "session")).name == "queue"
 
 
 async def test_a_stream_goes_on_where_the_last_one_ended_also_after_a_restart(
@@ -116,13 +160,13 @@ async def test_a_reader_who_was_away_for_long_is_told_to_begin_again(
     for number in range(1, 5):
         await api.result(await api.send_pass(run, number))
     async with listening(server.app, x_api_key=api.key, last_event_id="0") as stream:
-        reset = await stream.next()
+        reset = await stream.next("reset", "operation", "step")
         assert reset.name == "reset" and reset.id == "5"
         await api.result(await api.send_pass(run, 5))
         assert (await stream.next("step")).data["seq"] == 5
     # An id from before an older copy of the store was brought back.
     async with listening(server.app, x_api_key=api.key, last_event_id="1000") as stream:
-        assert (await stream.next()).name == "reset"
+        assert (await stream.next("reset", "operation", "step")).name == "reset"
         await api.result(await api.send_pass(run, 6))
         assert (await stream.next("step")).data["seq"] == 6
 
@@ -193,7 +237,7 @@ async def test_nobody_hears_of_anothers_runs(server: TestServer, api: Api) -> No
         await _until_heard(server)
         await api.result(await api.send_pass(run, 1))
         own = await other.create_model(session)
-        assert (await stream.next()).data["run"] == own
+        assert (await stream.next("run", "operation", "step", "queue")).data["run"] == own
     response = await other.get("/console/events", run=run)
     assert response.status_code == 404
 

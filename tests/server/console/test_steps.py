@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.support.in_process_server import datum
 from tinsmith.engine.base import Pass
-from tinsmith.server.operations.observed import encode_metrics, observed
+from tinsmith.server.console.observed import encode_metrics, observed
 from tinsmith.types import Datum, ForwardBackwardOutput, ModelInput, TensorData
 
 if TYPE_CHECKING:

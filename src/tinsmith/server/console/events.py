@@ -3,13 +3,14 @@
 An event is made when the end that it tells of is on disk, and only if somebody looks. Its id is the
 number of the entry in the store, so a reader who was away is first told what the store has after
 the last id he saw; he misses nothing and hears nothing twice. A reader who does not read is let go
-and comes back the same way. What is no entry there (sessions, keys, what is done to checkpoints) is
-told to who is there, without an id.
+and comes back the same way. What is no entry there (sessions, keys, queues, what is done to
+checkpoints) is told to who is there, without an id.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from tinsmith.server.store.records import ModelRecord, StepRecord
+from tinsmith.server.store.records import CheckpointRecord, ModelRecord, StepRecord
 from tinsmith.server.store.store import Store
 from tinsmith.types.observing import RunOperation
 from tinsmith.wire import json
@@ -43,6 +44,8 @@ class _Reader:
     run: str | None
     pending: list[tuple[int | None, bytes]] = field(default_factory=list)
     num_bytes: int = 0
+    noted: set[bytes] = field(default_factory=set)
+    """What need not be told twice of what is pending."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -71,6 +74,25 @@ class Events:
         """Something of an owner's that is no entry of the store is another than before."""
         if readers := self._readers.get(owner):
             _give(readers, data.get("run"), None, _event(name, data, None))
+
+    def checkpoint_changed(self, checkpoint: CheckpointRecord) -> None:
+        about = {"run": checkpoint.model_id, "checkpoint": checkpoint.checkpoint_id}
+        self.changed(checkpoint.owner, "checkpoint", about)
+
+    def changed_often(self, owner: str, name: str, run: str | None) -> None:
+        """Something of a run may be another than before, many times a second: what is heard
+        together says it once."""
+        if readers := self._readers.get(owner):
+            message = _event(name, {"run": run}, None)
+            _give({r for r in readers if message not in r.noted}, run, None, message)
+            for reader in readers:
+                reader.noted.add(message)
+
+    def changed_for_all(self, name: str) -> None:
+        """Something that is nobody's own is another than before."""
+        message = _event(name, {}, None)
+        for reader in itertools.chain.from_iterable(self._readers.values()):
+            _give({reader}, reader.run, None, message)
 
     def close(self) -> None:
         """End all streams; those that begin now end at once."""
@@ -102,6 +124,7 @@ class Events:
                 rounds += 1
                 await _woken(reader, min(left, ALIVE_SECONDS))
                 told, reader.pending, reader.num_bytes = reader.pending, [], 0
+                reader.noted.clear()
                 news = b"".join(
                     message for number, message in told if number is None or number > last
                 )

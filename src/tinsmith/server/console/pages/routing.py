@@ -28,7 +28,7 @@ POLICY = "; ".join(
 )
 """What a page may load: files of this server and nothing else, and nothing inline."""
 
-LOGIN = "login"
+LOGIN, NOWHERE = "login", "nowhere"
 PAGES = {
     "/": "runs",
     "/login": LOGIN,
@@ -59,13 +59,19 @@ def render(template: str) -> str:
     return _templates().get_template(f"{template}.html").render(static=static_path(), page=template)
 
 
-def _page(template: str) -> Callable[[Request], Awaitable[Response]]:
+async def nowhere(request: Request) -> Response | None:
+    """For a browser at an address that is no page's; None for a program."""
+    is_browser = request.method == "GET" and "text/html" in request.headers.get("accept", "")
+    return await _page(NOWHERE, 404)(request) if is_browser else None
+
+
+def _page(template: str, status: int = 200) -> Callable[[Request], Awaitable[Response]]:
     async def respond(request: Request) -> Response:
         if template != LOGIN and not await _is_known(request):
             wanted = request.url.path + (f"?{request.url.query}" if request.url.query else "")
             return RedirectResponse(f"/login?{urlencode({'next': wanted})}", 303)
         headers = {"content-security-policy": POLICY}
-        return Response(render(template), headers=headers, media_type="text/html")
+        return Response(render(template), status, headers=headers, media_type="text/html")
 
     return respond
 

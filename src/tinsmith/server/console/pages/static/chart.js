@@ -1,9 +1,10 @@
 // A chart: uPlot drawn in the page's colours, the value under the cursor, and its numbers as a table.
 
-import { h, table } from "./dom.js";
+import { h, svg, table } from "./dom.js";
 import { clock, duration, number, tick } from "./format.js";
 
 const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [4, 4], [12, 4]];
+const WHOLE = Array.from({ length: 10 }, (_, i) => [1, 2, 5].map((n) => n * 10 ** i)).flat(); // between numbers of operations
 const HEIGHT = { wide: 320, plain: 190 };
 
 /**
@@ -28,8 +29,8 @@ export class Chart {
     this.legend = h("div", { class: "legend" });
     this.plot = h("div", { class: "plot", role: "img" });
     this.numbers = h("div", { hidden: true });
-    this.log = h("button", { type: "button", class: "plain", "aria-pressed": "false", onclick: () => this.toggleLog() }, "Log");
-    this.tableButton = h("button", { type: "button", class: "plain", "aria-expanded": "false", onclick: () => this.toggleTable() }, "Table");
+    this.log = h("button", { class: "plain", "aria-pressed": "false", onclick: () => this.toggleLog() }, "Log");
+    this.tableButton = h("button", { class: "plain", "aria-expanded": "false", onclick: () => this.toggleTable() }, "Table");
     this.element = h("figure", { class: "chart", data: { key: title } },
       h("figcaption", {}, h("h3", {}, title), this.value, h("span", { class: "controls" }, this.log, this.tableButton)), this.plot, this.legend, this.numbers);
     this.resize = new ResizeObserver(() => this.fit());
@@ -101,7 +102,7 @@ export class Chart {
       cursor: { sync: { key: `${this.sync}-${this.axis === "t" ? "t" : this.lines[0].axis}`, scales: ["x", null] }, y: false, drag: { x: true, y: false },
         bind: this.onpick ? { click: (u) => () => this.pick(u) } : {} },
       scales: { x: { time: this.axis === "t" && !this.isElapsed }, y: { distr: this.isLog ? 3 : 1 } },
-      axes: [{ ...axis, size: 26, gap: 4, grid: { show: false }, ...(this.axis === "t" && this.isElapsed && { values: (u, splits) => splits.map(duration) }) },
+      axes: [{ ...axis, size: 26, gap: 4, grid: { show: false }, ...(this.axis === "x" ? { incrs: WHOLE } : this.isElapsed && { values: (u, splits) => splits.map(duration) }) },
         { ...axis, size: 56, gap: 4, values: (u, splits) => splits.map((v) => (v === null ? "" : this.ticks(v))) }],
       series: [{}, ...this.series(series, ink)],
       bands: this.lines.length === 1 ? [{ series: [2, 1], fill: faded(series[0], 0.18) }] : [],
@@ -211,37 +212,20 @@ export class Chart {
 
 /** A small line of a run's loss for a table. */
 export function sparkline(values, label) {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.setAttribute("class", "spark");
-  svg.setAttribute("viewBox", "0 0 100 30");
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", label);
   const known = values.filter((v) => Number.isFinite(v));
   const low = Math.min(...known);
   const span = Math.max(...known) - low || 1;
-  const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
   const points = known.map((v, i) => `${(i / Math.max(known.length - 1, 1)) * 98 + 1},${28 - ((v - low) / span) * 26}`);
-  path.setAttribute("d", points.length > 1 ? `M${points.join("L")}` : "");
-  svg.append(path);
-  return svg;
+  return svg("svg", { class: "spark", viewBox: "0 0 100 30", preserveAspectRatio: "none", role: "img", "aria-label": label },
+    svg("path", { d: points.length > 1 ? `M${points.join("L")}` : "" }));
 }
 
 /** A sample of a chart's line, as it is drawn. */
-export function lineSample(index) {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.setAttribute("viewBox", "0 0 22 8");
-  svg.setAttribute("class", "line-sample");
-  svg.setAttribute("aria-hidden", "true");
-  const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
-  for (const [name, value] of Object.entries({ x1: 0, x2: 22, y1: 4, y2: 4, class: `stroke-${(index % 6) + 1}` })) line.setAttribute(name, value);
-  if (DASHES[index % 6].length) line.setAttribute("stroke-dasharray", DASHES[index % 6].join(" "));
-  svg.append(line);
-  return svg;
-}
+export const lineSample = (index) => svg("svg", { class: "line-sample", viewBox: "0 0 22 8", "aria-hidden": "true" },
+  svg("line", { x1: 0, x2: 22, y1: 4, y2: 4, class: `stroke-${(index % 6) + 1}`, "stroke-dasharray": DASHES[index % 6].join(" ") }));
 
 /** Exponential moving average that does not lean to zero at the beginning. */
-export function smooth(values, weight) {
+function smooth(values, weight) {
   let sum = 0;
   let total = 0;
   return values.map((value) => {

@@ -5,7 +5,7 @@ import { confirm, h, notify } from "./dom.js";
 
 export const runOf = (checkpoint) => checkpoint.tinker_path.slice("tinker://".length).split("/")[0];
 
-export const pathOf = (checkpoint, ...more) => path("training_runs", runOf(checkpoint), "checkpoints", ...checkpoint.checkpoint_id.split("/"), ...more);
+const pathOf = (checkpoint, ...more) => path("training_runs", runOf(checkpoint), "checkpoints", ...checkpoint.checkpoint_id.split("/"), ...more);
 
 export const pageOf = (checkpoint) => `/checkpoints/${encodeURIComponent(runOf(checkpoint))}/${encodeURIComponent(checkpoint.checkpoint_id)}`;
 

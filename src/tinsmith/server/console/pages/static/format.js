@@ -1,6 +1,6 @@
 // Numbers, sizes and times as people read them.
 
-export const MISSING = "–";
+const MISSING = "–";
 
 export function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return MISSING;
@@ -15,7 +15,7 @@ export function number(value, digits = 4) {
 /** A number beside an axis: as short as it can be said. */
 export function tick(value) {
   const size = Math.abs(value);
-  if (size >= 1e4) return count(value);
+  if (size >= 1e4) return count(value).replace(".0 ", " ");
   const short = size !== 0 && size < 1e-3 ? value.toExponential() : String(Number(value.toPrecision(6)));
   return short.replaceAll("-", "−");
 }

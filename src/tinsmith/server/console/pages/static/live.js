@@ -1,4 +1,5 @@
-// The tab's one stream of events. It resumes where it was, and ends when the session does.
+// The tab's one stream of events. It resumes where it was, and ends when the session does. A tab that
+// nobody sees has none: a browser keeps six connections to a server, and all tabs share them.
 
 import { get, toLogin } from "./api.js";
 import { $ } from "./dom.js";
@@ -7,8 +8,7 @@ const RETRY_MS = 2000;
 
 /**
  * Listen to events by their name: `{step: (data) => …}`. `run` is the run to hear of, or all.
- * `reset` is called when events were missed: what is shown has to be asked for anew. `open` is called
- * whenever the stream begins: events that are no entries of the store are told to who is there.
+ * `reset` is called when events were missed: what is shown has to be asked for anew.
  */
 export function listen(handlers, run) {
   let source;
@@ -33,11 +33,13 @@ export function listen(handlers, run) {
     });
   };
   const again = () => {
+    source?.close();
     open();
     handlers.reset?.();
   };
-  open();
-  addEventListener("pagehide", () => source.close());
+  if (!document.hidden) open();
+  document.addEventListener("visibilitychange", () => (document.hidden ? source?.close() : again()));
+  addEventListener("pagehide", () => source?.close());
 }
 
 /** The function, at most once in so many milliseconds, and always once after the last call. */
@@ -47,4 +49,10 @@ export function soon(work, ms) {
     timer = null;
     work();
   }, ms));
+}
+
+/** Do `load` after any of these events, and when the stream begins: most are told only to who is there. */
+export function reload(load, names, run) {
+  const again = soon(load, 300);
+  listen(Object.fromEntries([...names, "open", "reset"].map((name) => [name, again])), run);
 }

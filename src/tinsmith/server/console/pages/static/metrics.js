@@ -1,5 +1,6 @@
 // The metrics worth a look first, in order, and what to call them. Others have their own names.
 
+import { $, typed } from "./dom.js";
 import { measured } from "./format.js";
 
 const CURATED = [
@@ -17,7 +18,8 @@ const CURATED = [
   ["time/compute", "Computing"],
 ];
 
-const TITLES = new Map(CURATED);
+const TITLES = new Map([...CURATED, ["advantage:mean", "Mean advantage"], ["advantage_zero_fraction", "Advantages of zero"], ["logprob_gap:max", "Largest gap"],
+  ["length:max", "Longest sequence"], ["sequences", "Sequences"], ["loss:sum", "Loss, summed"]]);
 
 /** How a chart shows a metric's values, where not as plain numbers. */
 export const formatsOf = (key) => (/^time\/(wait|compute)$/.test(key) ? { format: measured, ticks: measured } : {});
@@ -25,10 +27,17 @@ export const formatsOf = (key) => (/^time\/(wait|compute)$/.test(key) ? { format
 export const titleOf = (key) => TITLES.get(key) ?? key;
 
 /** Those of the overview: rewards, the loss, what else the client posted, and the other curated ones. */
-export function overview(keys, posted) {
+function overview(keys, posted) {
   const [loss, ...rest] = CURATED.map(([key]) => key).filter((key) => keys.includes(key));
   const rewards = posted.filter((key) => /reward/i.test(key));
   return [...new Set([...rewards, loss, ...posted, ...rest])].filter(Boolean);
+}
+
+/** The metrics whose names have what is typed in the filter; of all if that is wanted, otherwise of the overview. */
+export function filtered(keys, isPosted) {
+  const wanted = typed("filter");
+  const some = $("all").checked || wanted ? keys : overview(keys, keys.filter(isPosted));
+  return some.filter((key) => `${key} ${titleOf(key)}`.toLowerCase().includes(wanted));
 }
 
 /** What an ended pass says about time; the server keeps it with the operation. */

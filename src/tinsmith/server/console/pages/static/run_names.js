@@ -5,7 +5,7 @@ import { runName, shortId } from "./format.js";
 
 const MOST = 200;
 
-/** A function from the id of a run to its name; older runs than the last few hundred keep their ids. */
+/** From a run's id to its name; those before the last 200 keep their ids. */
 export async function runNames() {
   const { training_runs } = await get("/api/v1/training_runs", { limit: MOST });
   const names = new Map(training_runs.map((run) => [run.training_run_id, runName(run)]));

@@ -1,7 +1,8 @@
 // What every page has: theme, who is signed in, keyboard, and the way an error is shown.
 
 import { get, send } from "./api.js";
-import { $, empty, fill, h, link, terms } from "./dom.js";
+import { $, closing, dialog, empty, fill, h, link, on, terms } from "./dom.js";
+import { ago } from "./format.js";
 
 const THEMES = ["system", "light", "dark"];
 const GO = { r: "/", s: "/sessions", c: "/checkpoints", o: "/compare", p: "/playground", u: "/usage", v: "/server", k: "/keys" };
@@ -12,6 +13,7 @@ export async function page(main, where) {
   if (here) here.parentElement.scrollLeft = here.offsetLeft - here.parentElement.clientWidth / 2; // on a narrow screen
   theme();
   keyboard();
+  setInterval(() => document.querySelectorAll("time").forEach((e) => (e.textContent = ago(Number(e.dataset.at)))), 5000);
   who();
   try {
     await main();
@@ -24,7 +26,7 @@ export async function page(main, where) {
 export function trouble(element, error) {
   console.info(error); // not console.error: what is said on the page is not a fault of the page
   const title = error.status === 404 ? "Not found" : "This could not be loaded";
-  const again = error.status === 404 ? link("/", "To your runs") : h("button", { type: "button", onclick: () => location.reload() }, "Try again");
+  const again = error.status === 404 ? link("/", "To your runs") : h("button", { onclick: () => location.reload() }, "Try again");
   const said = error.message[0].toUpperCase() + error.message.slice(1);
   const heading = element === $("main") ? h("h1", {}, title) : title;
   fill(element, h("div", { class: "empty bad" }, empty(heading, /[.?!]$/.test(said) ? said : `${said}.`), again));
@@ -60,7 +62,7 @@ async function who() {
   } catch {
     // The page's own requests say what is wrong.
   }
-  $("leave").addEventListener("click", async () => {
+  on("leave", "click", async () => {
     await send("POST", "/console/logout");
     location.replace("/login");
   });
@@ -80,13 +82,6 @@ function keyboard() {
 }
 
 function help() {
-  const keys = [["/", "search"], ["g r", "runs"], ["g s", "sessions"], ["g c", "checkpoints"], ["g o", "compare"],
-    ["g p", "playground"], ["g u", "usage"], ["g v", "server"], ["g k", "keys"], ["?", "this list"]];
-  const dialog = h("dialog", { "aria-labelledby": "help-title" }, h("form", { method: "dialog" },
-    h("h2", { id: "help-title" }, "Keyboard"),
-    h("dl", { class: "facts" }, terms(keys.map(([key, does]) => [h("kbd", {}, key), does]))),
-    h("div", { class: "actions" }, h("button", {}, "Close"))));
-  dialog.addEventListener("close", () => dialog.remove());
-  document.body.append(dialog);
-  dialog.showModal();
+  const keys = [["/", "search"], ...Object.entries(GO).map(([key, to]) => [`g ${key}`, to.slice(1) || "runs"]), ["?", "this list"]];
+  dialog("Keyboard", h("dl", { class: "facts" }, terms(keys.map(([key, does]) => [h("kbd", {}, key), does]))), closing());
 }

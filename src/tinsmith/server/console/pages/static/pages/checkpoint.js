@@ -1,7 +1,8 @@
 import { ApiError, get, path } from "../api.js";
 import { chatWith, download, publish, remove, setExpiry } from "../checkpoint_actions.js";
-import { $, code, copyButton, fill, h, link, notify, pill, runLink, terms } from "../dom.js";
+import { $, checkpointLink, code, copyButton, fill, h, notify, pill, runLink, terms } from "../dom.js";
 import { ago, bytes, clock, moment, runName, until } from "../format.js";
+import { reload } from "../live.js";
 import { page } from "../shell.js";
 
 const [run, ...rest] = location.pathname.split("/").slice(2).map(decodeURIComponent);
@@ -9,6 +10,11 @@ const name = rest.join("/");
 const DAY = 86400;
 
 page(async () => {
+  await load();
+  reload(() => load().catch(gone), ["checkpoint"], run);
+}, "facts");
+
+async function load() {
   const [details, { checkpoints }] = await Promise.all([get(path("training_runs", run)), get(path("training_runs", run, "checkpoints"))]);
   const checkpoint = checkpoints.find((c) => c.checkpoint_id === name);
   if (!checkpoint) throw new ApiError(404, `the run has no checkpoint ${name}; it may have expired or been deleted`);
@@ -16,7 +22,13 @@ page(async () => {
   $("title").textContent = name;
   show(checkpoint, details);
   lineage(checkpoint, checkpoints, details);
-}, "facts");
+}
+
+/** It was deleted, or has expired, since the page was opened. */
+function gone(error) {
+  fill($("actions"));
+  fill($("facts"), terms([["Now", [pill("bad", "Gone"), " ", error.message]]]));
+}
 
 function show(checkpoint, details) {
   fill($("actions"),
@@ -55,13 +67,13 @@ function act(label, work, then) {
       notify(error.message, "bad");
     }
   };
-  return Object.assign(h("button", { type: "button", onclick: onact }, label), { onact });
+  return Object.assign(h("button", { onclick: onact }, label), { onact });
 }
 
 function lineage(checkpoint, checkpoints, details) {
   const ordered = [...checkpoints].sort((a, b) => moment(a.time) - moment(b.time));
   fill($("lineage"), h("li", {}, h("span", {}, details.base_model), h("span", { class: "second muted" }, "base model")),
     ordered.map((c) => h("li", { "aria-current": c === checkpoint ? "true" : null },
-      c === checkpoint ? h("strong", {}, c.checkpoint_id) : link(`/checkpoints/${encodeURIComponent(run)}/${encodeURIComponent(c.checkpoint_id)}`, c.checkpoint_id),
+      c === checkpoint ? h("strong", {}, c.checkpoint_id) : checkpointLink(run, c.checkpoint_id),
       h("span", { class: "second muted" }, `${ago(c.time)}, ${bytes(c.size_bytes)}`))));
 }

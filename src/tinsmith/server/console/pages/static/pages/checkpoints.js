@@ -1,8 +1,8 @@
 import { get } from "../api.js";
 import { chatWith, pageOf, remove, runOf } from "../checkpoint_actions.js";
-import { $, empty, fill, h, link, pill, runLink, table } from "../dom.js";
-import { ago, bytes, number, shortId, until } from "../format.js";
-import { listen, soon } from "../live.js";
+import { $, empty, fill, h, link, on, pill, runLink, since, table, typed } from "../dom.js";
+import { bytes, number, shortId, until } from "../format.js";
+import { reload } from "../live.js";
 import { runNames } from "../run_names.js";
 import { page } from "../shell.js";
 
@@ -14,19 +14,18 @@ let nameOf = shortId;
 
 page(async () => {
   for (const id of ["search", "kind"]) $(id).addEventListener("input", show);
-  $("delete").addEventListener("click", async () => {
+  on("delete", "click", async () => {
     const gone = new Set((await remove(checkpoints.filter((c) => chosen.has(c.tinker_path)))).map((c) => c.tinker_path));
     gone.forEach((path) => chosen.delete(path));
     checkpoints = checkpoints.filter((c) => !gone.has(c.tinker_path));
     total -= gone.size;
     show();
   });
-  $("more").addEventListener("click", () => load(checkpoints.length));
+  on("more", "click", () => load(checkpoints.length));
   await load();
   nameOf = await runNames();
   show();
-  const again = soon(load, 300);
-  listen({ checkpoint: again, reset: again });
+  reload(load, ["checkpoint"]);
 }, "checkpoints");
 
 async function load(offset = 0) {
@@ -37,7 +36,7 @@ async function load(offset = 0) {
 }
 
 function shown() {
-  const wanted = $("search").value.trim().toLowerCase();
+  const wanted = typed("search");
   return checkpoints.filter((c) => `${c.tinker_path} ${nameOf(runOf(c))}`.toLowerCase().includes(wanted) && (!$("kind").value || c.checkpoint_type === $("kind").value));
 }
 
@@ -58,7 +57,7 @@ function show() {
     ["Run", (c) => runLink(runOf(c), nameOf(runOf(c))), "run"],
     ["For", (c) => (c.checkpoint_type === "training" ? "training" : "sampling"), "spare"],
     ["Size", (c) => bytes(c.size_bytes), "number"],
-    ["Saved", (c) => ago(c.time), "nowrap"],
+    ["Saved", (c) => since(c.time), "nowrap spare"],
     ["Expires", (c) => (c.expires_at ? until(c.expires_at) : "never"), "nowrap spare"],
     [h("span", { class: "visually-hidden" }, "Actions"), (c) => (c.checkpoint_type === "sampler" ? h("a", { class: "button small", href: chatWith(c), "aria-label": `Chat with ${c.checkpoint_id}` }, "Chat") : null)],
   ], found));

@@ -1,9 +1,9 @@
 import { get, path } from "../api.js";
 import { Chart, lineSample } from "../chart.js";
-import { $, empty, fill, h, link, runLink } from "../dom.js";
+import { $, empty, fill, h, link, on, runLink } from "../dom.js";
 import { runName } from "../format.js";
 import { listen, soon } from "../live.js";
-import { emptySeries, formatsOf, overview, titleOf } from "../metrics.js";
+import { emptySeries, filtered, formatsOf, titleOf } from "../metrics.js";
 import { page, trouble } from "../shell.js";
 
 const MOST = 6;
@@ -16,11 +16,11 @@ const charts = new Map();
 
 page(async () => {
   known = (await get("/api/v1/training_runs", { limit: 200 })).training_runs;
-  $("smoothing").addEventListener("input", () => charts.forEach((chart) => chart.set({ smoothing: Number($("smoothing").value) })));
-  $("axis").addEventListener("change", showCurves);
-  $("filter").addEventListener("input", showCurves);
-  $("all").addEventListener("change", showCurves);
-  $("add").addEventListener("change", () => choose([...ids, $("add").value]));
+  on("smoothing", "input", () => charts.forEach((chart) => chart.set({ smoothing: Number($("smoothing").value) })));
+  on("axis", "change", showCurves);
+  on("filter", "input", showCurves);
+  on("all", "change", showCurves);
+  on("add", "change", () => choose([...ids, $("add").value]));
   await load();
   listen({ step: heard, reset: soon(load, 300) });
 }, "charts");
@@ -58,7 +58,7 @@ async function choose(next) {
 
 function showChoice() {
   fill($("chosen"), shown.map(({ run }, index) => h("li", { class: "tag" }, lineSample(index), runLink(run.training_run_id, runName(run)), " ",
-    h("button", { type: "button", class: "small", "aria-label": `Remove ${runName(run)}`, onclick: () => choose(ids.filter((id) => id !== run.training_run_id)) }, "×"))));
+    h("button", { class: "small", "aria-label": `Remove ${runName(run)}`, onclick: () => choose(ids.filter((id) => id !== run.training_run_id)) }, "×"))));
   const others = known.filter((run) => !ids.includes(run.training_run_id));
   fill($("add"), h("option", { value: "", selected: true, disabled: true }, "Add a run …"), others.map((run) => h("option", { value: run.training_run_id }, runName(run))));
   $("add").hidden = ids.length >= MOST || !others.length;
@@ -66,13 +66,11 @@ function showChoice() {
 
 function showCurves() {
   if (!shown.length) return fill($("charts"), empty("Nothing to compare yet", "Add two runs or more above, or choose them on the ", link("/", "runs"), " page."));
-  const wanted = $("filter").value.trim().toLowerCase();
   const keys = [...new Set(shown.flatMap(({ metrics }) => metrics.keys))];
-  const posted = keys.filter((key) => shown.some(({ metrics }) => metrics.series[key]?.axis === "step"));
-  const wantedKeys = ($("all").checked || wanted ? keys : overview(keys, posted)).filter((key) => `${key} ${titleOf(key)}`.toLowerCase().includes(wanted));
-  if (!wantedKeys.length) return fill($("charts"), empty("No metric to show", keys.length ? "Clear the filter to see all." : "These runs have no steps yet."));
-  fill($("charts"), wantedKeys.map((key) => chartOf(key).element));
-  for (const [index, key] of wantedKeys.entries()) {
+  const wanted = filtered(keys, (key) => shown.some(({ metrics }) => metrics.series[key]?.axis === "step"));
+  if (!wanted.length) return fill($("charts"), empty("No metric to show", keys.length ? "Clear the filter to see all." : "These runs have no steps yet."));
+  fill($("charts"), wanted.map((key) => chartOf(key).element));
+  for (const [index, key] of wanted.entries()) {
     const lines = shown.map(({ run, metrics }) => aligned({ label: runName(run), ...(metrics.series[key] ?? emptySeries()) }));
     const isElapsed = $("axis").value === "elapsed";
     chartOf(key).widen(index === 0);

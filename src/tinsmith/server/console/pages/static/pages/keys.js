@@ -1,7 +1,7 @@
 import { get, path, send, toLogin } from "../api.js";
-import { $, code, confirm, empty, fill, h, notify, pill, table } from "../dom.js";
-import { ago, clock, number, until } from "../format.js";
-import { listen, soon } from "../live.js";
+import { $, code, confirm, empty, fill, h, notify, on, pill, second, since, table } from "../dom.js";
+import { clock, number, until } from "../format.js";
+import { reload } from "../live.js";
 import { page } from "../shell.js";
 
 const wanted = location.pathname.split("/")[2];
@@ -12,28 +12,28 @@ page(async () => {
     $("new").hidden = false;
     fill($("new"), "Keys are made on the server's machine, so that none passes through a browser: ", code(`tinsmith key create --name ${name.replace(/[^\w.-]/g, "_")}`));
   }
-  $("day").addEventListener("change", loadAudit);
+  on("day", "change", loadAudit);
   await Promise.all([loadKeys(), loadAudit()]);
-  listen({ key: soon(loadKeys, 300), checkpoint: soon(loadAudit, 300) });
+  reload(() => Promise.all([loadKeys(), loadAudit()]), ["key", "checkpoint"]);
 }, "keys");
 
 async function loadKeys() {
   const { keys } = await get("/api/v1/console/keys");
   fill($("keys"), keys.length ? table("Keys of your account", [
     ["No.", (k) => number(k.key_id), "number"],
-    ["Name", (k) => [String(k.key_id) === wanted ? h("strong", {}, k.name) : k.name, k.is_current ? [" ", pill("good", "This browser's")] : null, k.note ? h("span", { class: "second" }, k.note) : null], "name"],
+    ["Name", (k) => [String(k.key_id) === wanted ? h("strong", {}, k.name) : k.name, k.is_current ? [" ", pill("good", "This browser's")] : null, second(k.note)], "name"],
     ["Status", statusOf],
-    ["Made", (k) => ago(k.created), "nowrap"],
-    [h("span", { class: "visually-hidden" }, "Actions"), (k) => (isGood(k) ? h("button", { type: "button", class: "small", "aria-label": `Revoke ${k.name}`, onclick: () => revoke(k) }, "Revoke") : null)],
+    ["Made", (k) => since(k.created), "nowrap spare"],
+    [h("span", { class: "visually-hidden" }, "Actions"), (k) => (isGood(k) ? h("button", { class: "small", "aria-label": `Revoke ${k.name}`, onclick: () => revoke(k) }, "Revoke") : null)],
   ], keys) : empty("No keys", "This server runs without authentication."));
 }
 
 const isGood = (key) => !key.revoked && !(key.expires && key.expires < Date.now() / 1000);
 
 function statusOf(key) {
-  if (key.revoked) return [pill("", "Revoked"), h("span", { class: "second" }, ago(key.revoked))];
+  if (key.revoked) return [pill("", "Revoked"), second([since(key.revoked)])];
   if (!isGood(key)) return pill("", "Expired");
-  return [pill("good", "Good"), key.expires ? h("span", { class: "second" }, `expires ${until(key.expires)}`) : null];
+  return [pill("good", "Good"), key.expires && second(`expires ${until(key.expires)}`)];
 }
 
 async function revoke(key) {
@@ -54,6 +54,6 @@ async function loadAudit() {
   fill($("audit"), entries.length ? table("Entries of the audit log", [
     ["When", (e) => clock(e.timestamp), "nowrap"],
     ["Event", (e) => code(e.event)],
-    ["What", (e) => [e.tinker_path ? code(e.tinker_path) : e.model_id ? code(e.model_id) : null, h("span", { class: "second" }, Object.entries(e.event_details ?? {}).map(([k, v]) => `${k}: ${typeof v === "object" ? JSON.stringify(v) : v}`).join(", "))], "name"],
+    ["What", (e) => [e.tinker_path ? code(e.tinker_path) : e.model_id ? code(e.model_id) : null, second(Object.entries(e.event_details ?? {}).map(([k, v]) => `${k}: ${typeof v === "object" ? JSON.stringify(v) : v}`).join(", "))], "name"],
   ], entries) : empty("No entries", $("day").value ? "Nothing was done on that day." : "Publishing, deleting and copying of checkpoints is written down here."));
 }

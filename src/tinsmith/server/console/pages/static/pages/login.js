@@ -1,4 +1,4 @@
-import { $ } from "../dom.js";
+import { $, on } from "../dom.js";
 
 const REASONS = {
   ended: "Your session is over: it expired, or its key was revoked. Sign in with a key that is good.",
@@ -8,7 +8,7 @@ const REASONS = {
 const query = new URLSearchParams(location.search);
 if (REASONS[query.get("reason")]) $("reason").textContent = REASONS[query.get("reason")];
 
-$("login").addEventListener("submit", async (event) => {
+on("login", "submit", async (event) => {
   event.preventDefault();
   $("trouble").textContent = "";
   let answer;

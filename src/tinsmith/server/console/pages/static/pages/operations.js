@@ -1,13 +1,12 @@
 import { get, path } from "../api.js";
-import { $, code, empty, fill, h, runLink, stepLink, table } from "../dom.js";
+import { $, bar, code, empty, fill, h, on, runLink, stepLink, table } from "../dom.js";
 import { clock, count, duration, number, runName } from "../format.js";
-import { listen, soon } from "../live.js";
+import { reload } from "../live.js";
 import { statusPill } from "../operation_status.js";
 import { page } from "../shell.js";
 
 const id = decodeURIComponent(location.pathname.split("/")[2]);
 const PAGE = 200;
-const WIDTH = 1000;
 let operations = [];
 let isMore = false;
 
@@ -15,10 +14,10 @@ page(async () => {
   const run = await get(path("training_runs", id));
   document.title = `Timeline of ${runName(run)} · Tinsmith`;
   fill($("crumb"), runLink(id, runName(run)));
-  $("status").addEventListener("change", () => load());
-  $("more").addEventListener("click", () => load(operations.at(-1)?.seq));
+  on("status", "change", () => load());
+  on("more", "click", () => load(operations.at(-1)?.seq));
   await load();
-  listen({ operation: soon(() => load(), 300) }, id);
+  reload(() => load(), ["operation", "queue"], id);
 }, "operations");
 
 async function load(before) {
@@ -37,31 +36,22 @@ function show() {
   $("span").textContent = `${clock(first)} to ${clock(last)}, ${duration(last - first)}`;
   fill($("operations"), table("Operations, newest first", [
     ["No.", (o) => stepLink(id, o.seq, number(o.seq)), "number"],
-    ["Kind", (o) => code(o.kind), "nowrap"],
+    ["Kind", (o) => code(o.kind), "name"],
     ["Status", statusOf],
     ["Waited", (o) => duration((o.started ?? o.ended ?? now) - o.submitted), "number"],
     ["Computed", (o) => (o.started ? duration((o.ended ?? now) - o.started) : "–"), "number"],
     ["Tokens", (o) => (o.tokens ? count(o.tokens) : "–"), "number"],
-    ["When", (o) => bar(o, first, last, now), "when"],
+    ["When", (o) => times(o, first, last, now), "when"],
   ], operations));
 }
 
 const statusOf = (operation) => [statusPill(operation), operation.error ? h("span", { class: "second error" }, operation.error) : null];
 
 /** Waiting and computing on the common axis of time. */
-function bar(operation, first, last, now) {
-  const scale = WIDTH / Math.max(last - first, 1e-6);
+function times(operation, first, last, now) {
+  const at = (moment) => ((moment - first) / Math.max(last - first, 1e-6)) * 1000;
   const started = operation.started ?? operation.ended ?? now;
-  const ended = operation.ended ?? now;
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  for (const [name, value] of Object.entries({ class: "bar", viewBox: `0 0 ${WIDTH} 8`, preserveAspectRatio: "none", "aria-hidden": "true" })) svg.setAttribute(name, value);
-  const part = (kind, from, to) => {
-    const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-    for (const [name, value] of Object.entries({ class: kind, x: (from - first) * scale, width: Math.max((to - from) * scale, kind === "run" ? 8 : 0), height: 8 })) rect.setAttribute(name, value);
-    svg.append(rect);
-  };
-  part("back", first, last);
-  part("wait", operation.submitted, started);
-  if (operation.started) part("run", started, ended);
-  return svg;
+  const parts = [["wait", at(operation.submitted), at(started)]];
+  if (operation.started) parts.push(["run", at(started), Math.max(at(operation.ended ?? now), at(started) + 8)]);
+  return bar(parts);
 }

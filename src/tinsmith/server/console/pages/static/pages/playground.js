@@ -1,5 +1,6 @@
 import { get } from "../api.js";
-import { $, code, copyButton, empty, fill, h, notify } from "../dom.js";
+import { $, closing, code, copyButton, dialog, empty, fill, h, notify, on } from "../dom.js";
+import { reload } from "../live.js";
 import { runNames } from "../run_names.js";
 import { page } from "../shell.js";
 import { curl, python } from "../snippets.js";
@@ -14,9 +15,7 @@ let running = new Set(); // the AbortController of each answer under way
 
 page(async () => {
   const query = new URLSearchParams(location.search);
-  const [served, nameOf] = await Promise.all([get("/oai/api/v1/models"), runNames()]);
-  state.models = served.data.map((model) => model.id);
-  state.nameOf = nameOf;
+  await loadModels();
   const wanted = [...query.getAll("checkpoint"), ...query.getAll("model")].slice(0, MOST_LANES);
   state.lanes = wanted.length ? wanted : state.models.slice(-1);
   if (query.get("as") === "completion") setMode(false);
@@ -24,35 +23,44 @@ page(async () => {
   controls();
   show();
   $("prompt").focus();
+  reload(async () => {
+    await loadModels();
+    document.querySelectorAll(".lane-head").forEach((head, lane) => head.replaceWith(laneHead(state.lanes[lane], lane)));
+  }, ["checkpoint"]);
 }, "lanes");
 
-// --- controls -----------------------------------------------------------------------------------
+async function loadModels() {
+  const [served, nameOf] = await Promise.all([get("/oai/api/v1/models"), runNames()]);
+  Object.assign(state, { models: served.data.map((model) => model.id), nameOf });
+}
+
+// --- controls
 
 function controls() {
-  $("chat-mode").addEventListener("click", () => setMode(true));
-  $("completion-mode").addEventListener("click", () => setMode(false));
-  $("add-model").addEventListener("click", () => {
+  on("chat-mode", "click", () => setMode(true));
+  on("completion-mode", "click", () => setMode(false));
+  on("add-model", "click", () => {
     state.lanes.push(state.models.find((model) => !state.lanes.includes(model)) ?? state.lanes[0]);
     for (const turn of state.turns) turn.replies.push(newReply());
     keep();
   });
-  $("clear").addEventListener("click", () => {
+  on("clear", "click", () => {
     stopAll();
     state.turns = [];
     show();
   });
-  $("copy-as").addEventListener("click", showCode);
-  $("stop-all").addEventListener("click", stopAll);
-  $("colours").addEventListener("change", () => {
+  on("copy-as", "click", showCode);
+  on("stop-all", "click", stopAll);
+  on("colours", "change", () => {
     document.body.classList.toggle("plain-tokens", !$("colours").checked);
     $("scale").hidden = !$("colours").checked;
   });
   for (const id of ["temperature", "top-p", "max-tokens", "seed", "stop", "system"]) $(id).addEventListener("input", summarise);
-  $("composer").addEventListener("submit", (event) => {
+  on("composer", "submit", (event) => {
     event.preventDefault();
     submit();
   });
-  $("prompt").addEventListener("keydown", (event) => {
+  on("prompt", "keydown", (event) => {
     const sends = state.isChat ? !event.shiftKey : event.ctrlKey || event.metaKey;
     if (event.key === "Enter" && sends && !event.isComposing) {
       event.preventDefault();
@@ -95,7 +103,7 @@ function stopAll() {
   running.forEach((controller) => controller.abort());
 }
 
-// --- asking -------------------------------------------------------------------------------------
+// --- asking
 
 function submit() {
   const text = $("prompt").value;
@@ -176,7 +184,7 @@ function requestOf(index, lane, seed) {
   return ["/chat/completions", { ...shared, messages, logprobs: true, top_logprobs: ALTERNATIVES }];
 }
 
-// --- showing ------------------------------------------------------------------------------------
+// --- showing
 
 function busy() {
   $("stop-all").hidden = running.size === 0;
@@ -198,7 +206,7 @@ function laneHead(model, lane) {
     state.lanes[lane] = event.target.value;
     keep();
   } }, known.map((name) => h("option", { value: name, selected: name === model }, labelOf(name))));
-  const remove = h("button", { type: "button", class: "small", "aria-label": `Remove model ${lane + 1}`, onclick: () => {
+  const remove = h("button", { class: "small", "aria-label": `Remove model ${lane + 1}`, onclick: () => {
     stopAll();
     state.lanes.splice(lane, 1);
     for (const turn of state.turns) turn.replies.splice(lane, 1);
@@ -207,10 +215,10 @@ function laneHead(model, lane) {
   return h("div", { class: "lane-head" }, select, state.lanes.length > 1 ? remove : null);
 }
 
-/** A checkpoint by its run's name and its own. */
+/** A checkpoint by its own name, which comes first because little room is left for both, and its run's. */
 function labelOf(model) {
   const [, run, name] = /^tinker:\/\/([^/]+)\/(?:sampler_)?weights\/(.+)$/.exec(model) ?? [];
-  return run ? `${state.nameOf(run)} · ${name}` : model;
+  return run ? `${name} · ${state.nameOf(run)}` : model;
 }
 
 function turnOf(turn, index, lane) {
@@ -219,12 +227,12 @@ function turnOf(turn, index, lane) {
   showFinish(reply);
   if (!state.isChat) return h("div", { class: "reply completion" }, h("span", { class: "given" }, turn.user), reply.block, reply.end, again(index));
   return [
-    h("div", { class: "said" }, h("p", {}, turn.user), h("button", { type: "button", class: "small", onclick: () => edit(index) }, "Edit")),
+    h("div", { class: "said" }, h("p", {}, turn.user), h("button", { class: "small", onclick: () => edit(index) }, "Edit")),
     h("div", { class: "reply" }, reply.block, reply.end, index === state.turns.length - 1 ? again(index) : null),
   ];
 }
 
-const again = (index) => h("button", { type: "button", class: "small", onclick: () => !running.size && answerTurn(index, sharedSeed()) }, "Regenerate");
+const again = (index) => h("button", { class: "small", onclick: () => !running.size && answerTurn(index, sharedSeed()) }, "Regenerate");
 
 const ENDS = { length: "Ended: most tokens reached", stopped: "Stopped by you", stop: "" };
 
@@ -248,12 +256,7 @@ function showCode() {
   const plain = { ...body };
   delete plain.stream;
   const both = [["curl", curl(path, plain)], ["Python", python(path, plain)]];
-  const dialog = h("dialog", { class: "code", "aria-labelledby": "code-title" }, h("form", { method: "dialog" },
-    h("h2", { id: "code-title" }, "The last request as code"),
+  dialog("The last request as code",
     both.map(([name, text]) => [h("div", { class: "code-head" }, h("h3", {}, name), copyButton(text)), h("pre", { tabindex: "0" }, text)]),
-    h("p", { class: "muted small" }, "The key is read from ", code("TINKER_API_KEY"), "."),
-    h("div", { class: "actions" }, h("button", {}, "Close"))));
-  dialog.addEventListener("close", () => dialog.remove());
-  document.body.append(dialog);
-  dialog.showModal();
+    h("p", { class: "muted small" }, "The key is read from ", code("TINKER_API_KEY"), "."), closing()).classList.add("code");
 }

@@ -1,9 +1,9 @@
 import { get, path } from "../api.js";
 import { Chart } from "../chart.js";
-import { $, code, copyButton, empty, fill, h, link, pill, stepLink, strip, table, terms } from "../dom.js";
-import { ago, bytes, clock, count, duration, moment, number, runName, until } from "../format.js";
+import { $, checkpointLink, code, copyButton, empty, fill, h, link, on, pill, since, stepLink, strip, table, terms } from "../dom.js";
+import { bytes, clock, count, duration, moment, number, runName, until } from "../format.js";
 import { listen, soon } from "../live.js";
-import { emptySeries, formatsOf, overview, put, timesOf, titleOf } from "../metrics.js";
+import { emptySeries, filtered, formatsOf, put, timesOf, titleOf } from "../metrics.js";
 import { statusOf } from "../run_status.js";
 import { page } from "../shell.js";
 
@@ -21,7 +21,7 @@ page(async () => {
   controls();
   await loadCurves();
   await Promise.all([loadCheckpoints(), loadFailures(), loadQueue(), loadSamplers()]);
-  listen({ step: heard, operation: ended, checkpoint: soon(loadCheckpoints, 200), run: soon(loadRun, 500), reset: soon(loadCurves, 200) }, id);
+  listen({ step: heard, operation: ended, queue: seeQueue, server: seeQueue, sample: soon(loadSamplers, 300), checkpoint: soon(loadCheckpoints, 200), run: soon(loadRun, 500), reset: soon(loadCurves, 200) }, id);
   setInterval(showHead, 5000);
 }, "charts");
 
@@ -44,7 +44,7 @@ async function loadQueue() {
   showHead();
 }
 
-// --- at a glance --------------------------------------------------------------------------------
+// --- at a glance
 
 function showHead() {
   const { run, queue } = state;
@@ -52,16 +52,17 @@ function showHead() {
   $("title").textContent = runName(run);
   const [kind, text] = statusOf(run, queue);
   if ($("status").textContent !== text) $("status").replaceChildren(pill(kind, text));
-  if (!$("subtitle").firstChild) {
-    fill($("subtitle"), code(id), " ", copyButton(id));
-    const sampler = run.last_sampler_checkpoint?.tinker_path;
+  const sampler = run.last_sampler_checkpoint?.tinker_path;
+  if (!$("subtitle").firstChild) fill($("subtitle"), code(id), " ", copyButton(id));
+  if ($("actions").dataset.for !== String(sampler)) {
+    $("actions").dataset.for = String(sampler);
     fill($("actions"),
       sampler && h("a", { class: "button primary", href: `/playground?mode=checkpoint&checkpoint=${encodeURIComponent(sampler)}` }, "Chat"),
       h("a", { class: "button", href: `/compare?runs=${encodeURIComponent(id)}` }, "Compare"),
       h("a", { class: "button", href: `/training_runs/${encodeURIComponent(id)}/operations` }, "Timeline"));
   }
-  $("queue").hidden = !queue?.waiting;
-  if (queue?.waiting) $("queue").textContent = `${queue.waiting} waiting: ${queue.reason}.`;
+  // Always there: many times a second something begins to wait, and what is below must not move.
+  if (queue) $("queue").textContent = `Queue: ${queue.waiting ? `${queue.waiting} waiting, ` : ""}${queue.reason}.`;
   showNumbers();
 }
 
@@ -77,7 +78,7 @@ function showNumbers() {
     ["Tokens per second", count(state.series["time/tokens_per_second"]?.mean.at(-1))],
     ["Computing", share, "of the time"],
     ["Queue", state.queue ? number(state.queue.waiting) : "–", state.queue?.place ? `place ${state.queue.place}` : "waiting"],
-    ["Last request", ago(state.run.last_request_time)],
+    ["Last request", since(state.run.last_request_time)],
   ];
   fill($("numbers"), strip(cells));
 }
@@ -94,20 +95,17 @@ function showConfig() {
   fill($("config"), terms(facts.map(([name, value]) => [name, String(value)])));
 }
 
-// --- curves -------------------------------------------------------------------------------------
+// --- curves
 
 function controls() {
-  $("smoothing").addEventListener("input", () => charts.forEach((chart) => chart.set({ smoothing: Number($("smoothing").value) })));
-  $("axis").addEventListener("change", () => charts.forEach((chart) => chart.set({ axis: $("axis").value })));
-  $("filter").addEventListener("input", showCurves);
-  $("all").addEventListener("change", showCurves);
+  on("smoothing", "input", () => charts.forEach((chart) => chart.set({ smoothing: Number($("smoothing").value) })));
+  on("axis", "change", () => charts.forEach((chart) => chart.set({ axis: $("axis").value })));
+  on("filter", "input", showCurves);
+  on("all", "change", showCurves);
 }
 
 function showCurves() {
-  const wanted = $("filter").value.trim().toLowerCase();
-  const every = $("all").checked || wanted;
-  const keys = (every ? state.keys : overview(state.keys, state.keys.filter(isPosted)))
-    .filter((key) => `${key} ${titleOf(key)}`.toLowerCase().includes(wanted));
+  const keys = filtered(state.keys, isPosted);
   if (!keys.length) {
     fill($("charts"), state.keys.length ? empty("No metric fits", "Clear the filter to see all.")
       : empty("No steps yet", "Curves appear with the first forward_backward."));
@@ -180,18 +178,19 @@ const redraw = soon(() => {
 }, 100);
 const thinOut = soon(loadCurves, 1000);
 const failed = soon(loadFailures, 300);
-const seeQueue = soon(loadQueue, 1000);
+const seeQueue = soon(loadQueue, 300);
 
-// --- checkpoints and failures -------------------------------------------------------------------
+// --- checkpoints and failures
 
 async function loadCheckpoints() {
-  state.checkpoints = (await get(here("checkpoints"))).checkpoints;
+  [state.run, { checkpoints: state.checkpoints }] = await Promise.all([get(here()), get(here("checkpoints"))]);
+  showHead();
   const newest = [...state.checkpoints].sort((a, b) => moment(b.time) - moment(a.time));
   fill($("checkpoints"), newest.length ? table("Checkpoints of this run", [
-    ["Name", (c) => link(`/checkpoints/${encodeURIComponent(id)}/${encodeURIComponent(c.checkpoint_id)}`, c.checkpoint_id), "name"],
+    ["Name", (c) => checkpointLink(id, c.checkpoint_id), "name"],
     ["Size", (c) => bytes(c.size_bytes), "number"],
-    ["Saved", (c) => ago(c.time), "nowrap"],
-    ["Expires", (c) => (c.expires_at ? until(c.expires_at) : "never"), "nowrap"],
+    ["Saved", (c) => since(c.time), "nowrap"],
+    ["Expires", (c) => (c.expires_at ? until(c.expires_at) : "never"), "nowrap spare"],
   ], newest) : empty("No checkpoints", "save_weights_and_get_sampling_client() or save_state() makes one."));
   $("marks").hidden = !newest.length;
   if (state.keys.length) showCurves();
@@ -205,7 +204,7 @@ async function loadSamplers() {
     ["Sequences", (s) => number(s.sequences), "number"], ["Tokens", (s) => count(s.sampled_tokens), "number"],
     ["Mean length", (s) => number(s.mean_length, 3), "number"], ["Longest", (s) => number(s.longest), "number"],
     ["Ended by themselves", (s) => `${Math.round(100 * s.stopped_fraction)} %`, "number"],
-    ["Mean log-probability", (s) => number(s.mean_logprob, 3), "number"], ["Last", (s) => ago(s.last), "nowrap"],
+    ["Mean log-probability", (s) => number(s.mean_logprob, 3), "number"], ["Last", (s) => since(s.last), "nowrap"],
   ], samplers));
 }
 

@@ -1,7 +1,7 @@
 import { get, path } from "../api.js";
 import { sparkline } from "../chart.js";
-import { $, code, empty, fill, h, runLink, table } from "../dom.js";
-import { ago, number, runName, shortId } from "../format.js";
+import { $, code, empty, fill, h, on, runCell, second, since, table, typed } from "../dom.js";
+import { number, runName } from "../format.js";
 import { listen, soon } from "../live.js";
 import { statusPill } from "../run_status.js";
 import { page } from "../shell.js";
@@ -14,9 +14,10 @@ const chosen = new Set();
 let total = 0;
 
 page(async () => {
-  $("search").addEventListener("input", show);
-  $("more").addEventListener("click", () => load(runs.size));
+  on("search", "input", show);
+  on("more", "click", () => load(runs.size));
   await load(0);
+  setInterval(() => runs.forEach((_, id) => showLoss(id)), 5000);
   listen({ step: heard, run: refresh, checkpoint: refresh, reset: refresh });
 }, "runs");
 
@@ -34,7 +35,7 @@ async function loadLoss(id) {
   showLoss(id);
 }
 
-const refresh = soon(() => load(0), 500);
+const refresh = soon(() => load(0), 300);
 
 function heard(step) {
   const run = runs.get(step.run);
@@ -46,7 +47,7 @@ function heard(step) {
 }
 
 function show() {
-  const wanted = $("search").value.trim().toLowerCase();
+  const wanted = typed("search");
   const found = [...runs.values()].filter((run) => textOf(run).includes(wanted));
   $("count").textContent = total ? `${found.length === total ? "" : `${found.length} of `}${total}` : "";
   $("more").hidden = runs.size >= total;
@@ -54,20 +55,20 @@ function show() {
   if (!found.length) return fill($("runs"), empty("No run fits", "Runs are searched by id, base model and metadata", runs.size < total ? "; older ones are not shown yet." : "."));
   fill($("runs"), table("Runs", [
     [h("span", { class: "visually-hidden" }, "Choose"), pick, "pick"],
-    ["Run", (run) => [runLink(run.training_run_id, runName(run)), h("code", { class: "second", title: run.training_run_id }, shortId(run.training_run_id))], "name"],
-    ["Status", (run) => h("span", { data: { status: run.training_run_id } }, statusPill(run))],
-    ["Loss per token", (run) => h("span", { data: { loss: run.training_run_id } }, lossOf(run.training_run_id))],
-    ["Now", (run) => h("span", { data: { now: run.training_run_id } }, newest(run.training_run_id)), "number"],
-    ["Base model", (run) => [run.base_model, h("span", { class: "second" }, `LoRA rank ${run.lora_rank}`)], "spare"],
+    ["Run", runCell, "name"],
+    ["Status", part("status")], ["Loss per token", part("loss")], ["Now", part("now"), "number"],
+    ["Base model", (run) => [run.base_model, second(`LoRA rank ${run.lora_rank}`)], "spare"],
     ["Metadata", (run) => tags(run), "spare"],
-    ["Last request", (run) => ago(run.last_request_time), "nowrap"],
+    ["Last request", part("last"), "nowrap"],
   ], found));
 }
 
+/** The parts of a row that change by themselves. */
+const PARTS = { status: (id) => statusPill(runs.get(id)), loss: lossOf, now: (id) => newest(id), last: (id) => since(runs.get(id).last_request_time) };
+const part = (name) => ({ training_run_id: id }) => h("span", { data: { [name]: id } }, PARTS[name](id));
+
 function showLoss(id) {
-  document.querySelector(`[data-loss="${CSS.escape(id)}"]`)?.replaceChildren(lossOf(id));
-  document.querySelector(`[data-now="${CSS.escape(id)}"]`)?.replaceChildren(newest(id));
-  document.querySelector(`[data-status="${CSS.escape(id)}"]`)?.replaceChildren(statusPill(runs.get(id)));
+  for (const name of Object.keys(PARTS)) document.querySelector(`[data-${name}="${CSS.escape(id)}"]`)?.replaceChildren(PARTS[name](id));
 }
 
 function lossOf(id) {

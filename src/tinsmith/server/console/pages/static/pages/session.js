@@ -1,6 +1,6 @@
 import { get, path } from "../api.js";
-import { $, code, empty, fill, h, runLink, table, terms } from "../dom.js";
-import { ago, runName, shortId } from "../format.js";
+import { $, code, empty, fill, runCell, since, table, terms } from "../dom.js";
+
 import { listen, soon } from "../live.js";
 import { statusPill } from "../run_status.js";
 import { page } from "../shell.js";
@@ -25,10 +25,10 @@ async function load() {
     Promise.all(session.training_run_ids.map((run) => get(path("training_runs", run)))),
     Promise.all(session.sampler_ids.slice(0, 100).map((sampler) => get(path("samplers", sampler)).catch(() => ({ sampler_id: sampler }))))]);
   fill($("runs"), runs.length ? table("Runs of this session", [
-    ["Run", (run) => [runLink(run.training_run_id, runName(run)), h("code", { class: "second", title: run.training_run_id }, shortId(run.training_run_id))], "name"],
+    ["Run", runCell, "name"],
     ["Status", (run) => statusPill(run)],
     ["Base model", (run) => run.base_model],
-    ["Last request", (run) => ago(run.last_request_time), "nowrap"],
+    ["Last request", (run) => since(run.last_request_time), "nowrap"],
   ], runs) : empty("No runs", "create_lora_training_client() makes one."));
   fill($("samplers"), samplers.length ? table("Samplers of this session", [
     ["Sampler", (s) => code(s.sampler_id), "name"], ["Base model", (s) => s.base_model ?? "no longer there"],

@@ -1,7 +1,7 @@
 import { get } from "../api.js";
-import { $, empty, fill, runLink, strip, table } from "../dom.js";
+import { $, bar, empty, fill, on, runLink, strip, table } from "../dom.js";
 import { bytes, count } from "../format.js";
-import { listen, soon } from "../live.js";
+import { reload } from "../live.js";
 import { runNames } from "../run_names.js";
 import { page } from "../shell.js";
 
@@ -11,11 +11,10 @@ const NAMES = { run: "Run", model: "Base model", day: "Day" };
 page(async () => {
   const by = new URLSearchParams(location.search).get("by");
   if (NAMES[by]) $("by").value = by;
-  $("by").addEventListener("change", load);
+  on("by", "change", load);
   await load();
   setInterval(() => load().catch(() => {}), EVERY_MS);
-  const again = soon(load, 500);
-  listen({ operation: again, checkpoint: again });
+  reload(load, ["operation", "sample", "checkpoint"]);
 }, "usage");
 
 async function load() {
@@ -36,21 +35,10 @@ async function load() {
   fill($("usage"), table(`Usage by ${NAMES[by].toLowerCase()}`, [
     [NAMES[by], (item) => (by === "run" && item.by ? runLink(item.by, nameOf(item.by)) : item.by || "base models, without a run"), "name"],
     ["Trained", (item) => count(item.training_tokens), "number"], ["Prompts", (item) => count(item.prefill_tokens), "number"],
-    ["From the cache", (item) => count(item.cached_prefill_tokens), "number"], ["Sampled", (item) => count(item.sampled_tokens), "number"],
+    ["From the cache", (item) => count(item.cached_prefill_tokens), "number spare"], ["Sampled", (item) => count(item.sampled_tokens), "number"],
     ...(by === "run" ? [["Stored", (item) => bytes(item.stored_bytes), "number"]] : []),
-    ["Share", (item) => share(totalOf(item) / most), "when"],
+    ["Share", (item) => bar([["run", 0, (1000 * totalOf(item)) / most]]), "when"],
   ], usage));
 }
 
 const totalOf = (item) => item.training_tokens + item.prefill_tokens + item.cached_prefill_tokens + item.sampled_tokens;
-
-function share(part) {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  for (const [name, value] of Object.entries({ class: "bar", viewBox: "0 0 100 8", preserveAspectRatio: "none", "aria-hidden": "true" })) svg.setAttribute(name, value);
-  for (const [kind, width] of [["back", 100], ["run", 100 * part]]) {
-    const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-    for (const [name, value] of Object.entries({ class: kind, width, height: 8 })) rect.setAttribute(name, value);
-    svg.append(rect);
-  }
-  return svg;
-}

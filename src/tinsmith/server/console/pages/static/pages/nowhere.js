@@ -1,0 +1,3 @@
+import { page } from "../shell.js";
+
+page(() => {}, "main");
