@@ -209,7 +209,7 @@ def test_an_existing_data_folder_is_not_touched(backup: Path, tmp_path: Path) ->
 
 
 def test_what_is_no_backup_is_said_to_be_none(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match=r"is no backup: it has no backup\.json"):
+    with pytest.raises(ValidationError, match=r"is not a backup: it has no backup\.json"):
         backups.verify(tmp_path)
     (tmp_path / "backup.json").write_text('{"form": 1, "files": 3}')
     with pytest.raises(backups.DamagedBackupError, match=r"backup\.json is damaged"):

@@ -97,7 +97,7 @@ async def test_another_database_with_a_full_folder_is_refused(
     other.data_dir.mkdir()
     await (await claim_store(other)).close()
     mixed = _with(left, database_url=sqlite_url(other.data_dir / "tinsmith.db"))
-    await _refused(mixed, "each belongs to another")
+    await _refused(mixed, "the database belongs to another storage")
 
 
 async def test_a_database_with_an_empty_folder_is_refused(

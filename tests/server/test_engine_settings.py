@@ -11,9 +11,10 @@ import pytest
 from tinsmith.assembly import engine_factory
 from tinsmith.engine.fake import FakeEngine
 from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.engine import LocalEngine
 from tinsmith.errors import ValidationError
 from tinsmith.server.config import build_config, check_settings, load_config
-from tinsmith.server.engines.plan import SlotPlan
+from tinsmith.server.engines.plan import SlotPlan, slot_plans
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -45,6 +46,22 @@ def test_the_form_of_base_weights_reaches_the_local_engine() -> None:
     assert isinstance(settings, LocalEngineConfig) and settings.base_weights == "nf4"
 
 
+async def test_engines_on_one_device_have_even_parts_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two that plan with nine tenths each of one GPU leave the second without memory."""
+    found: list[float] = []
+
+    async def start(settings: LocalEngineConfig, **_: object) -> None:
+        found.append(settings.memory_fraction)
+
+    monkeypatch.setattr(LocalEngine, "start", start)
+    config = build_config({"engine": "local", "engines": "3", "devices": "cuda:0,cuda:1"})
+    for plan in slot_plans(config):
+        await engine_factory(config)(plan)
+    assert found == [0.45, 0.9, 0.45]
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
@@ -58,7 +75,7 @@ def test_the_form_of_base_weights_reaches_the_local_engine() -> None:
         ({"engine.device": "cpu"}, "engine.device.*set as 'device', without 'engine.'"),
         ({"engine.models": "x"}, "engine.models.*set as 'models'"),
         ({"engine.base_weights": "nf4"}, "engine.base_weights.*set as 'base_weights'"),
-        ({"base_weights": "int4"}, "base_weights.*'full', 'int8', 'nf4', got 'int4'"),
+        ({"base_weights": "int4"}, "base_weights.*'full', 'int8', 'fp8', 'nf4', got 'int4'"),
         ({"engine": "fake", "engine.pass_seconds": 1}, "set as 'fake_pass_seconds'"),
         ({"engine": "fake", "engine.num_threads": 1}, "no setting called 'engine.num_threads'"),
     ],

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from typing import TYPE_CHECKING
+
+import pytest
 
 from tinsmith.server.futures import Outcome, Promises
 
@@ -36,6 +39,32 @@ async def test_results_beyond_the_bytes_are_let_go_fetched_ones_first() -> None:
     promises.resolve("2", Outcome(body=b"x" * 45), 2.0)
     assert promises.get("1") is None
     assert promises.get("0") is not None and promises.nbytes == 90
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_takes_an_even_part_keeps_all_his_results_whatever_others_do(seed: int) -> None:
+    """Others finish, fetch and forget results of any size; his are there, and as they were."""
+    rng = random.Random(seed)
+    greedy = [f"greedy {number}" for number in range(rng.randint(1, 5))]
+    promises = Promises(max_bytes=1000)
+    kept = {f"modest {n}": bytes([n]) * 10 for n in range(1000 // (len(greedy) + 1) // 10)}
+    waiting = list(kept)
+    theirs = []
+    for number in range(2000):
+        if waiting and rng.random() < 0.1:
+            name = waiting.pop()
+            promises.open(name, "modest")
+            promises.resolve(name, Outcome(body=kept[name]), float(number))
+        owner, name = rng.choice(greedy), f"{number}"
+        promise = promises.open(name, owner)
+        promises.resolve(name, Outcome(body=bytes(rng.choice([0, 5, 50, 500, 5000]))), number)
+        theirs.append(promise)
+        promises.mark_retrieved(rng.choice(theirs), float(number))
+        promises.forget([rng.choice(theirs).request_id])
+        assert promises.nbytes <= 1000
+    assert not waiting
+    found = {name: promises.get(name) for name in kept}
+    assert {n: p and p.outcome and p.outcome.body for n, p in found.items()} == kept
 
 
 async def test_thousands_of_open_questions_are_cheap() -> None:

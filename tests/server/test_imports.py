@@ -243,7 +243,7 @@ async def test_uploads_of_an_earlier_server_are_gone(start_server: StartServer) 
     server = await start_server(engine=Importing)
     assert left_over(server) == []
     response = await server.api.post("/import_weights", request(upload_id))
-    assert "is to be sent again" in response.json()["detail"]
+    assert "if the server was restarted meanwhile, send it again" in response.json()["detail"]
 
 
 class _Engines:
@@ -302,3 +302,19 @@ async def test_an_import_that_was_cut_is_there_whole_or_not_at_all(
     for number, path in enumerate(sorted(paths)):
         body = {"session_id": session, "model_seq_id": number, "path": path, "optimizer": True}
         await api.result((await api.ok("/load_weights", body))["request_id"])
+
+
+async def test_a_server_that_is_late_removes_no_upload_of_the_one_that_took_over(
+    tmp_path: Path,
+) -> None:
+    earlier, later = (Uploads(tmp_path, 1000, epoch) for epoch in (4, 5))
+    await earlier.put("owner", "0" * 32, CONFIG, 0, b"old")
+    later.clear()
+    assert contents(tmp_path) == [], "nobody goes on with it"
+    await later.put("owner", "0" * 32, CONFIG, 0, b"new")
+    earlier.clear()
+    assert contents(tmp_path) == [b"new"]
+
+
+def contents(folder: Path) -> list[bytes]:
+    return [path.read_bytes() for path in folder.rglob("*") if path.is_file()]

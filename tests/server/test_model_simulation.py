@@ -6,8 +6,8 @@ read by others and deleted; models are put on disk and moved; engines die, some 
 their slots are emptied; servers are killed and started
 again. Each answer is compared, bit by bit, with that of the same operations one after another.
 
-A failure names its seed, and `run(seed, folder)` repeats it step by step. With SIMULATED_LIVES=1000
-in the environment so many seeds are tried instead of a few.
+A failure names its seed, and `run(seed, folder)` repeats it step by step. `make simulation` tries
+as many seeds as it takes to carry out so many operations.
 
 That it can fail was seen by planting old faults, one at a time; each is found by seed 0:
 - an operation runs before its predecessor's end is recorded: `batches.Single.run` without
@@ -20,7 +20,6 @@ That it can fail was seen by planting old faults, one at a time; each is found b
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -54,7 +53,7 @@ from tinsmith.wire import proto
 OWNERS = ("ann", "bob", "cleo")
 TRAINERS_PER_OWNER = 2
 NUM_ROUNDS = 12
-NUM_SEEDS = int(os.environ.get("SIMULATED_LIVES", "15"))
+NUM_SEEDS = 15
 MAX_LOADED_MODELS = 2
 GAP_SECONDS = 40.0
 PATIENCE_SECONDS = 3000.0
@@ -94,6 +93,8 @@ class World:
         self.trainers: list[Trainer] = []
         self.people: set[asyncio.Task[Any]] = set()
         self.calls: set[asyncio.Task[Answer]] = set()
+        self.num_operations = 0
+        """That were sent and compared, or found to have failed as they had to."""
 
     async def make_keys(self, store: Store) -> None:
         for owner in OWNERS:
@@ -219,6 +220,7 @@ class Trainer:
             assert answer.status == 408, answer
 
     async def _compare(self, operation: Operation) -> None:
+        self.world.num_operations += 1
         outcome = operation.outcome
         if operation.waits_in_vain:
             assert "which never arrived" in str(outcome), (self.model_id, operation)
@@ -459,8 +461,8 @@ async def make_trouble(world: World) -> None:
         draining.change(number, is_draining=world.random.random() < 0.5)
         trouble = world.random.randrange(4)
         if trouble < 2:
-            engine = world.random.choice(list(world.server.engines.values()))
-            engine.die("killed by the simulation")
+            if engines := list(world.server.engines.values()):  # else none is up yet
+                world.random.choice(engines).die("killed by the simulation")
             continue
         world.is_open.clear()
         if trouble == 2:
@@ -486,8 +488,7 @@ async def check_that_nothing_is_left(world: World) -> None:
     assert service.folder.names() == await service.store.file_names()
 
 
-async def live(random: random.Random, folder: Path, *, is_to_the_end: bool) -> None:
-    world = World(random, folder)
+async def live(world: World, *, is_to_the_end: bool) -> None:
     main = asyncio.current_task()
     assert main is not None
     world.people.add(main)
@@ -506,16 +507,28 @@ async def live(random: random.Random, folder: Path, *, is_to_the_end: bool) -> N
     await world.server.stop()
 
 
-def run(seed: int, folder: Path, *, is_to_the_end: bool = False) -> int:
+@dataclass(frozen=True, slots=True)
+class Lived:
+    num_steps: int
+    num_operations: int
+
+
+def run(seed: int, folder: Path, *, is_to_the_end: bool = False) -> Lived:
+    worlds: list[World] = []
+
+    async def main(random: random.Random) -> None:
+        worlds.append(World(random, folder))
+        await live(worlds[0], is_to_the_end=is_to_the_end)
+
     with simulated_machine(seed):
-        return simulate(seed, lambda random: live(random, folder, is_to_the_end=is_to_the_end))
+        return Lived(simulate(seed, main), worlds[0].num_operations)
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_no_order_of_events_changes_a_result_or_loses_a_checkpoint(
     seed: int, tmp_path: Path
 ) -> None:
-    assert run(seed, tmp_path) > 10_000
+    assert run(seed, tmp_path).num_steps > 10_000
 
 
 def test_nothing_is_kept_for_those_who_have_left(tmp_path: Path) -> None:

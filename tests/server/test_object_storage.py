@@ -19,6 +19,7 @@ from tests.support.in_process_server import Api, StartServer, TestServer, datum
 from tests.support.object_storage import Bucket, bucket, s3_server  # noqa: F401  # fixtures
 from tinsmith.cli.server import storage
 from tinsmith.errors import ValidationError
+from tinsmith.server import backups
 from tinsmith.server.config import ServerConfig, build_config
 from tinsmith.server.serving import claim_store, open_store
 from tinsmith.server.storage.objects import Objects
@@ -132,7 +133,7 @@ async def test_a_database_that_does_not_know_what_is_in_the_bucket_is_refused(
         if database == "foreign":
             elsewhere = dataclasses.replace(config, storage=f"{bucket.url}/elsewhere")
             await (await claim_store(elsewhere)).close()
-            before, reason = bucket.files(), "each belongs to another one"
+            before, reason = bucket.files(), "the database belongs to another storage"
     with pytest.raises(ForeignStoreError, match=reason):
         await claim_store(config)
     assert bucket.files() == before
@@ -442,3 +443,36 @@ async def test_what_is_missing_damaged_or_unknown_is_found_and_marked_and_nothin
 
 def _contents(folder: Path) -> dict[str, bytes]:
     return {str(f): f.read_bytes() for f in folder.rglob("*") if f.is_file() and "db" not in f.name}
+
+
+async def test_a_backup_of_a_bucket_fills_another_one_or_a_folder(
+    start_server: StartServer,
+    bucket: Bucket,  # noqa: F811  # the fixture
+    tmp_path: Path,
+) -> None:
+    server = await start_server(storage=bucket.url)
+    model, loss = await _trained(server)
+    path = await _save(server.api, model, 4, "kept")
+    backup = tmp_path / "backup"
+    made = await asyncio.to_thread(backups.create, server.service.config, backup)
+    assert await asyncio.to_thread(backups.verify, backup) == made
+    assert {name.split("/")[0] for name in made.files} == {"weights", "blobs", "tinsmith.db"}
+    await server.stop()
+    before = bucket.files()
+    for where in (f"{bucket.url}-restored", None):
+        settings = {
+            "storage": where,
+            "data_dir": tmp_path / ("folder" if where is None else "s3"),
+        }
+        await asyncio.to_thread(backups.restore, backup, build_config(settings))
+        server = await start_server(**settings)
+        other = await server.api.model()
+        body = {"model_id": other, "seq_id": 1, "path": path, "optimizer": True}
+        await server.api.result((await server.api.ok("/load_weights", body))["request_id"])
+        assert await server.api.loss(other, 2) == loss
+        await server.stop()
+    config = build_config({"storage": bucket.url, "data_dir": tmp_path / "no"})
+    with pytest.raises(ValidationError, match="is not empty"):
+        await asyncio.to_thread(backups.restore, backup, config)
+    assert bucket.files() == before
+    assert not config.data_dir.exists()

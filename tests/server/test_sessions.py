@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,28 @@ async def test_a_silent_session_goes_to_disk_and_wakes_up_where_it_was(
     assert live is not None
     await server.until(lambda: not live.generation)
     assert await api.loss(model, 4) == before
+
+
+async def test_sessions_of_thousands_of_models_are_read_once(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each operation asks for its session; to read it costs as much as all the rest."""
+    sessions, store = server.service.sessions, server.service.store
+    record = await store.sessions.get(await server.api.session())
+    assert record is not None
+    names = [f"{record.session_id}-{number}" for number in range(3000)]
+    await asyncio.gather(
+        *(store.sessions.add(dataclasses.replace(record, session_id=name)) for name in names)
+    )
+    for name in names:
+        assert await sessions.get(name, record.owner)
+
+    def refused(*_: object) -> None:
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(store.database, "in_thread", refused)
+    for name in names:
+        assert await sessions.get(name, record.owner)
 
 
 async def test_a_clock_that_jumps_ahead_ends_no_session_and_takes_no_sampler(

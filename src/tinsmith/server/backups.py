@@ -2,7 +2,8 @@
 
 They are made beside a running server. What the data folder holds never changes once it has its
 name; it only comes and goes. So the files are copied first, then the database, then the files that
-are new in it; where one has gone meanwhile, this is done once more, which is quick by then.
+are new in it; where one has gone meanwhile, this is done once more, which is quick by then. Of
+object storage the same holds, and objects have in it the paths that files have in a folder.
 
 A restored store is set back: programs that were at work know answers that it does not, so their
 sessions have ended, and say why. They begin anew from a checkpoint.
@@ -17,9 +18,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from tinsmith import __version__, disk
 from tinsmith.disk import FileRecord
@@ -27,7 +27,10 @@ from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.storage import binding
-from tinsmith.server.storage.folder import FolderStorage
+from tinsmith.server.storage.bucket import place_of
+from tinsmith.server.storage.objects import Objects
+from tinsmith.server.storage.opening import open_blobs, open_storage
+from tinsmith.server.store.blobs import BlobFiles
 from tinsmith.server.store.copying import check_sqlite, copy_in, copy_out
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.store import Store
@@ -41,7 +44,7 @@ _SHOWN = 10
 """How many faults of a backup are named."""
 
 Tell = Callable[[int, int], None]
-"""Hears how many of the weights and requests are done, and how many there are."""
+"""Called with how many of the weights and requests are done, and how many there are."""
 
 
 class DamagedBackupError(TinkerError):
@@ -66,15 +69,67 @@ class Backup:
         return datetime.fromtimestamp(self.made_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
+class _Source(Protocol):
+    title: str
+
+    def copy(self, name: str, target: DataFolder) -> dict[str, FileRecord]:
+        """Copy weights or a request to the same paths; what was copied, by path. Raises
+        `FileNotFoundError` when there are none."""
+        ...
+
+
+class _Folder:
+    def __init__(self, root: Path) -> None:
+        self.title = str(root)
+        self._folder = DataFolder(root)
+
+    def copy(self, name: str, target: DataFolder) -> dict[str, FileRecord]:
+        folder = self._folder.weights / name
+        files = [f for f in folder.rglob("*") if f.is_file()] if folder.is_dir() else []
+        found = {}
+        for file in files or [self._folder.blob(name)]:
+            path = file.relative_to(self._folder.root)
+            disk.create_folder((target.root / path).parent)
+            found[path.as_posix()] = disk.copy_file(file, target.root / path)
+        return found
+
+
+class _Bucket:
+    def __init__(self, url: str) -> None:
+        self.title = url
+        self._objects = Objects(url)
+
+    def copy(self, name: str, target: DataFolder) -> dict[str, FileRecord]:
+        return asyncio.run(self._copy(name, target))
+
+    async def _copy(self, name: str, target: DataFolder) -> dict[str, FileRecord]:
+        place = place_of(name)
+        keys = [place]
+        if place.endswith("/"):
+            keys = [each.key for each in await self._objects.find(place)]
+        found = {}
+        for key in keys:
+            disk.create_folder((target.root / key).parent)
+            record = await self._objects.download(key, target.root / key)
+            if record is None:
+                break
+            found[key] = record
+        if not keys or len(found) < len(keys):
+            raise FileNotFoundError(f"{place} in {self.title}")
+        return found
+
+
 def _tell_nobody(done: int, total: int) -> None:
     pass
 
 
 def create(config: ServerConfig, to: Path, tell: Tell = _tell_nobody) -> Backup:
-    """Copy a server's store and data folder to a new folder, whether or not the server runs."""
-    _refuse_object_storage(config)
-    source = DataFolder(config.data_dir)
-    url = _url(config, source)
+    """Copy a server's store, and its data folder or object storage, to a new folder, whether or not
+    the server runs."""
+    source: _Source = _Folder(config.data_dir)
+    if config.storage is not None:
+        source = _Bucket(config.storage)
+    url, blobs = _url(config, DataFolder(config.data_dir)), open_blobs(config)
     with disk.new_folder(to) as draft:
         draft.chmod(0o700)
         target = DataFolder(draft)
@@ -82,14 +137,14 @@ def create(config: ServerConfig, to: Path, tell: Tell = _tell_nobody) -> Backup:
         disk.create_folder(target.blobs)
         copied: dict[str, dict[str, FileRecord]] = {}
         for _ in range(_ATTEMPTS):
-            _copy(source, target, _names(url, source), copied, tell)
+            _copy(source, target, _names(url, blobs), copied, tell)
             made_at = time.time()
             disk.discard_file(target.database)
             copy_out(url, target.database)
-            named = _names(sqlite_url(target.database), target)
+            named = _names(sqlite_url(target.database), target.blobs)
             _copy(source, target, named, copied, tell)
             # A folder's record goes before its files do: what still has one was whole.
-            known = _names(url, source)
+            known = _names(url, blobs)
             for name in set(copied) - (known & named):
                 disk.discard_folder(target.weights / name)
                 disk.discard_file(target.blob(name))
@@ -99,8 +154,8 @@ def create(config: ServerConfig, to: Path, tell: Tell = _tell_nobody) -> Backup:
                 break
         else:
             raise ValidationError(
-                f"{len(missing)} of the things that the database names are not in {source.root} "
-                f"(one is {min(missing)}), so there is no whole backup"
+                f"{len(missing)} of the things that the database names are not in {source.title} "
+                f"(one is {min(missing)}), so the backup would not be complete"
             )
         files = {path: record for found in copied.values() for path, record in found.items()}
         disk.sync_file(target.database)
@@ -126,8 +181,8 @@ def verify(folder: Path) -> Backup:
 
 
 def restore(folder: Path, config: ServerConfig) -> Backup:
-    """Make a data folder, and fill an empty Postgres where one is given, from a whole backup."""
-    _refuse_object_storage(config)
+    """Make a data folder, and fill an empty Postgres and an empty object storage where they are
+    given, from a whole backup."""
     backup = verify(folder)
     reason = (
         f"the service was restored from a backup of {backup.moment}, and this run was set back to "
@@ -135,27 +190,41 @@ def restore(folder: Path, config: ServerConfig) -> Backup:
     )
     with disk.new_folder(config.data_dir) as draft:
         draft.chmod(0o700)
+        target = DataFolder(draft)
+        place = dataclasses.replace(config, data_dir=draft)
+        if config.storage is not None:
+            asyncio.run(_upload(place, folder, backup))
         for path, record in backup.files.items():
+            if config.storage is not None and path != target.database.name:
+                continue
             disk.create_folder((draft / path).parent)
             if disk.copy_file(folder / path, draft / path) != record:
                 raise DamagedBackupError(f"{path} changed while it was read")
-        target = DataFolder(draft)
-        asyncio.run(_with_store(sqlite_url(target.database), target, lambda s: s.set_back(reason)))
+        database, blobs = sqlite_url(target.database), open_blobs(place)
+        asyncio.run(_with_store(database, blobs, lambda store: store.set_back(reason)))
         if config.database_url is not None:
             copy_in(target.database, config.database_url)
             disk.discard_file(target.database)
-        storage = FolderStorage(target)
-        asyncio.run(_with_store(_url(config, target), target, partial(binding.adopt, storage)))
+
+        async def bind(store: Store) -> None:
+            await binding.adopt(open_storage(place), store)
+
+        asyncio.run(_with_store(_url(config, target), blobs, bind))
     return backup
 
 
-def _refuse_object_storage(config: ServerConfig) -> None:
-    if config.storage is not None:
+async def _upload(config: ServerConfig, folder: Path, backup: Backup) -> None:
+    """Fill an empty place in object storage."""
+    assert config.storage is not None
+    storage = open_storage(config)
+    if await storage.identity() is not None or await storage.names():
         raise ValidationError(
-            f"a backup is a folder, and weights are in {config.storage}: back up the database with "
-            "its own tools and the storage with its versions, see the page on object storage",
-            "storage",
+            f"{config.storage} is not empty; restore to a place where there is nothing", "storage"
         )
+    objects = Objects(config.storage)
+    for path in backup.files:
+        if path != DataFolder(folder).database.name:
+            await objects.put(path, folder / path)
 
 
 def read(folder: Path) -> Backup:
@@ -168,22 +237,22 @@ def read(folder: Path) -> Backup:
         files = {path: FileRecord(**record) for path, record in facts.pop("files").items()}
         return Backup(files=files, **facts)
     except FileNotFoundError:
-        raise ValidationError(f"{folder} is no backup: it has no {_FACTS}") from None
+        raise ValidationError(f"{folder} is not a backup: it has no {_FACTS}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedBackupError(f"{folder / _FACTS} is damaged: {error}") from None
 
 
-def _names(url: str, folder: DataFolder) -> set[str]:
+def _names(url: str, blobs: Path | BlobFiles) -> set[str]:
     """The weights and requests that a database names."""
 
     async def ask(store: Store) -> set[str]:
         return {*await store.weights.ids(), *await store.log.payload_names()}
 
-    return asyncio.run(_with_store(url, folder, ask))
+    return asyncio.run(_with_store(url, blobs, ask))
 
 
-async def _with_store(url: str, folder: DataFolder, use: Callable[[Store], Awaitable[T]]) -> T:
-    store = Store(url, folder.blobs)
+async def _with_store(url: str, blobs: Path | BlobFiles, use: Callable[[Store], Awaitable[T]]) -> T:
+    store = Store(url, blobs)
     try:
         return await use(store)
     finally:
@@ -191,7 +260,7 @@ async def _with_store(url: str, folder: DataFolder, use: Callable[[Store], Await
 
 
 def _copy(
-    source: DataFolder,
+    source: _Source,
     target: DataFolder,
     names: set[str],
     copied: dict[str, dict[str, FileRecord]],
@@ -200,22 +269,10 @@ def _copy(
     """Copy what is there of `names` and not in `copied` yet."""
     for name in sorted(names - set(copied)):
         try:
-            copied[name] = _copy_one(source, target, name)
+            copied[name] = source.copy(name, target)
         except FileNotFoundError:
             disk.discard_folder(target.weights / name)
         tell(len(copied), len(names | set(copied)))
-
-
-def _copy_one(source: DataFolder, target: DataFolder, name: str) -> dict[str, FileRecord]:
-    """Copy a folder of weights or a request; what was copied, by path."""
-    folder = source.weights / name
-    files = [f for f in folder.rglob("*") if f.is_file()] if folder.is_dir() else []
-    found = {}
-    for file in files or [source.blob(name)]:
-        path = file.relative_to(source.root)
-        disk.create_folder((target.root / path).parent)
-        found[path.as_posix()] = disk.copy_file(file, target.root / path)
-    return found
 
 
 def _fault(folder: Path, path: str, backup: Backup) -> str | None:

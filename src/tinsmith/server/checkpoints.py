@@ -85,7 +85,7 @@ class Checkpoints:
         weights = await self.weights_of(checkpoint)
         if weights.kind == ENCRYPTED:
             raise ValidationError(
-                f"{checkpoint.tinker_path} is encrypted: its files can be fetched and not loaded"
+                f"{checkpoint.tinker_path} is encrypted: its files can be fetched but not loaded"
             )
         return weights
 
@@ -114,9 +114,12 @@ class Checkpoints:
         await self._store.checkpoints.delete(checkpoint, audit_of(checkpoint, event))
         await self._weights.sweep()
 
-    async def delete_expired(self) -> None:
-        for checkpoint in await self._store.checkpoints.expired(time.time()):
+    async def delete_expired(self) -> list[CheckpointRecord]:
+        """Those that were deleted."""
+        expired = list(await self._store.checkpoints.expired(time.time()))
+        for checkpoint in expired:
             await self.delete(checkpoint, "checkpoint_expired")
+        return expired
 
     async def copy(
         self,

@@ -86,17 +86,19 @@ class ServerConfig:
     """How many engine processes there are; by default one for each of `devices`, or one."""
 
     devices: str = ""
-    """Devices of the engines in turns, as "cuda:0,cuda:1"; by default all have `device`."""
+    """Devices, dealt out to the engines in order, as in "cuda:0,cuda:1"; by default all have
+    `device`."""
 
     ranks: int = 1
     """Processes among which each engine divides its base models, each with the next of `devices`;
     for the local engine."""
 
     engine_roles: str = ""
-    """What the engines do, in turns: train, sample or both, as "train,sample"; by default both."""
+    """Roles, dealt out to the engines in order: train, sample or both, as in "train,sample"; by
+    default both."""
 
     cluster: str = ""
-    """Where engines run that are no processes of this server: on a Ray cluster ("auto", or its
+    """Where engines run if they are not processes of this server: on a Ray cluster ("auto", or its
     address), or "manual", where each is started with `tinsmith engine`."""
 
     engine_host: str = "127.0.0.1"
@@ -114,7 +116,7 @@ class ServerConfig:
     cuda."""
 
     engine_lost_seconds: float = 60.0
-    """After this long without an engine a slot's models go on in others, until one is up again."""
+    """After this long without an engine a slot's models go on in other slots."""
 
     warm_up: bool | None = None
     """Whether base models are loaded and kernels compiled before the server is ready; by default
@@ -123,17 +125,18 @@ class ServerConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the base weights: auto, float32 or bfloat16."""
 
-    base_weights: Literal["full", "int8", "nf4"] = "full"
+    base_weights: Literal["full", "int8", "fp8", "nf4"] = "full"
     """How the linear layers of base models are kept: full, or rounded to 8 or 4 bits."""
 
     deterministic: bool = False
     """Whether results must be equal to the last bit whatever else runs; slower."""
 
     on_policy: Literal["close", "exact"] = "close"
-    """With exact, log-probabilities of sampler and trainer are the same bits; slower, CPU only."""
+    """With exact, log-probabilities of sampler and trainer are the same bits; slower."""
 
     seed: int | None = None
-    """With it, adapters created without a seed get the same ones in the same order of creations."""
+    """Seed for adapters that are created without one: the same order of creations gives the same
+    adapters."""
 
     fake_pass_seconds: float = 0.0
     """How long the fake engine pretends to work on a pass or step."""
@@ -158,16 +161,17 @@ class ServerConfig:
 
     max_active_requests: int = 2048
     """Most requests worked on at once, those that wait for a result aside. An owner may have as
-    many as are still free, half of all if alone; beyond, 429."""
+    many as are still free, so half of all if alone; further ones get a 429."""
 
     key_max_requests_per_second: float = 2000.0
-    """Most requests of one owner for long; beyond, each waits a second and is then refused."""
+    """Requests a second that one owner may send for long; further ones wait a second and are
+    refused."""
 
     max_active_body_bytes: int = 1024**3
     """Most bytes of bodies worked on at once, shared as requests are; beyond, 429."""
 
     hold_seconds: float = 30.0
-    """How long a question for a result is held open before the answer is "try again"."""
+    """How long a poll for a result is held open before it is answered with "try again"."""
 
     metadata_only_bytes: int = 1024 * 1024
     """Results above this are announced by their size to clients that ask for that."""
@@ -188,8 +192,8 @@ class ServerConfig:
     """How long deleted checkpoints, and files that the store does not know, wait in the trash."""
 
     sampler_retention_seconds: float = 24 * 3600.0
-    """How long the unnamed samplers of a session are kept that is silent but not finished: its
-    client may come back from a computer that sleeps."""
+    """How long the unnamed samplers of a session that is silent but not finished are kept: its
+    client may be on a computer that sleeps."""
 
     finished_sampler_seconds: float = 300.0
     """How long those of a finished session are kept after somebody last sampled."""
@@ -198,12 +202,13 @@ class ServerConfig:
     """Most tokens of training passes in one engine call; a longer single pass runs alone."""
 
     max_gathered_seconds: float = 0.25
-    """Most time that passes in one engine call are expected to take, or that of 2,048 tokens where
-    they take longer, up to 2 s; a longer pass runs alone."""
+    """Most time that the passes of one engine call are expected to take; where 2,048 tokens take
+    longer, their time, up to 2 s. A longer pass runs alone."""
 
     max_loaded_models: int = 32
     """Models in the engine's memory beyond which those that have nothing to do are put on disk
-    within seconds, the one idle longest first. Models at work stay, though they be more."""
+    within seconds, the one idle longest first. Models at work stay in memory, even if they are
+    more."""
 
     max_engine_bytes: int | None = None
     """Memory of the engine beyond which idle models go to disk; None goes by their number, and by
@@ -216,8 +221,8 @@ class ServerConfig:
     """A model's state is saved after this many optimizer steps..."""
 
     snapshot_seconds: float = 120.0
-    """... or at most this long after the first operation that is not in the last snapshot (models
-    that began together come due apart, from half of it on) ..."""
+    """... or at most this long after the first operation that is not in the last snapshot (from
+    half of it on, so that models that began together are not all saved at once) ..."""
 
     snapshot_log_bytes: int = 256 * 1024 * 1024
     """... or when its log since the last snapshot has grown to this size."""
@@ -244,7 +249,7 @@ class ServerConfig:
     """A sample that nobody waits for, of a session silent for this long, is given up."""
 
     sample_result_bytes: int = 512 * 1024 * 1024
-    """Most memory for sampling results; the owner with the most loses his oldest first."""
+    """Most memory for sampling results; the owner with the most loses the oldest first."""
 
     sample_retention_seconds: float = 3600.0
     """How long a sampling result waits to be fetched."""
@@ -298,7 +303,7 @@ class ServerConfig:
     """Most bytes of one owner's examples; the oldest go first."""
 
     key_max_posted_bytes: int = 1024**3
-    """Most bytes of metrics that one owner posts to his runs."""
+    """Most bytes of metrics that one owner posts to runs."""
 
     key_max_losses: int = 4096
     """Most uploaded losses of one owner; beyond, an upload is refused."""
@@ -323,7 +328,7 @@ class ServerConfig:
     """Whether clients resume from a checkpoint in one request."""
 
     sample_use_retrieve_futures: bool = False
-    """Whether clients wait for all samples of a sampler with one question."""
+    """Whether clients wait for all samples of a sampler with one poll."""
 
     custom_loss_server_side: bool = False
     """Whether clients send traced losses to run here."""

@@ -39,7 +39,7 @@ class DataFolder:
         self._identity = root / "identity.json"
         self._position = root / "position"
         self._is_position_noted = True
-        """Whether the last commit's was; what changes is said, not each commit."""
+        """Whether the last position was written; only a change of this is logged."""
 
     def create(self) -> None:
         """Make the folder where there is none; it is for this user alone in any case."""

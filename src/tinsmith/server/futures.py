@@ -115,16 +115,22 @@ class Promises:
     ) -> Outcome | None:
         """The outcome, or None when it does not come in time, or once `leaving` is done."""
         if promise.outcome is None and not self._is_closing:
-            waiter = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            waiter = loop.create_future()
+
+            def let_go(_: object = None) -> None:
+                _wake([waiter])
+
             promise.waiters[waiter] = None
+            timer = loop.call_later(seconds, let_go)
             if leaving is not None:
-                leaving.add_done_callback(lambda _: _wake([waiter]))
+                leaving.add_done_callback(let_go)
             try:
-                async with asyncio.timeout(seconds):
-                    await waiter
-            except TimeoutError:
-                pass
+                await waiter
             finally:
+                timer.cancel()
+                if leaving is not None:
+                    leaving.remove_done_callback(let_go)
                 promise.waiters.pop(waiter, None)
                 promise.waited_at = time.monotonic()
         return promise.outcome

@@ -1,9 +1,9 @@
-"""When garbage in cycles is looked for.
+"""When Python's cyclic garbage collector runs.
 
-With thousands of held questions there is much to look through and next to nothing to find, and
-everybody waits meanwhile, a second for all of it. Python would look through a large part every few
-seconds. Here only what is new is looked through, every second, when there is little of it; and all
-of it once an hour, and whenever memory has grown.
+With thousands of held polls there are many objects to scan and almost none to free, and every
+request waits meanwhile: a second for a full collection. By default Python scans a large part every
+few seconds. Here only new objects are scanned, every second, while they are few; and all of them
+once an hour, and whenever memory has grown.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ async def _collect_when_due(look_seconds: float, measure: Callable[[], int]) -> 
         if has_grown or time.monotonic() - since >= _COLLECT_SECONDS:
             started = time.perf_counter()
             found = gc.collect()
-            logger.info("looked for garbage in %.3f s: %d", time.perf_counter() - started, found)
+            logger.info(
+                "garbage collection took %.3f s and found %d objects",
+                time.perf_counter() - started,
+                found,
+            )
             memory, since = measure(), time.monotonic()
         else:
             gc.collect(generation=0)

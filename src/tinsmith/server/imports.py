@@ -40,7 +40,8 @@ class Imports:
         self._under_way: dict[str, asyncio.Task[CheckpointRecord]] = {}
 
     async def run(self, owner: str, message: ImportWeightsRequest) -> CheckpointRecord:
-        """The checkpoint of an upload; whoever asks again meanwhile or later gets the same."""
+        """The checkpoint of an upload; the same request again, meanwhile or later, gets the same
+        one."""
         name = checkpoint_name(message.name, 0)
         check_ttl(message.ttl_seconds)
         run_id = f"import-{uuid.uuid5(uuid.NAMESPACE_URL, f'{owner}/{message.upload_id}').hex}"

@@ -59,7 +59,7 @@ GAUGES: dict[str, str] = {
     "engine_restarts": "How often an engine was started again after it died.",
     "engine_weights_bytes": "Base models in the engine.",
     "engine_up": "1 while an engine serves, 0 while none does.",
-    "event_loop_lag_seconds": "How late the server lately came to do what was due.",
+    "event_loop_lag_seconds": "How late the event loop lately was.",
     "event_streams": "Streams of events that are open.",
     "leads": "1 while this server runs the engines, 0 while it passes requests on to the one that "
     "does; of servers on Postgres.",
@@ -86,7 +86,7 @@ LABELS = {
     "samples": ("status",),
     **{name: ("slot",) for name in GAUGES if name.startswith("slot_")},
 }
-"""By what a counter or gauge is divided; the others are one number each."""
+"""The labels of counters and gauges that have any."""
 
 SECONDS_BUCKETS = tuple(0.001 * step * 10**power for power in range(6) for step in (1, 2, 5))
 """Upper ends from 1 ms to 500 s: a quantile read from them is at most 2.5 times too large."""
@@ -96,7 +96,7 @@ SIZE_BUCKETS = tuple(2.0**power for power in range(18))
 
 
 class Metrics:
-    """Counters, histograms, and gauges that are asked for when somebody looks."""
+    """Counters, histograms, and gauges that are read at each scrape."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -113,13 +113,19 @@ class Metrics:
             )
             for name, text in HISTOGRAMS.items()
         }
+        self._labelled: dict[tuple[str, ...], Counter] = {}
+        """Parts of counters by name and values: to find one costs more than to count."""
         self._gauges: dict[str, Gauge] = {}
         started = time.monotonic()
         self.gauge("uptime_seconds", lambda: time.monotonic() - started)
 
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
-        counter = self._counters[name]
-        (counter.labels(**labels) if labels else counter).inc(amount)
+        key = (name, *labels.values())
+        counter = self._labelled.get(key)
+        if counter is None:
+            whole = self._counters[name]
+            counter = self._labelled[key] = whole.labels(**labels) if labels else whole
+        counter.inc(amount)
 
     def observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)

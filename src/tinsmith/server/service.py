@@ -26,6 +26,8 @@ from tinsmith.server.config import ServerConfig
 from tinsmith.server.console.browsers import Browsers
 from tinsmith.server.console.events import Events
 from tinsmith.server.console.posting import Posted
+from tinsmith.server.console.sample_examples import SampledExamples
+from tinsmith.server.console.watching import watch
 from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.edge.admission import Admission
 from tinsmith.server.edge.auth import KEY_CHANGES, Auth
@@ -42,13 +44,13 @@ from tinsmith.server.metrics import Metrics
 from tinsmith.server.operations.dispatcher import Dispatcher
 from tinsmith.server.operations.endings import Endings
 from tinsmith.server.operations.execution import Executor
+from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.operations.recorder import Recorder
 from tinsmith.server.operations.runner import Free
 from tinsmith.server.operations.scheduler import Scheduler
 from tinsmith.server.operations.snapshots import Snapshots
 from tinsmith.server.operations.uploaded_losses import UploadedLosses
-from tinsmith.server.sampling.examples import SampledExamples
 from tinsmith.server.sampling.loaded import LoadedSamplers
 from tinsmith.server.sampling.requests import Sampling
 from tinsmith.server.sampling.samplers import Samplers
@@ -71,7 +73,7 @@ _ROUNDS_PER_RESULT_SWEEP = 12
 _FORGET_SECONDS = 300.0
 _DRAIN_SECONDS = 30.0
 _UNDRAWN_STEPS = 2048
-"""Steps that a run has before they are drawn together: reading so many takes 20 ms."""
+"""Steps that a run has before they are merged into blocks: reading this many takes 20 ms."""
 
 _RECENT_RESULT_BYTES = 64 * 1024 * 1024
 """Memory for results of training operations; the store has them all."""
@@ -131,7 +133,7 @@ class Service:
         self.models = LiveModels(store, self.promises)
         self.sessions = Sessions(store, self.models, config)
         self.checkpoints = Checkpoints(store, self.weights)
-        self.uploads = Uploads(self.folder.uploads, config.key_max_upload_bytes)
+        self.uploads = Uploads(self.folder.uploads, config.key_max_upload_bytes, epoch)
         self.imports = Imports(store, self.uploads, self.weights, self.checkpoints, self.engines)
         self.samplers = Samplers(store)
         self.usage = Usage(store)
@@ -147,13 +149,14 @@ class Service:
             metrics=metrics,
             config=config,
             spans=spans,
+            on_sample=lambda s: self.events.changed_often(s.owner, "sample", s.model_id),
         )
         self.recorder = Recorder(
             store,
             self.models,
             self.promises,
             self.workers,
-            lambda model: self.scheduler.wake(model),
+            self._queued,
             config.max_queued_memory_bytes,
             spans,
         )
@@ -217,14 +220,16 @@ class Service:
         await self.sessions.welcome_back()
         for model_id in await self.store.log.models_with_pending():
             await self.models.get(model_id)
+        looks = {"server": self._engines_at_a_glance, "key": self.auth.last_change}
         self._tasks = [
             asyncio.create_task(self.scheduler.run(), name="scheduler"),
             asyncio.create_task(self._keep_house(), name="housekeeping"),
             asyncio.create_task(self.admission.watch_lag(), name="lag"),
+            asyncio.create_task(watch(self.events, looks), name="watching"),
         ]
 
     def begin_drain(self) -> None:
-        """No longer hold questions open; called when the server has been asked to stop."""
+        """No longer hold polls open; called when the server has been asked to stop."""
         self.is_draining = True
         self.promises.close()
         self.events.close()
@@ -317,7 +322,8 @@ class Service:
         await self.sessions.sweep()
         for session_id in await self.sessions.without_samplers():
             await self.samplers.forget(session_id)
-        await self.checkpoints.delete_expired()
+        for checkpoint in await self.checkpoints.delete_expired():
+            self.events.checkpoint_changed(checkpoint)
         await self.uploads.sweep()
         await self.weights.sweep()
         await self.sampling.give_up_abandoned(self.sessions.silence)
@@ -325,14 +331,23 @@ class Service:
         self.promises.expire(retrieved_before=now - 60, finished_before=now - 600)
         self.models.forget_idle(now - _FORGET_SECONDS)
 
+    def _queued(self, model: LiveModel) -> None:
+        """An operation of a model is on disk and waits for its turn."""
+        self.scheduler.wake(model)
+        self.events.changed_often(model.owner, "queue", model.model_id)
+
+    def _engines_at_a_glance(self) -> object:
+        """Changes whenever the console should show the engines anew."""
+        return self.trouble, [(slot.state, slot.num_restarts) for slot in self.engines.slots]
+
     def recorded(self, model: ModelRecord, number: int, step: StepRecord) -> None:
         """An end, or metrics that a client posted, is on disk under a number."""
         self._undrawn[model.model_id, step.source] += 1
         self.events.recorded(model, number, step)
 
     async def draw_curves(self) -> None:
-        """Draw together the steps of runs that have many new ones, or are no longer used. A few
-        are read as they are."""
+        """Merge the steps of runs that have many new ones, or are no longer used, into their
+        curves' blocks. A few are read as they are."""
         for (model_id, source), count in list(self._undrawn.items()):
             if count >= _UNDRAWN_STEPS or not self.models.is_live(model_id):
                 del self._undrawn[model_id, source]
@@ -342,7 +357,8 @@ class Service:
         """What is done every minute or so, because it looks at everything that is kept."""
         now = time.time()
         if all(model.committing is None for model in self.models):
-            # Otherwise a folder may be waiting for its record, however long the store was away.
+            # During a commit a folder may be waiting for its record, however long the store was
+            # away.
             await self.weights.sweep_unknown()
         await self.storage.empty_trash(
             now - self.config.trash_seconds,

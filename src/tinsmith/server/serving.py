@@ -59,14 +59,15 @@ _SILENT_SECONDS = 60
 """How long a client may leave what was sent to it unread before its connection is closed."""
 
 Announce = Callable[[str, str | None, str | None], None]
-"""Hears the server's URL, at the first start the key that was made, and a link that lets one
-browser into the console."""
+"""Called with the server's URL, the key that was made at the first start, and a link that signs a
+browser in to the console."""
 
 NewEngines = Callable[[], tuple[EngineFactory, Cluster | None]]
 """What starts engines, and the cluster that they run in, if any; called once for each service."""
 
 ReportModels = Callable[[Capabilities], None]
-"""Hears which models are served and which are refused, when the engine knows and it is news."""
+"""Called with the models that are served and those that are refused, once the engine knows, and
+when they change."""
 
 
 def run(
@@ -76,7 +77,7 @@ def run(
     report_models: ReportModels,
 ) -> None:
     """Serve until told to stop (SIGTERM, SIGINT)."""
-    # What is written is for this user alone, whoever creates it: us, the database, the engine.
+    # All files are for this user alone, whether we, the database or the engine create them.
     os.umask(0o077)
     _raise_file_limit()
     with DataFolder(config.data_dir).locked(is_shared=config.shares_store):
@@ -137,7 +138,7 @@ class _Replica:
         self._url = config.public_url or _url(config, listener)
         self._key: str | None = None
         self._is_announced = False
-        """A key that is made afterwards would be told to nobody."""
+        """Afterwards no key is made: nobody would be told."""
         self._leases = Leases(
             config.database_url, self._holder, _place(listener), self._address, config.lease_seconds
         )
@@ -250,13 +251,13 @@ def _http_settings(config: ServerConfig, app: ASGIApp, sockets: Sockets) -> uvic
         lifespan="on",
         log_config=None,
         access_log=False,
-        # Nothing here asks who called from where, so nobody's word for it is taken.
+        # Clients' addresses are not used, so headers that state them are not read.
         proxy_headers=False,
         server_header=False,
         headers=list(FIXED_HEADERS.items()),
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-        # As many as the system allows: who does not fit waits for seconds before trying again.
+        # As many as the system allows: a client that does not fit retries only after seconds.
         backlog=65_535,
     )
 
@@ -268,8 +269,8 @@ async def _run_until_told(server: _Server, listener: socket.socket) -> None:
 
 
 def _place(listener: socket.socket) -> str:
-    """Where we listen, in words that no other place has: the machine since it was started, the part
-    of its network that is seen from here, the port. Random where the system does not tell."""
+    """A name for where we listen that no other server has: the machine since it was started, the
+    part of its network that is seen from here, the port. Random where the system does not tell."""
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = Path("/proc/self/ns/net").stat().st_ino
@@ -348,7 +349,7 @@ def _report_changes(service: Service, report: ReportModels) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Says when it is up, and lets go of held questions as soon as it is told to stop."""
+    """Says when it is up, and answers held polls as soon as it is told to stop."""
 
     def __init__(
         self, config: uvicorn.Config, begin_drain: Callable[[], None], on_up: Callable[[], None]
@@ -392,7 +393,7 @@ def _quiet_signals(server: uvicorn.Server) -> Iterator[None]:
 
 
 def _raise_file_limit() -> None:
-    """As many open files as the system lets us have: every held question is a connection."""
+    """As many open files as the system lets us have: every held poll is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -4,7 +4,7 @@ Signs of life are noted in memory and written down now and then; any request of 
 A silent session's models are put on disk, and come back when they are used again: nobody loses
 work to a laptop that slept. A finished session stays finished.
 
-Silence is measured by a clock that nobody sets: when the time of day jumps, nobody has been silent.
+Silence is measured by the monotonic clock: when the time of day jumps, no session counts as silent.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.store.records import SessionRecord
 from tinsmith.server.store.store import Remembered, Store
 from tinsmith.types import CreateSessionRequest
+from tinsmith.wire import json
 
-_MAX_RECORDS = 1024
-"""Sessions kept in memory, each with up to 64 KiB of metadata; others are read again."""
+_KEPT_BYTES = 64 * 1024 * 1024
+"""Of sessions in memory, as JSON; others are read again, at each of their requests."""
+
+_RECORD_BYTES = 1024
+"""What a session takes beside what its client gave it."""
 
 
 class Sessions:
@@ -29,7 +33,7 @@ class Sessions:
         self._store = store
         self._models = models
         self._config = config
-        self._sessions = Remembered(store.sessions.get, _MAX_RECORDS)
+        self._sessions = Remembered(store.sessions.get, _KEPT_BYTES, _num_bytes)
         self._seen: dict[str, float] = {}
         """When each gave its last sign of life, by the monotonic clock."""
         self._unwritten: set[str] = set()
@@ -60,7 +64,7 @@ class Sessions:
         self._unwritten.add(session_id)
 
     def silence(self, session_id: str) -> float:
-        """Seconds since the session's last sign of life; without end where there was none."""
+        """Seconds since the session's last sign of life; infinite where there was none."""
         return time.monotonic() - self._seen.get(session_id, -math.inf)
 
     async def set(self, session: SessionRecord, values: dict[str, Any]) -> None:
@@ -113,3 +117,7 @@ class Sessions:
         for model in self._models:
             if model.record.session_id == session_id:
                 model.wants_unload = True
+
+
+def _num_bytes(session: SessionRecord) -> int:
+    return _RECORD_BYTES + len(json.encode([session.tags, session.user_metadata]))

@@ -1,4 +1,4 @@
-"""The trash: what was deleted on purpose, or is known to nobody, waits here before it goes.
+"""The trash: what was deleted on purpose, or has no record, waits here before it is removed.
 
 It lies inside the data folder, so moving something here is a rename. What the server itself made
 and let go of (a snapshot that a newer one replaced, an unnamed sampler whose session is over, a
@@ -79,7 +79,7 @@ class Trash:
         logger.info("moved %s to the trash (%s): %s", path.name, entry.entry_id, entry.reason)
 
     def withdraw(self, entry: TrashEntry) -> None:
-        """What was announced does not come, unless it has."""
+        """Forget an announcement, unless what it announced has come."""
         if not self.content(entry).exists():
             disk.discard_folder(self._root / entry.entry_id)
 

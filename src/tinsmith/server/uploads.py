@@ -1,7 +1,9 @@
 """Files that clients bring, piece by piece, until something is made of them.
 
 A piece that comes again replaces itself. Uploads live in memory and in a folder that is emptied
-when the server starts, so one that a crash has interrupted has to be sent again.
+when the server starts, so one that a crash has interrupted has to be sent again. Of servers that
+share the folder each has one of its own in it, by the epoch of its lease, and removes those of
+earlier ones: a server that is late removes nothing of its successor.
 """
 
 from __future__ import annotations
@@ -32,15 +34,23 @@ class _Upload:
 
 
 class Uploads:
-    def __init__(self, root: Path, max_owner_bytes: int) -> None:
-        """`max_owner_bytes` bounds what one owner has in uploads at a time."""
+    def __init__(self, root: Path, max_owner_bytes: int, epoch: int | None = None) -> None:
+        """`max_owner_bytes` bounds what one owner has in uploads at a time; `epoch` is that of the
+        lease, where several servers share the folder."""
         self._root = root
+        self._epoch = epoch
+        self._folder = root / str(epoch or 0)
         self._max_owner_bytes = max_owner_bytes
         self._uploads: dict[tuple[str, str], _Upload] = {}
 
     def clear(self) -> None:
-        """Remove what an earlier server left. Only before anything is uploaded."""
-        disk.discard_folder(self._root)
+        """Remove what earlier servers left. Only before anything is uploaded."""
+        if self._epoch is None:
+            disk.discard_folder(self._root)
+            return
+        for folder in self._root.iterdir() if self._root.exists() else ():
+            if not folder.name.isdecimal() or int(folder.name) < self._epoch:
+                disk.discard_folder(folder)
 
     async def put(self, owner: str, upload_id: str, name: str, number: int, data: bytes) -> None:
         if name not in ADAPTER_FILES:
@@ -69,7 +79,7 @@ class Uploads:
                     "upload_id",
                 )
             digest = hashlib.sha256(f"{owner}/{upload_id}".encode()).hexdigest()
-            self._uploads[owner, upload_id] = _Upload(self._root / digest[:32])
+            self._uploads[owner, upload_id] = _Upload(self._folder / digest[:32])
         return self._uploads[owner, upload_id]
 
     def _num_bytes(self, owner: str) -> int:
@@ -81,7 +91,7 @@ class Uploads:
         upload = self._uploads.get((owner, upload_id))
         if upload is None:
             raise ValidationError(
-                "there is no such upload; one that a server's end interrupted is to be sent again",
+                "there is no such upload; if the server was restarted meanwhile, send it again",
                 "upload_id",
             )
         names = [file.name for file in files]
@@ -100,7 +110,7 @@ class Uploads:
             await asyncio.to_thread(disk.discard_folder, upload.folder)
 
     async def sweep(self) -> None:
-        """Remove uploads that nobody goes on with."""
+        """Remove abandoned uploads."""
         since = time.monotonic() - _IDLE_SECONDS
         for key, upload in list(self._uploads.items()):
             if upload.used_at < since:

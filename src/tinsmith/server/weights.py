@@ -26,7 +26,7 @@ from tinsmith.server.store.store import Store
 logger = logging.getLogger(__name__)
 
 _STRAY_SECONDS = 3600.0
-"""Age at which what has no record can no longer be about to get one."""
+"""Weights without a record that are older than this are not about to get one."""
 
 
 class WeightsFolders:
@@ -71,7 +71,7 @@ class WeightsFolders:
     async def sweep(self) -> None:
         """Let go of the weights that nothing refers to any more.
 
-        Those of deleted checkpoints go to the trash. The rest were never anybody's by name.
+        Those of deleted checkpoints go to the trash. The rest never had a name that a user knows.
         """
         stray = await self._store.weights.unreferenced()
         if not stray:
@@ -82,7 +82,9 @@ class WeightsFolders:
             gone = await self._store.weights.forget([each.weights_id for each in stray])
             await self._storage.let_go(set(gone), stray, announced)
         except StoreUnavailableError as error:
-            logger.warning("%d weights that nobody needs stay for now: %s", len(stray), error)
+            logger.warning(
+                "%d unused weights could not be removed and stay for now: %s", len(stray), error
+            )
 
     async def sweep_unknown(self, *, is_start: bool = False) -> None:
         """Put what has no record into the trash: a save or deletion did not end, or worse.

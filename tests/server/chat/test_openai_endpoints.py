@@ -192,7 +192,7 @@ async def test_a_response_follows_the_conversation_and_the_form(
         ({"truncation": "auto"}, "truncation: not supported"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary: not supported"),
-        ({"reasoning": {"effort": "high"}}, "knows no reasoning"),
+        ({"reasoning": {"effort": "high"}}, "has no option for reasoning"),
         ({"extra_body": {"nonsense": 1}}, "nonsense: not supported"),
     ],
 )
@@ -266,13 +266,37 @@ async def test_chat_and_completions_give_tokens_beside_text(client: openai.Async
         await client.completions.create(model=MODEL, prompt="x", stream=True, extra_body=tokens)
 
 
+async def test_a_stream_has_the_offsets_and_the_bytes_that_a_whole_answer_has(
+    client: openai.AsyncOpenAI,
+) -> None:
+    plain = {"model": MODEL, "prompt": "x", "max_tokens": 12, "seed": 1, "logprobs": 1}
+    whole = (await client.completions.create(**plain)).choices[0].logprobs
+    usage = {"include_usage": True}
+    chunks = [c async for c in await client.completions.create(**plain, stream=True)]
+    parts = [c.choices[0].logprobs for c in chunks if c.choices and c.choices[0].logprobs]
+    assert [offset for part in parts for offset in part.text_offset] == whole.text_offset
+    assert len(set(whole.text_offset)) > 1
+    chat = await client.chat.completions.create(**ASK, logprobs=True, max_tokens=40)
+    tokens = chat.choices[0].logprobs.content
+    data = b"".join(bytes(token.bytes) for token in tokens)
+    assert data.decode(errors="replace") == chat.choices[0].message.content
+    assert any(len(token.bytes) == 1 and token.bytes[0] >= 0x80 for token in tokens)
+    stream = await client.chat.completions.create(
+        **ASK, max_tokens=4, stream=True, stream_options=usage
+    )
+    *others, last = [chunk.to_dict() async for chunk in stream]
+    assert last["usage"]["completion_tokens"] == 4
+    assert all(chunk["usage"] is None for chunk in others)
+
+
 async def test_models_say_how_much_they_read(client: openai.AsyncOpenAI) -> None:
     (model,) = (await client.models.list()).data
     assert model.to_dict()["max_model_len"] == 4096
 
 
 async def test_the_requests_of_open_webui_are_answered(server: TestServer) -> None:
-    """What its backend sends: the list of models, a streamed chat, and titles without a stream."""
+    """What the backend of 0.12.4 sends, by its source: the list of models, a streamed chat with all
+    that its settings can add, some of it as custom parameters, and titles without a stream."""
     headers = {"authorization": f"Bearer {server.api.key}"}
     models = await server.api.http.get("/oai/api/v1/models", headers=headers)
     assert [model["id"] for model in models.json()["data"]] == [MODEL]

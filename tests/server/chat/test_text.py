@@ -105,6 +105,8 @@ def test_of_two_stop_strings_the_one_that_begins_first_ends_the_text() -> None:
         ({"prompt": "a", "n": 0}, "n:"),
         ({"prompt": []}, "prompt"),
         ({"prompt": "a", "temperature": "hot"}, "temperature"),
+        ({"prompt": "a", "stop": ["b", ""]}, r"stop\[1\]: an empty text would stop at once"),
+        ({"prompt": "a", "modalities": ["text", "audio"]}, "modalities"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(fields: dict[str, Any], word: str) -> None:
@@ -117,6 +119,33 @@ def test_settings_that_ask_for_nothing_are_accepted() -> None:
         {"model": "m", "prompt": ["a", "b"], "presence_penalty": 0, "best_of": 1, "suffix": None}
     )
     assert ask.prompts == ("a", "b") and ask.params.max_tokens == 16
+    chat = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    of_no_effect = {
+        "service_tier": "auto",
+        "modalities": ["text"],
+        "safety_identifier": "x",
+        "prompt_cache_key": "x",
+        "prompt_cache_retention": "24h",
+        "store": False,
+        "user": "x",
+        "metadata": {"a": "b"},
+    }
+    assert read_chat({**chat, **of_no_effect}) == read_chat(chat)
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({"max_completion_tokens": 0, "max_tokens": 5}, 0),
+        ({"max_completion_tokens": 3}, 3),
+        ({"max_completion_tokens": None, "max_tokens": 5}, 5),
+        ({}, None),
+    ],
+)
+def test_the_newer_name_for_the_most_tokens_counts(fields: dict[str, Any], most: int) -> None:
+    """Zero was taken for nothing, and the model went on to its context's end."""
+    chat = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    assert read_chat({**chat, **fields}).params.max_tokens == most
 
 
 def test_penalties_and_biases_are_read_for_the_engine() -> None:

@@ -133,11 +133,11 @@ def test_devices_and_roles_are_dealt_out_in_turns() -> None:
             {"engines": "4", "devices": "cuda:0, cuda:1", "engine_roles": "train,train,sample,both"}
         )
     )
-    assert [(p.device, p.role) for p in plans] == [
-        ("cuda:0", "train"),
-        ("cuda:1", "train"),
-        ("cuda:0", "sample"),
-        ("cuda:1", "both"),
+    assert [(p.device, p.role, p.num_on_device) for p in plans] == [
+        ("cuda:0", "train", 2),
+        ("cuda:1", "train", 2),
+        ("cuda:0", "sample", 2),
+        ("cuda:1", "both", 2),
     ]
 
 

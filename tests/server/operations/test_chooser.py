@@ -237,6 +237,13 @@ def test_an_owner_with_passes_under_way_begins_no_others_beside_them() -> None:
     assert not _choose(ready, UnderWay(is_idle=False, may_pass=False)).passes
 
 
+def test_a_step_waits_for_the_batch_that_its_model_had_a_part_in() -> None:
+    first, other = _candidate("a", "optim_step", is_in_batch=True), _candidate("b", "optim_step")
+    assert _names(_choose([first, other], UnderWay(is_idle=False)).steps) == ["b"]
+    saving = _candidate("a", "save_weights", is_in_batch=True)
+    assert [move for _, move in _choose([saving], UnderWay(is_idle=False)).moves] == [Move.SINGLE]
+
+
 def test_steps_that_wait_for_others_go_before_a_batch_of_passes() -> None:
     stepping, passing = _candidate("a", "optim_step"), _candidate("b", "forward_backward")
     choice = _choose([stepping, passing], UnderWay(is_idle=False, has_steps=True))

@@ -1,9 +1,6 @@
-"""When a batch of passes waits for those who were in the last one."""
+"""When a batch of passes waits for others who are about to come."""
 
 from __future__ import annotations
-
-import heapq
-import itertools
 
 import pytest
 
@@ -21,77 +18,90 @@ def _learnt(fixed: float = FIXED, per_token: float = PER_TOKEN) -> Gathering:
         gathering.batch_ended(
             ["a", "b"], num_tokens=num_tokens, seconds=fixed + per_token * num_tokens, at=1.0
         )
-        assert gathering.hold(["a", "b"], 1.02) == 0, "all are there"
-    gathering.batch_ended(["a", "b"], num_tokens=TOKENS, seconds=fixed, at=2.0)
+        gathering.came(["a", "b"], 1.02)
+        assert gathering.hold(1.02) == 0, "all are there"
+    _ended(gathering, ["a", "b"], at=2.0, seconds=fixed)
     return gathering
+
+
+def _ended(gathering: Gathering, models: list[str], *, at: float, seconds: float = FIXED) -> None:
+    gathering.batch_ended(models, num_tokens=TOKENS, seconds=seconds, at=at)
 
 
 def test_who_is_ready_waits_for_one_who_is_due() -> None:
     gathering = _learnt()
-    assert 0.03 < gathering.hold(["c"], 2.0) <= FIXED
-    assert gathering.hold(["c", "a"], 2.02) > 0
-    assert gathering.hold(["c", "a", "b"], 2.025) == 0, "nobody else is due"
+    gathering.came(["c"], 2.0)
+    assert 0.03 < gathering.hold(2.0) <= FIXED
+    gathering.came(["a"], 2.02)
+    assert gathering.hold(2.02) > 0
+    gathering.came(["b"], 2.025)
+    assert gathering.hold(2.025) == 0, "nobody else is due"
+
+
+def test_it_does_not_matter_in_which_batch_one_was_who_is_due() -> None:
+    gathering = _learnt()
+    _ended(gathering, ["c"], at=2.01)
+    gathering.came(["c"], 2.015)
+    assert gathering.hold(2.015) > 0, "a and b are due at 2.02"
+
+
+def test_how_soon_one_comes_back_is_learnt_while_another_batch_runs() -> None:
+    """Otherwise two groups that take turns would each seem to come as late as the other ends."""
+    gathering = _learnt()
+    gathering.came(["a", "b"], 2.02)
+    _ended(gathering, ["c", "d"], at=2.2)  # a and b have waited for it
+    gathering.came(["c", "d"], 2.21)
+    assert gathering.hold(2.21) == 0, "all are there"
+    _ended(gathering, ["a", "b"], at=2.3)
+    assert gathering.hold(2.3) > 0, "c and d wait for them"
+
+
+def test_while_steps_run_waiting_costs_nothing() -> None:
+    gathering = _learnt()
+    assert gathering.hold(2.0 + FIXED) == 0
+    assert gathering.hold(2.0 + FIXED, is_stepping=True) > 0
+    gathering.steps_ended(2.0 + FIXED)
+    assert 0 < gathering.hold(2.0 + FIXED) <= FIXED, "the device is idle from here on"
 
 
 def test_nobody_waits_longer_than_a_batch_costs_beside_its_tokens() -> None:
-    assert _learnt().hold(["c"], 2.0 + FIXED) == 0
-    assert _learnt(fixed=30.0).hold(["c"], 2.0) == pytest.approx(LONGEST_SECONDS)
+    assert _learnt().hold(2.0 + FIXED) == 0
+    slow = _learnt(fixed=30.0)
+    assert slow.hold(2.0) == pytest.approx(LONGEST_SECONDS)
+    assert slow.hold(2.0 + LONGEST_SECONDS, is_stepping=True) == 0
 
 
 def test_nobody_waits_where_time_goes_by_tokens_alone() -> None:
-    assert _learnt(fixed=0.0, per_token=1e-3).hold(["c"], 2.0) == 0
+    assert _learnt(fixed=0.0, per_token=1e-3).hold(2.0) == 0
 
 
 def test_nobody_waits_on_an_idle_server_or_before_anything_is_known() -> None:
-    assert _learnt().hold(["a"], 60.0) == 0
+    assert _learnt().hold(60.0) == 0
     gathering = Gathering()
-    assert gathering.hold(["a"], 0.0) == 0
-    gathering.batch_ended(["a", "b"], num_tokens=TOKENS, seconds=1.0, at=1.0)
-    assert gathering.hold(["a"], 1.01) == 0
+    assert gathering.hold(0.0) == 0
+    _ended(gathering, ["a", "b"], at=1.0, seconds=1.0)
+    gathering.came(["a"], 1.01)
+    assert gathering.hold(1.01) == 0
 
 
-def test_one_who_comes_back_late_is_not_waited_for_again() -> None:
+def test_one_who_has_gone_is_waited_for_once() -> None:
     gathering = _learnt()
-    assert gathering.hold(["b"], 2.02) > 0
-    gathering.batch_ended(["b"], num_tokens=TOKENS, seconds=FIXED, at=3.0)
-    assert gathering.hold(["c", "b"], 3.02) == 0, "a has missed a batch already"
-    assert gathering.hold(["a"], 9.0) == 0
-    gathering.batch_ended(["a", "b"], num_tokens=TOKENS, seconds=FIXED, at=10.0)
-    assert gathering.hold(["b"], 10.01) == 0, "a took seconds the last time"
+    gathering.came(["a"], 2.02)
+    assert gathering.hold(2.02) > 0
+    for number in range(1, 10):
+        _ended(gathering, ["a"], at=2.02 + 0.06 * number)
+        gathering.came(["a"], 2.04 + 0.06 * number)
+        assert gathering.hold(2.04 + 0.06 * number) == 0, "b has gone"
 
 
-def _rounds(num_loops: int, seconds: float, gathering: Gathering | None) -> int:
-    """How many passes so many loops get through on a device with a fixed cost for each batch."""
-    arrivals = [(0.013 * number, str(number)) for number in range(num_loops)]
-    ready: list[str] = []
-    done, now = 0, 0.0
-    for turn in itertools.count():
-        while arrivals and arrivals[0][0] <= now:
-            came_at, model = heapq.heappop(arrivals)
-            ready.append(model)
-            if gathering is not None:
-                gathering.hold([model], came_at)  # as the scheduler looks at every arrival
-        held = gathering.hold(ready, now) if gathering is not None else 0.0
-        if not ready or held:
-            # Somebody comes, or the wait is over.
-            coming = arrivals[0][0] if arrivals else float("inf")
-            now = max(now, min(coming, now + held if ready else coming))
-            continue
-        taken = FIXED + PER_TOKEN * TOKENS * len(ready)
-        now += taken
-        if gathering is not None:
-            gathering.batch_ended(ready, num_tokens=TOKENS * len(ready), seconds=taken, at=now)
-        for number, model in enumerate(ready):
-            heapq.heappush(arrivals, (now + 0.015 + 0.001 * ((number + turn) % 8), model))
-        done += len(ready)
-        ready = []
-        if now > seconds:
-            return done
-    raise AssertionError
-
-
-def test_eight_loops_fall_into_step() -> None:
-    apart, together = _rounds(8, 20.0, None), _rounds(8, 20.0, Gathering())
-    assert together > 1.15 * apart
-    ideal = 20.0 / (FIXED + PER_TOKEN * TOKENS * 8 + 0.022) * 8
-    assert together > 0.95 * ideal
+def test_one_who_comes_back_late_is_not_waited_for() -> None:
+    gathering = _learnt()
+    gathering.came(["b"], 2.02)
+    gathering.came(["a"], 9.0)
+    _ended(gathering, ["a", "b"], at=10.0)
+    gathering.came(["b"], 10.01)
+    assert gathering.hold(10.01) == 0, "a took seconds the last time"
+    for at in (11.0, 12.0, 13.0, 13.52):  # nor when he happens to be due
+        _ended(gathering, ["b"], at=at)
+        gathering.came(["b"], at + 0.01)
+        assert gathering.hold(at + 0.01) == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -65,12 +66,16 @@ class BrokenResults(FakeEngine):
 
 
 class HeldEngine(FakeEngine):
-    """Passes of the one who misbehaves begin, and go on for ever."""
+    """Passes of the one who misbehaves begin, and go on until the test is over."""
+
+    @functools.cached_property
+    def is_over(self) -> asyncio.Event:
+        return asyncio.Event()
 
     async def run_passes(self, passes: Sequence[Pass]) -> AsyncIterator[FinishedPass]:
         async for finished in super().run_passes(passes):
             if _is_marked(passes[finished.index].data):
-                await asyncio.Event().wait()
+                await self.is_over.wait()
             yield finished
 
 
@@ -142,6 +147,28 @@ async def test_a_pass_that_does_not_end_is_waited_for_by_its_owner_alone(
     for request_id in (held, behind):
         assert server.service.promises.get(request_id).outcome is None  # type: ignore[union-attr]  # both are open
     assert [o.record.request_id for o in server.service.scheduler.running()] == [held]
+    for engine in server.engines:  # a server that stops waits for what its engines have in hand
+        assert isinstance(engine, HeldEngine)
+        engine.is_over.set()
+
+
+@pytest.mark.parametrize("expected_seconds", [0.001, 1000.0])
+async def test_a_batch_is_waited_for_only_if_it_is_expected_to_be_short(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, expected_seconds: float
+) -> None:
+    monkeypatch.setattr(scheduler, "SHORT_BATCH_SECONDS", 600.0)
+    server = await start_server(engine=HeldEngine)
+    rude, kind = await server.other_user(), server.api
+    costly, model = await rude.model(), await kind.model()
+    live = await server.service.models.get(costly)
+    assert live is not None
+    live.seconds_per_token = expected_seconds / 5
+    await rude.send_pass(costly, 1, _datum(5, target=99))
+    await server.until(lambda: server.service.scheduler.is_batch_running)
+    beside = asyncio.create_task(kind.output(await kind.send_pass(model, 1, _datum(5))))
+    done, _ = await asyncio.wait([beside], timeout=0.2 if expected_seconds < 1 else 10)
+    beside.cancel()
+    assert bool(done) == (expected_seconds > 600)
 
 
 async def test_a_hundred_models_of_one_owner_do_not_crowd_out_another(

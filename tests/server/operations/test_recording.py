@@ -83,6 +83,15 @@ async def test_a_save_sent_again_with_another_sampler_number_is_the_same_save(ap
     assert await api.ok("/save_weights_for_sampler", body) == first
 
 
+async def test_request_ids_are_in_the_order_of_time(api: Api) -> None:
+    """So that the store's index of them grows at its end."""
+    model, ids = await api.model(), []
+    for number in range(1, 6):
+        ids.append(await api.send_pass(model, number))
+        await asyncio.sleep(0.003)
+    assert ids == sorted(ids) and len({len(each) for each in ids}) == 1
+
+
 def test_a_digest_does_not_depend_on_how_the_request_was_written() -> None:
     plain = _datum(1, 2, 3)
     turned = Datum(

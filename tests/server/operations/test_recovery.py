@@ -259,6 +259,28 @@ async def test_who_holds_few_models_keeps_them_though_they_are_idle_longest(
     assert live.generation > 0, "six models of another owner came after it"
 
 
+async def test_who_is_idle_for_a_moment_does_not_make_room_for_another_owners_many_at_work(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(max_loaded_models=3)
+    [scheduler] = server.service.scheduler.schedulers.values()
+    scheduler.housekeeping_seconds = 0.01
+    rude, kind = server.api, await server.other_user()
+    names = [await rude.model(seed=n) for n in range(6)]
+    for name in names:
+        await rude.send_pass(name, 2)  # it waits for the first, and its model with it
+    await server.until(lambda: sum(len(m.queue) for m in server.service.models) == 6)
+    model = await kind.model()
+    for number in (1, 2):
+        await kind.loss(model, number)
+        await asyncio.sleep(0.1)  # the models are counted ten times
+    live = await server.service.models.get(model)
+    assert live is not None and live.generation > 0, "his is the only one with nothing to do"
+    await asyncio.gather(*[rude.send_pass(name, 1) for name in names])
+    await server.until(lambda: sum(m.generation > 0 for m in server.service.models) == 3)
+    assert live.generation > 0
+
+
 async def test_weights_without_a_record_go_to_the_trash_at_the_start(
     start_server: StartServer, tmp_path: Path
 ) -> None:

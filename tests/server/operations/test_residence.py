@@ -1,11 +1,41 @@
-"""When an engine holds too much, and idle models have to go to disk."""
+"""When an engine holds too much, and which models have to go to disk."""
 
 from __future__ import annotations
+
+import random
+from dataclasses import dataclass
 
 import pytest
 
 from tinsmith.engine.base import Health
-from tinsmith.server.operations.residence import is_full
+from tinsmith.server.operations.residence import in_order_of_leaving, is_full
+
+
+@dataclass(frozen=True)
+class Model:
+    owner: str
+    last_used_at: float
+
+
+def test_of_one_owners_models_the_one_idle_longest_goes_first() -> None:
+    models = [Model("a", at) for at in (3.0, 1.0, 2.0)]
+    assert [model.last_used_at for model in in_order_of_leaving(models)] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_who_holds_an_even_part_loses_none_whatever_others_bring(seed: int) -> None:
+    """However long his are idle, and however many owners bring however many."""
+    rng = random.Random(seed)
+    owners = [f"owner {number}" for number in range(rng.randint(1, 8))]
+    models = [
+        Model(owner, rng.uniform(0, 100)) for owner in owners for _ in range(rng.randint(0, 40))
+    ]
+    most = rng.randint(1, 60)
+    modest = [Model("modest", rng.uniform(0, 1)) for _ in range(most // (len(owners) + 1))]
+    everybody = [*models, *modest]
+    rng.shuffle(everybody)
+    leaving = in_order_of_leaving(everybody)[: max(0, len(everybody) - most)]
+    assert not set(modest) & set(leaving)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tinsmith.engine.base import Health
 from tinsmith.engine.cluster import Node
 
 if TYPE_CHECKING:
@@ -62,3 +63,18 @@ async def test_the_cluster_has_slots_with_hosts_and_nodes(start_server: StartSer
         }
     ]
     assert said["trouble"] == ""
+
+
+async def test_a_slot_says_what_its_memory_holds_and_the_server_how_it_is_set_up(
+    start_server: StartServer,
+) -> None:
+    server = await start_server()
+    held = {"weights_bytes": 5, "cache_bytes": 2, "cache_limit_bytes": 9}
+    held |= {"adapter_bytes": 1, "adapter_limit_bytes": 4}
+    server.service.engines.slots[0].health = Health(alive=True, memory_bytes=8, **held)
+    slot = (await _get(server, "/api/v1/cluster", **server.api.headers))["slots"][0]
+    assert slot["ranks"] == 1
+    assert {name: slot[name] for name in held} == held
+    said = await _get(server, "/api/v1/console/server", **server.api.headers)
+    assert (said["storage"], said["on_policy"]) == ("", "close")
+    assert said.get("epoch") is None, "it is alone"

@@ -20,11 +20,11 @@ from tests.support.simulated_loop import simulate
 from tinsmith.engine.base import Capabilities, Engine, Failure, Health, SampleEvent, SampleJob
 from tinsmith.errors import EngineDiedError, EngineError
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.console.sample_examples import SampledExamples
 from tinsmith.server.engines.plan import SlotPlan
 from tinsmith.server.engines.pool import EnginePool
 from tinsmith.server.engines.slot import Slot
 from tinsmith.server.metrics import Metrics
-from tinsmith.server.sampling.examples import SampledExamples
 from tinsmith.server.sampling.loaded import LoadedSamplers
 from tinsmith.server.sampling.requests import Sampling, sample_job
 from tinsmith.server.sampling.stats import SamplerStats
@@ -142,6 +142,7 @@ class World:
             examples=SampledExamples(cast(Any, None), 0),
             metrics=Metrics(),
             config=ServerConfig(engine_attempts=1000, max_loaded_samplers=MAX_LOADED),
+            on_sample=lambda sampler: None,
         )
 
     async def _new_engine(self, plan: SlotPlan) -> Engine:

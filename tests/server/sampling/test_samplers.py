@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from tinsmith.engine.base import Engine, Failure
+from tinsmith.engine.base import Engine, Failure, Health
 from tinsmith.server.sampling.loaded import LoadedSamplers
 
 if TYPE_CHECKING:
@@ -72,6 +72,19 @@ class Jobs:
     def __init__(self) -> None:
         self._loaded = LoadedSamplers(lambda name: nullcontext(Path(name)), max_loaded=3)
 
+    def heed(self, sampler_bytes: int) -> None:
+        """The engine says how much it holds; its share is 100 bytes."""
+        health = Health(
+            alive=True,
+            adapter_bytes=60 + sampler_bytes,
+            sampler_bytes=sampler_bytes,
+            adapter_limit_bytes=100,
+        )
+        self._loaded.heed(health)
+
+    def held(self) -> list[str]:
+        return [name for name in ("a", "b", "c", "d") if self._loaded.has(name)]
+
     async def start(self, weights_id: str, owner: str) -> contextlib.AsyncExitStack:
         """A job that has its weights; gives up after a second without them."""
         job = contextlib.AsyncExitStack()
@@ -79,6 +92,27 @@ class Jobs:
             held = self._loaded.hold(cast("Engine", Names()), 1, weights_id, "tiny", owner)
             assert await job.enter_async_context(held) is None
         return job
+
+
+async def test_beyond_their_share_of_memory_idle_samplers_leave_and_others_wait() -> None:
+    jobs = Jobs()
+    for name in ("a", "b"):
+        await (await jobs.start(name, "owner")).aclose()
+    busy = await jobs.start("c", "owner")
+    jobs.heed(40)
+    await asyncio.sleep(0)
+    assert jobs.held() == ["a", "b", "c"], "it is the models that take too much"
+    for left in (["b", "c"], ["c"], ["c"]):
+        jobs.heed(60)
+        await asyncio.sleep(0.01)
+        assert jobs.held() == left
+    waiting = asyncio.create_task(jobs.start("d", "owner"))
+    await asyncio.sleep(0.01)
+    assert not waiting.done(), "there is one place left, and it is held"
+    jobs.heed(30)
+    await (await waiting).aclose()
+    await busy.aclose()
+    assert jobs.held() == ["c", "d"]
 
 
 @pytest.mark.parametrize("place", range(3))

@@ -27,6 +27,8 @@ from tinsmith.server.store.records import SamplerRecord
 from tinsmith.text_model import TextModel
 from tinsmith.types import ModelInput, SampledSequence, SampleResponse
 
+_ROLES = ("system", "user", "assistant", "tool")
+
 
 class Answer:
     """One sequence's text and calls, as its tokens arrive."""
@@ -56,6 +58,11 @@ class Answer:
 
     def whole(self, sequence: SampledSequence) -> list[str | ToolCall]:
         return self.add(sequence.tokens) + self.finish()
+
+    def ended_with_calls(self, stop_reason: str) -> bool:
+        """Whether calls are why it ended. One that was cut ended with its length, unless the one
+        call that was asked for is whole."""
+        return self.has_calls and (self._is_single or stop_reason != "length")
 
     def _kept(self, parts: list[str | ToolCall]) -> list[str | ToolCall]:
         """All of it; where one call was asked for, nothing behind that."""
@@ -88,7 +95,7 @@ class Answering:
         return Answer(self.text, self.ask)
 
     async def complete(self) -> list[SampleResponse]:
-        """All jobs at once; the first that fails, or leaving, gives the others up."""
+        """All jobs at once; the first that fails, or leaving, cancels the others."""
         tasks = [asyncio.create_task(self._run(job)) for job in self.jobs]
         try:
             return await asyncio.gather(*tasks)
@@ -97,7 +104,7 @@ class Answering:
                 task.cancel()
 
     async def stream(self, job: SampleJob) -> AsyncGenerator[TokensSampled | SampleResponse, None]:
-        """Tokens as they are sampled, then the whole; leaving gives the job up."""
+        """Tokens as they are sampled, then the whole; leaving cancels the job."""
         try:
             async with aclosing(self._service.sampling.stream(self._sampler, job)) as events:
                 async for event in events:
@@ -139,7 +146,7 @@ async def find_model(
     service: Service, caller: Caller, model: str
 ) -> tuple[SamplerRecord, ChosenModel]:
     """A sampler for one request, and how its base model reads."""
-    sampler = await _sampler(service, caller, model)
+    sampler = await find_sampler(service, caller, model)
     base = await service.base_model(sampler.base_model)
     if base is None:
         raise Refusal(404, f"no base model called {sampler.base_model!r} is served")
@@ -147,7 +154,7 @@ async def find_model(
     return sampler, ChosenModel(text, base.images)
 
 
-async def _sampler(service: Service, caller: Caller, model: str) -> SamplerRecord:
+async def find_sampler(service: Service, caller: Caller, model: str) -> SamplerRecord:
     """Of a base model, or of a checkpoint."""
     base_model, weights_id = model, None
     if model.startswith("tinker://"):
@@ -187,8 +194,24 @@ def render(chosen: ChosenModel, ask: Ask) -> ModelInput:
     options = _known_options(text, ask)
     if ask.tool_use.tools:
         options["tools"] = list(ask.tool_use.tools)
-    tokens = text.render_chat(ask.messages, options, opening=_opening(text, ask))
+    messages = [_known_role(text, m, index) for index, m in enumerate(ask.messages)]
+    if ask.is_begun:
+        tokens = text.render_begun(messages, options)
+    else:
+        tokens = text.render_chat(messages, options, opening=_opening(text, ask))
     return with_images(tokens, ask.images, chosen.images)
+
+
+def _known_role(text: TextModel, message: dict[str, Any], index: int) -> dict[str, Any]:
+    """A message of a role that the template knows: most leave out those of others in silence."""
+    role = message["role"]
+    if role in _ROLES or role in text.template:
+        return message
+    if role == "developer":
+        return {**message, "role": "system"}
+    raise ValidationError(
+        f"the chat template of {text.name} knows no role {role[:80]!r}", f"messages[{index}].role"
+    )
 
 
 def _known_options(text: TextModel, ask: Ask) -> dict[str, Any]:
@@ -202,12 +225,13 @@ def _known_options(text: TextModel, ask: Ask) -> dict[str, Any]:
             options.setdefault("enable_thinking", effort != "none")
         elif effort != "none":
             raise ValidationError(
-                f"the chat template of {text.name} knows no reasoning", "reasoning_effort"
+                f"the chat template of {text.name} has no option for reasoning", "reasoning_effort"
             )
     for name in options:
         if name not in text.template:
             raise ValidationError(
-                f"the chat template of {text.name} knows no {name[:80]!r}", "chat_template_kwargs"
+                f"the chat template of {text.name} has no option {name[:80]!r}",
+                "chat_template_kwargs",
             )
     return options
 

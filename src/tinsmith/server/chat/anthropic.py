@@ -10,6 +10,7 @@ from tinsmith.errors import ValidationError
 from tinsmith.server.chat.ask import (
     Ask,
     ToolUse,
+    check_beginning,
     check_name,
     function,
     given,
@@ -27,6 +28,7 @@ from tinsmith.types import SamplingParams
 _KNOWN = {
     "model", "messages", "max_tokens", "system", "temperature", "top_p", "top_k",
     "stop_sequences", "stream", "tools", "tool_choice", "thinking", "output_config",
+    "context_management",
     # Of no effect on what is answered.
     "metadata", "service_tier", "speed", "cache_control",
 }  # fmt: skip
@@ -37,11 +39,15 @@ def read_messages(fields: Mapping[str, Any], *, is_counted_only: bool = False) -
     for name, value in fields.items():
         if name not in _KNOWN and value not in (None, [], {}):
             raise ValidationError("not supported by this server", str(name)[:80])
+    _check_edits(fields.get("context_management"))
     said = fields.get("messages")
     if not isinstance(said, list) or not said:
         raise ValidationError("expected a list of messages", "messages")
     images: list[GivenImage] = []
     messages = [m for index, value in enumerate(said) for m in _messages(value, index, images)]
+    is_begun = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    if is_begun:
+        check_beginning(messages[-1], f"messages[{len(said) - 1}]")
     if fields.get("system"):
         messages.insert(0, {"role": "system", "content": text_of(fields["system"], "system")})
     stops = read_stops(fields.get("stop_sequences"), "stop_sequences")
@@ -53,6 +59,7 @@ def read_messages(fields: Mapping[str, Any], *, is_counted_only: bool = False) -
         model=read("model", str, fields.get("model")),
         is_chat=True,
         messages=tuple(messages),
+        is_begun=is_begun,
         images=tuple(images),
         params=SamplingParams(
             max_tokens=max_tokens,
@@ -118,7 +125,8 @@ def stop_reason(ended: str, stopped_by: str | None, *, has_calls: bool) -> str:
 
 def error_body(status: int, detail: str) -> dict[str, Any]:
     """An error in the shape that Anthropic clients read."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error",
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+             413: "request_too_large", 429: "rate_limit_error",
              503: "overloaded_error"}  # fmt: skip
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": detail}}
@@ -133,7 +141,7 @@ def _messages(value: Any, index: int, images: list[GivenImage]) -> list[dict[str
     content = value.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    if not isinstance(content, list):
+    if not isinstance(content, list) or not content:
         raise ValidationError("expected a text or a list of blocks", f"{path}.content")
     messages: list[dict[str, Any]] = []
     for number, part in enumerate(content):
@@ -168,6 +176,20 @@ def _add_block(
         message.setdefault("tool_calls", []).append(call)
     else:
         raise ValidationError(f"blocks of type {str(kind)[:40]!r} are not supported here", path)
+
+
+def _check_edits(value: Any) -> None:
+    """Nothing is cleared from a conversation here; Claude Code asks for all of it to be kept."""
+    said = read("context_management", dict[str, Any] | None, value) or {}
+    edits = read("context_management.edits", list[Any] | None, said.get("edits")) or []
+    for index, edit in enumerate(edits):
+        kind = str(edit.get("type")) if isinstance(edit, Mapping) else ""
+        if not kind.startswith("clear_thinking_") or edit.get("keep") != "all":
+            raise ValidationError(
+                "this server clears nothing from a conversation; only clear_thinking with "
+                "keep 'all' is taken",
+                f"context_management.edits[{index}]",
+            )
 
 
 def _tool_use(fields: Mapping[str, Any]) -> ToolUse:

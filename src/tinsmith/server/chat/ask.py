@@ -22,7 +22,7 @@ MAX_BIASES = 1024
 SHAPING = {
     "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"
 }  # fmt: skip
-"""Fields that bend the choice of tokens."""
+"""Fields that change the choice of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,9 @@ class Ask:
     is_chat: bool
     prompts: tuple[str | list[int], ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
+    is_begun: bool = False
+    """Whether the last message is the beginning of the answer."""
+
     images: tuple[GivenImage, ...] = ()
     """Those of the messages, in order."""
 
@@ -79,6 +82,11 @@ class Ask:
                 "an answer of a given form cannot call tools; leave one of them out",
                 self.form.field,
             )
+        if self.is_begun and (self.form is not None or self.tool_use.is_forced):
+            raise ValidationError(
+                "an answer that is begun can neither have a form nor be made to call a tool",
+                "messages",
+            )
 
 
 def read_stops(value: Any, name: str) -> tuple[str, ...]:
@@ -88,6 +96,8 @@ def read_stops(value: Any, name: str) -> tuple[str, ...]:
         raise ValidationError(
             f"at most {MAX_STOPS} texts of at most {MAX_STOP_CHARACTERS} characters", name
         )
+    if "" in stops:
+        raise ValidationError("an empty text would stop at once", f"{name}[{stops.index('')}]")
     return stops
 
 
@@ -134,6 +144,16 @@ def check_name(tools: tuple[dict[str, Any], ...], name: str) -> str:
     if name not in (tool["function"]["name"] for tool in tools):
         raise ValidationError(f"there is no tool called {name[:80]!r}", "tool_choice")
     return name
+
+
+def check_beginning(message: Mapping[str, Any], path: str) -> None:
+    """Of an answer, which the model is to go on with."""
+    if message["role"] != "assistant" or "tool_calls" in message:
+        raise ValidationError("only a text of the assistant can be gone on with", path)
+    if "reasoning_content" in message:
+        raise ValidationError("an answer cannot begin with thoughts", path)
+    if not message["content"] or message["content"] != message["content"].rstrip():
+        raise ValidationError("an answer begins with a text that does not end in a blank", path)
 
 
 def given(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:

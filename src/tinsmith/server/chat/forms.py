@@ -48,7 +48,7 @@ def read_form(fields: Mapping[str, Any]) -> Form | None:
         if form is not None
     ]
     if len(found) > 1:
-        problem = f"{found[0].field} says what form to give, too; send one of them"
+        problem = f"{found[0].field} says which form the answer has, too; send one of them"
         raise ValidationError(problem, found[1].field)
     return found[0] if found else None
 
@@ -59,12 +59,12 @@ def schema_form(schema: Any, field: str) -> Form:
     try:
         text = orjson.dumps(schema).decode()
     except (orjson.JSONEncodeError, RecursionError):
-        raise ValidationError("expected a JSON schema that is not so deep", field) from None
+        raise ValidationError("expected a JSON schema that is nested less deeply", field) from None
     return _form("json_schema", text, field)
 
 
 class FormChecks:
-    """Tries grammars in a process that may be lost over one (`engine.grammar_check`).
+    """Tries grammars in a process that may die of one (`engine.grammar_check`).
 
     One at a time, owners in turns: a hostile grammar costs its owner's turn, and a new process.
     """

@@ -15,6 +15,7 @@ from tinsmith.server.chat.ask import (
     SHAPING,
     Ask,
     ToolUse,
+    check_beginning,
     check_name,
     function,
     given,
@@ -40,17 +41,22 @@ MAX_TOP_LOGPROBS = 20
 
 _SHARED = SHAPING | FORMS | {
     "model", "max_tokens", "temperature", "top_p", "n", "stop", "seed", "stream",
-    "stream_options", "logprobs", "user", "metadata", "top_k", "return_token_ids",
+    "stream_options", "logprobs", "top_k", "return_token_ids",
+    # Of no effect on what is answered.
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention",
 }  # fmt: skip
 _CHAT = {
     "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice",
-    "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort",
+    "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort", "verbosity",
+    "continue_final_message", "add_generation_prompt",
 }  # fmt: skip
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
     "store": (False,),
+    "modalities": (["text"],),
 }
 """Settings that we cannot follow, and the values with which they ask for nothing."""
 
@@ -90,8 +96,9 @@ def read_chat(fields: Mapping[str, Any]) -> Ask:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ValidationError("expected a list of messages", "messages")
-    most = fields.get("max_completion_tokens")
-    max_tokens = read("max_tokens", int | None, most or fields.get("max_tokens"))
+    most = read("max_completion_tokens", int | None, fields.get("max_completion_tokens"))
+    max_tokens = read("max_tokens", int | None, fields.get("max_tokens"))
+    verbosity = read("verbosity", str | None, fields.get("verbosity"))
     with_logprobs = bool(read("logprobs", bool | None, fields.get("logprobs")))
     top = read("top_logprobs", int | None, fields.get("top_logprobs")) or 0
     if top and not with_logprobs:
@@ -101,18 +108,21 @@ def read_chat(fields: Mapping[str, Any]) -> Ask:
         for index, tool in enumerate(tool_list(fields.get("tools") or []))
     )
     images: list[GivenImage] = []
+    said = tuple(_message(m, index, images) for index, m in enumerate(messages))
     return _ask(
         fields,
         is_chat=True,
-        messages=tuple(_message(m, index, images) for index, m in enumerate(messages)),
+        messages=said,
+        is_begun=_is_begun(fields, said),
         images=images,
-        max_tokens=max_tokens,
+        max_tokens=max_tokens if most is None else most,
         with_logprobs=with_logprobs,
         top_logprobs=top,
         tool_use=tool_use(
             tools, fields.get("tool_choice"), given(fields, "parallel_tool_calls", bool, True)
         ),
         template_options=_template_options(fields),
+        template_hints={} if verbosity is None else {"verbosity": verbosity},
     )
 
 
@@ -125,9 +135,11 @@ def _ask(
     top_logprobs: int,
     prompts: tuple[str | list[int], ...] = (),
     messages: tuple[dict[str, Any], ...] = (),
+    is_begun: bool = False,
     images: Sequence[GivenImage] = (),
     tool_use: ToolUse | None = None,
     template_options: Mapping[str, Any] | None = None,
+    template_hints: Mapping[str, Any] | None = None,
     echo: bool = False,
 ) -> Ask:
     stops = read_stops(fields.get("stop"), "stop")
@@ -144,6 +156,7 @@ def _ask(
         is_chat=is_chat,
         prompts=prompts,
         messages=messages,
+        is_begun=is_begun,
         images=tuple(images),
         params=SamplingParams(
             max_tokens=max_tokens,
@@ -164,8 +177,21 @@ def _ask(
         top_logprobs=top_logprobs,
         tool_use=tool_use or ToolUse(),
         template_options=template_options or {},
+        template_hints=template_hints or {},
         echo=echo,
     )
+
+
+def _is_begun(fields: Mapping[str, Any], messages: Sequence[dict[str, Any]]) -> bool:
+    """Whether the last message is to be gone on with, as vLLM's clients say it."""
+    is_begun: bool = given(fields, "continue_final_message", bool, False)
+    if given(fields, "add_generation_prompt", bool, not is_begun) == is_begun:
+        raise ValidationError(
+            "must be the opposite of continue_final_message", "add_generation_prompt"
+        )
+    if is_begun:
+        check_beginning(messages[-1], f"messages[{len(messages) - 1}]")
+    return is_begun
 
 
 def _with_token_ids(fields: Mapping[str, Any]) -> bool:
@@ -222,7 +248,7 @@ def check_choices(n: int) -> int:
 def check_known(
     fields: Mapping[str, Any], known: set[str], neutral: Mapping[str, tuple[Any, ...]]
 ) -> None:
-    """Refuse what is neither known nor asks for nothing: no value, or one that is neutral."""
+    """Refuse fields that are not known, unless they have no value or one without effect."""
     for name, value in fields.items():
         if name in known or value is None or value in neutral.get(name, ()):
             continue
@@ -259,7 +285,8 @@ class Asked:
         kind = "chat.completion.chunk" if self.ask.is_chat else "text_completion"
         body = {"delta": delta} if self.ask.is_chat else delta
         choice = {"index": index, **body, "logprobs": logprobs, "finish_reason": reason}
-        return {**self.head(kind), "choices": [choice]}
+        usage = {"usage": None} if self.ask.include_usage else {}
+        return {**self.head(kind), "choices": [choice], **usage}
 
     def delta(self, text: str) -> dict[str, Any]:
         return {"content": text} if self.ask.is_chat else {"text": text}
@@ -282,24 +309,25 @@ class Asked:
         logprobs: Sequence[float | None],
         text: TextModel,
         top: list[list[tuple[int, float]] | None] | None = None,
+        first_offset: int = 0,
     ) -> dict[str, Any] | None:
+        """`first_offset`: how long the texts of the tokens before these are."""
         if not self.ask.with_logprobs:
             return None
-        names = [text.token_text(token) for token in tokens]
-        rows = [
-            None if row is None else [(text.token_text(t), p) for t, p in row]
-            for row in top or [None] * len(tokens)
-        ]
+        given = top or [None] * len(tokens)
         if self.ask.is_chat:
             content = [
                 {
-                    **_named(name, logprob),
-                    "top_logprobs": [_named(other, p) for other, p in row or ()],
+                    **_described(text, token, logprob),
+                    "top_logprobs": [_described(text, other, p) for other, p in row or ()],
                 }
-                for name, logprob, row in zip(names, logprobs, rows, strict=True)
+                for token, logprob, row in zip(tokens, logprobs, given, strict=True)
             ]
             return {"content": content, "refusal": None}
-        offsets = list(itertools.accumulate((len(name) for name in names[:-1]), initial=0))
+        names = [text.token_text(token) for token in tokens]
+        rows = [None if row is None else [(text.token_text(t), p) for t, p in row] for row in given]
+        lengths = (len(name) for name in names[:-1])
+        offsets = list(itertools.accumulate(lengths, initial=first_offset))
         return {
             "tokens": names,
             "token_logprobs": logprobs,
@@ -324,6 +352,7 @@ def choice(
     index: int,
     content: str,
     calls: list[ToolCall],
+    reason: str,
     sequence: SampledSequence,
     text: TextModel,
     echo: Echo | None = None,
@@ -347,7 +376,6 @@ def choice(
         body = {"text": content}
     if asked.ask.with_token_ids:
         body["token_ids"] = tokens
-    reason = "tool_calls" if calls else sequence.stop_reason
     return {"index": index, **body, "logprobs": logprobs, "finish_reason": reason}
 
 
@@ -443,5 +471,6 @@ def _by_text(row: list[tuple[str, float]] | None) -> dict[str, float] | None:
     return found
 
 
-def _named(token: str, logprob: float | None) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+def _described(text: TextModel, token: int, logprob: float | None) -> dict[str, Any]:
+    data = list(text.token_bytes(token))
+    return {"token": text.token_text(token), "logprob": logprob, "bytes": data}

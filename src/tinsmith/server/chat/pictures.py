@@ -1,7 +1,7 @@
 """Images in a conversation: read from the messages of either API, and put into the prompt.
 
-A chat template writes the model's own mark where a message has an image; the mark's token then
-gives way to the image itself. Images come with the request: this server fetches nothing.
+A chat template writes the model's own mark where a message has an image; the mark's token is then
+replaced by the image itself. Images come with the request: this server fetches nothing.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def _add_item(messages: list[dict[str, Any]], item: Any, path: str) -> None:
         if role not in ("user", "assistant", "system", "developer"):
             raise ValidationError("expected user, assistant, system or developer", f"{path}.role")
         content = _text(item.get("content"), f"{path}.content")
-        messages.append({"role": "system" if role == "developer" else role, "content": content})
+        messages.append({"role": role, "content": content})
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
@@ -262,7 +262,7 @@ def _parts(
     known: set[str],
     neutral: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> dict[str, Any]:
-    """An object among the fields, of which nothing is unknown."""
+    """An object among the fields; unknown parts of it are refused."""
     parts: dict[str, Any] = read(name, dict[str, Any] | None, fields.get(name)) or {}
     try:
         check_known(parts, known, neutral or {})

@@ -2,8 +2,8 @@
 
 Requests count from their arrival to their answer; those that only wait for a result do not, they
 cost next to nothing. Bodies count in bytes, from the first one on. Of both an owner has a share.
-When the event loop itself falls behind, owners with more than a few requests under way are
-refused until it has caught up; and an owner who sends faster than anybody should has to wait alone.
+When the event loop itself falls behind, owners with more than a few requests under way are refused
+until it has caught up; and an owner who sends too fast is slowed down alone.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Admission:
         self._allowances: dict[str, _Allowance] = {}
         self.lag_seconds = 0.0
         self.penalty_seconds = 1.0
-        """The least that a request too many waits; up to three times as long, so that they do not
-        come back all at once."""
+        """Shortest delay of a request beyond the rate; it may be three times as long, so that they
+        do not all come back at once."""
 
     def is_too_fast(self, owner: str) -> bool:
         """Count a request of an owner's; whether it is one too many."""
@@ -67,7 +67,7 @@ class Admission:
             self.lag_seconds = time.monotonic() - due
 
     def enter(self, owner: str) -> bool:
-        """Count a request in, unless its owner has too many; who is in must `leave`."""
+        """Count a request in, unless its owner has too many; one that was let in must `leave`."""
         if self.lag_seconds > MAX_LAG_SECONDS and self.requests.of(owner) >= FEW_REQUESTS:
             return False
         return self.requests.take(owner)

@@ -16,7 +16,7 @@ DEFAULT_HEADERS = {
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
     "cache-control": "no-store",
 }
-"""On answers that have no such header: they are no pages, and are not kept."""
+"""On answers that have no such header: they are not pages, and are not cached."""
 
 _DEFAULTS = [(name.encode(), value.encode()) for name, value in DEFAULT_HEADERS.items()]
 

@@ -8,17 +8,17 @@ from importlib.metadata import version
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tinsmith.server.console.pages.routing import page_routes
+from tinsmith.server.console.pages.routing import nowhere, page_routes
 from tinsmith.server.edge.answer_headers import with_defaults
 from tinsmith.server.edge.http import answer, detail_body
 from tinsmith.server.edge.openapi import description
 from tinsmith.server.edge.origins import Origins
+from tinsmith.server.edge.requests import ApiRequest
 from tinsmith.server.edge.routing import ApiRoute, open_route
 from tinsmith.server.routes import (
     account,
@@ -71,6 +71,8 @@ ROUTES = [
     *ops.ROUTES,
     open_route(endpoints.OPENAPI, openapi),
 ]
+_ROOTS = {route.path.split("/")[1] for route in ROUTES}
+"""Where the addresses for programs begin."""
 
 
 class Application(Starlette):
@@ -94,7 +96,8 @@ class Application(Starlette):
         respond = None
         if scope["type"] == "http":
             send = with_defaults(send)
-            trouble = self._origins.trouble(scope["method"], Headers(scope=scope))
+            request = ApiRequest(scope, receive, send)
+            trouble = self._origins.trouble(scope["method"], request.headers)
             if trouble is not None:
                 await answer(detail_body(403, trouble), 403)(scope, receive, send)
                 return
@@ -103,7 +106,7 @@ class Application(Starlette):
             await super().__call__(scope, receive, send)
             return
         scope["app"] = self
-        response = await respond(Request(scope, receive, send))
+        response = await respond(request)
         await response(scope, receive, send)
 
 
@@ -127,7 +130,12 @@ def build_app(service: Service) -> Starlette:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """No such path, or not with this method: in the same form as every other refusal."""
+    """No such path, or not with this method: in the same form as every other refusal, except to a
+    browser that is not at a program's address."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 404 and request.url.path.split("/")[1] not in _ROOTS:
+        page = await nowhere(request)
+        if page is not None:
+            return page
     headers = dict(error.headers) if error.headers else None
     return answer(detail_body(error.status_code, error.detail), error.status_code, headers)

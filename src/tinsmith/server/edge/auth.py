@@ -27,13 +27,13 @@ from tinsmith.server.store.store import Store
 KEY_PREFIX = "tml-"
 TOKEN_PREFIX = "eyJ"
 LOCAL_OWNER = "local"
-"""Who everybody is when the server runs without authentication."""
+"""The caller of every request when the server runs without authentication."""
 
 KEY_CHANGES = "keys.changed"
 """A file in the data folder, touched whenever another process changes the keys."""
 
 _KEY_CACHE_SECONDS = 0.5
-"""How old our knowledge may be of keys that were changed elsewhere, with no file in common."""
+"""How old our list of keys may be, where they may change on machines that do not share the file."""
 
 _LOOK_SECONDS = 0.02
 """How often, at most, the event loop asks the disk whether keys were changed elsewhere."""
@@ -61,7 +61,7 @@ class Auth:
     def __init__(
         self, store: Store, secret: bytes, *, is_required: bool, changes: Path | None = None
     ) -> None:
-        """`changes` is a file that whoever changes keys in another process touches."""
+        """`changes` is a file that other processes touch when they change keys."""
         self._store = store
         self._secret = secret
         self._is_required = is_required
@@ -89,12 +89,14 @@ class Auth:
             claims = self._verified(credential)
             return None if claims is None else await self.of_key(claims["key_id"], claims["exp"])
         digest = hash_key(credential)
-        await self._refresh(is_known=digest in self._by_hash)
+        if digest not in self._by_hash or not self._is_fresh(time.monotonic()):
+            await self._refresh()
         return _caller(self._by_hash.get(digest), None)
 
     async def of_key(self, key_id: int, expires_at: int) -> Caller | None:
         """The caller behind what was given out for a key until a moment, while the key is good."""
-        await self._refresh(is_known=key_id in self._by_id)
+        if key_id not in self._by_id or not self._is_fresh(time.monotonic()):
+            await self._refresh()
         return _caller(self._by_id.get(key_id), expires_at)
 
     def issue_token(self, caller: Caller, seconds: int) -> str:
@@ -122,24 +124,25 @@ class Auth:
             return False
         return _is_equal(self.sign_path(path, int(expires)), signature)
 
-    async def _refresh(self, *, is_known: bool) -> None:
-        """Read the keys again if they may have changed, or if one is asked for that is not there.
+    def _is_fresh(self, now: float) -> bool:
+        """Whether the keys are still as they were read."""
+        return (
+            not self._has_changed(now)
+            and self._read_at > self._changed_at
+            and now - self._read_at <= _KEY_CACHE_SECONDS
+        )
+
+    async def _refresh(self) -> None:
+        """Read the keys again: they may have changed, or one is asked for that is not there.
 
         Those who ask at the same time share a reading that began after they asked, so that no
         flood of wrong keys becomes one of readings.
         """
         asked_at = time.monotonic()
-        if (
-            is_known
-            and not self._has_changed(asked_at)
-            and self._read_at > self._changed_at
-            and asked_at - self._read_at <= _KEY_CACHE_SECONDS
-        ):
-            return
         async with self._reading:
             if self._read_at > asked_at:
                 return
-            began, change = time.monotonic(), self._last_change()
+            began, change = time.monotonic(), self.last_change()
             keys = [k for k in await self._store.keys.list() if k.is_good(time.time())]
             self._by_hash = {k.key_hash: k for k in keys}
             self._by_id = {k.key_id: k for k in keys}
@@ -147,10 +150,11 @@ class Auth:
 
     def _has_changed(self, now: float) -> bool:
         if now - self._looked_at >= _LOOK_SECONDS:
-            self._looked_at, self._found_change = now, self._last_change()
+            self._looked_at, self._found_change = now, self.last_change()
         return self._found_change != self._seen_change
 
-    def _last_change(self) -> int:
+    def last_change(self) -> int:
+        """When keys were last made or revoked by another process; only good for comparing."""
         if self._changes is None:
             return 0
         try:

@@ -9,6 +9,7 @@ clients may send several without waiting, and go.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -40,10 +41,23 @@ class Connection(HttpToolsProtocol):
         self._running: Any = None  # the request that is being answered; others may be queued
         self._patience: asyncio.TimerHandle | None = None
         self._bare_bytes = 0  # since there was last any progress: a head, a part of a body
+        self._is_in_head = False
+        self._lost: asyncio.Future[None] = self.loop.create_future()
 
     @property
     def is_busy(self) -> bool:
         return self._running is not None and not self._running.response_complete
+
+    @property
+    def has_body(self) -> bool:
+        """Whether all of the body of the present request has come."""
+        return self._running is not None and not self._running.more_body
+
+    @property
+    def lost(self) -> asyncio.Future[None]:
+        """Done when the connection is lost."""
+        self.flow.resume_reading()  # paused while requests are ahead: nobody would notice
+        return self._lost
 
     def abort(self) -> None:
         self.transport.abort()
@@ -58,8 +72,6 @@ class Connection(HttpToolsProtocol):
         self._lose_patience_later()
 
     def data_received(self, data: bytes) -> None:
-        if self._patience is None and not self.is_busy:
-            self._lose_patience_later()
         # In small pieces, because the parser joins the pieces of a header with those before.
         for start in range(0, len(data), MAX_HEAD_BYTES):
             piece = data[start : start + MAX_HEAD_BYTES]
@@ -70,15 +82,19 @@ class Connection(HttpToolsProtocol):
             if self._bare_bytes > MAX_HEAD_BYTES:
                 self._refuse_head()
                 return
+        if self._patience is None and (self._is_in_head or not self.is_busy):
+            self._lose_patience_later()
 
     def on_message_begin(self) -> None:
         self._bare_bytes = 0
-        self._lose_patience_later()
+        self._is_in_head = True
+        self._be_patient()  # anew from here on, unless the whole head is there
         super().on_message_begin()
         self.scope[CONNECTION] = self  # type: ignore[literal-required]  # a key of ours
 
     def on_headers_complete(self) -> None:
         self._bare_bytes = 0
+        self._is_in_head = False
         self._be_patient()
         self._sockets.heard(self)
         super().on_headers_complete()
@@ -110,9 +126,12 @@ class Connection(HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
+        if not self._lost.done():
+            self._lost.set_result(None)
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running = cycle
+        cycle.transport = _Answering(self.transport, cycle, self.loop)
         super()._start_asgi_task(cycle, app)
 
     def _refuse_head(self) -> None:
@@ -130,3 +149,39 @@ class Connection(HttpToolsProtocol):
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
+
+
+class _Answering:
+    """A connection's transport for one answer, of which the head leaves together with the first of
+    the body: in one packet, and with one call of the system, which costs as much as making it."""
+
+    def __init__(
+        self, transport: asyncio.Transport, cycle: Any, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._transport = transport
+        # Weak: the two would keep each other, and a body, until the next search for garbage.
+        self._cycle = weakref.ref(cycle)
+        self._loop = loop
+        self._has_begun = False
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        cycle = self._cycle()
+        if self._has_begun or cycle is None or not cycle.response_started:
+            self._transport.writelines([self._head, data])
+            self._head = b""
+            return
+        self._has_begun = True
+        self._head = data
+        self._loop.call_soon(self._flush)  # for when no body follows at once
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def _flush(self) -> None:
+        if self._head and not self._transport.is_closing():
+            self.write(b"")

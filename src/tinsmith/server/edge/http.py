@@ -10,8 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+)
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -129,17 +136,24 @@ async def _next_part(service: Service, request: Request, began: float, size: int
 
     Who sends more slowly than the least rate is not waited for.
     """
+    connection = request.scope.get(CONNECTION)
+    if connection is not None and connection.has_body:
+        return await _received(request)
     config = service.config
     due = began + config.body_patience_seconds + size / config.min_body_bytes_per_second
     try:
         async with asyncio.timeout(due - time.monotonic()):
-            message = await request.receive()
+            return await _received(request)
     except TimeoutError:
         raise Refusal(
             400,
             f"the body came too slowly: {size} bytes in {time.monotonic() - began:.0f} seconds",
             {"connection": "close"},
         ) from None
+
+
+async def _received(request: Request) -> Any:
+    message = await request.receive()
     if message["type"] == "http.disconnect":
         raise ClientDisconnect
     return message
@@ -191,6 +205,20 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         for other in (task, leaving):
             other.cancel()
         await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+@contextmanager
+def leaving(request: Request) -> Iterator[asyncio.Future[None]]:
+    """A future that is done when the client goes away. The body must have been read."""
+    connection = request.scope.get(CONNECTION)
+    if connection is not None:
+        yield connection.lost
+        return
+    task = asyncio.create_task(gone(request))
+    try:
+        yield task
+    finally:
+        task.cancel()
 
 
 async def gone(request: Request) -> None:

@@ -1,7 +1,7 @@
-"""Whom the work at hand is for, where that decides whose turn it is.
+"""The owner for whom the present work is done, where that decides whose turn it is.
 
 Noted where a request is let in and where an operation begins, and known to everything that they
-call. What the server does for itself is for nobody.
+call. What the server does for itself has no owner.
 """
 
 from __future__ import annotations
@@ -23,5 +23,5 @@ def working_for(owner: str) -> Iterator[None]:
 
 
 def owner_at_work() -> str:
-    """Whom this is done for; "" for the server itself."""
+    """The owner this is done for; "" for the server itself."""
     return _OWNER.get()

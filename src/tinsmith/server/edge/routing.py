@@ -112,7 +112,7 @@ def _authorised(
         request.scope[FOR_BROWSERS] = row.method == "GET" or row.is_for_browsers
         caller = await known_caller(service, request)
         name_connection(request, caller)
-        # Strangers, who are refused above, make no spans.
+        # Unknown callers, who are refused above, make no spans.
         with service.spans.request(row.method, row.full_path, request.headers) as span:
             with working_for(caller.owner):
                 response = await admitted(service, caller, request)
@@ -124,7 +124,8 @@ def _authorised(
         request.scope[HAS_DATA] = row.has_data
         is_too_fast = service.admission.is_too_fast(caller.owner)
         if is_too_fast:
-            # Whoever ignores refusals would send the next one at once: that much is prevented.
+            # A client that ignores refusals would send the next one at once; the delay prevents
+            # that.
             await asyncio.sleep(service.admission.penalty_seconds * (1 + 2 * random.random()))
         if not row.is_counted:
             return await handle(service, caller, request)

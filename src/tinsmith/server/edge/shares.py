@@ -1,4 +1,4 @@
-"""Shares of something limited: whoever asks may hold as much as is still free.
+"""Shares of something limited: an owner may hold as much as is still free.
 
 One owner alone gets half of it, two get a third each, and whatever they do, there is room for the
 next one. No owner has to be known beforehand, and nothing is kept for those who want nothing.

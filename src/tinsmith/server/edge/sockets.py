@@ -2,7 +2,7 @@
 
 A connection is a stranger's until a request on it names an owner. Strangers have a part of all
 connections; when it is full, the address with the most of them loses the one that was silent
-longest. So who connects and says nothing cannot keep out those who do.
+longest. So clients that connect and send nothing cannot keep out others.
 """
 
 from __future__ import annotations

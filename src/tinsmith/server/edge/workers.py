@@ -1,7 +1,8 @@
 """Work that takes long, beside the event loop: owners in turn, none with over half the threads.
 
-Whoever sends much waits behind his own, not others behind his. For bodies there is one thread,
-because decoding holds the interpreter's lock: several would only keep the event loop from it.
+An owner who sends much waits behind work of their own, and others do not. For bodies there is one
+thread, because decoding holds the interpreter's lock: several would only keep the event loop from
+it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Workers:
         """What `function` gives, in the owner's turn.
 
         A thread is the owner's until the function has returned, also when nobody waits for it any
-        more: who goes away and comes back has no more threads than who stays.
+        more: disconnecting gives an owner no more threads.
         """
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
@@ -48,7 +49,12 @@ class Workers:
                 self._leave(owner)
             raise
         work.add_done_callback(lambda _: self._leave(owner))
-        return await asyncio.shield(work)
+        try:
+            return await asyncio.shield(work)
+        finally:
+            # An error would keep this frame and the frame, by this name, the error; with them stays
+            # what `function` was given, until the next search for garbage.
+            del work
 
     def close(self, *, wait: bool = False) -> None:
         """Nothing begins any more; `wait` for what is under way."""

@@ -1,4 +1,4 @@
-"""Which slots are to be emptied: a file in the data folder, for whoever runs the server.
+"""Which slots are to be emptied: a file in the data folder, written by the server's operator.
 
 A server looks at it every second, and again when it starts: a device that is being repaired stays
 out of use.

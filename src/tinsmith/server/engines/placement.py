@@ -24,8 +24,8 @@ class TrainingPlace(Generic[S]):
     slot: S
     number: int
     is_up: bool
-    """Whether it has an engine or is about to have its first: who comes while a server starts does
-    not crowd into the slot that was quickest."""
+    """Whether it has an engine or is about to have its first: models that come while a server
+    starts must not all go to the slot that is up first."""
     num_active: int
     """Models that have had something to do lately."""
     num_models: int

@@ -21,10 +21,14 @@ class SlotPlan:
     number: int = 0
     role: Role = "both"
     device: str = "auto"
-    """With several ranks theirs, as "cuda:0+cuda:1", where they are named."""
+    """With several ranks the device of each, as in "cuda:0+cuda:1", where they are named."""
 
     num_slots: int = 1
     """How many there are in all, which share the machine's cores."""
+
+    num_on_device: int = 1
+    """How many of them are on this one's device, and share its memory."""
+
     epoch: int = 0
     """The lease under which the engine is started; it counts up when another server takes over."""
 
@@ -38,7 +42,8 @@ class SlotPlan:
 
 
 def slot_plans(config: ServerConfig, epoch: int = 0) -> tuple[SlotPlan, ...]:
-    """One plan for each engine; devices and roles are dealt out in turns."""
+    """One plan for each engine; devices and roles are dealt out in order, and again from the
+    first."""
     named = _entries(config.devices)
     _check_devices(named, is_deterministic=config.deterministic)
     devices = _by_ranks(named, config.ranks) or [str(config.device)]
@@ -52,15 +57,17 @@ def slot_plans(config: ServerConfig, epoch: int = 0) -> tuple[SlotPlan, ...]:
                 f"names {len(entries)} for {num_slots} engines; name fewer, or set 'engines'", name
             )
     _check_roles(roles)
+    dealt = [devices[number % len(devices)] for number in range(num_slots)]
     return tuple(
         SlotPlan(
             number=number,
             role=cast("Role", roles[number % len(roles)]),
-            device=devices[number % len(devices)],
+            device=device,
             num_slots=num_slots,
+            num_on_device=dealt.count(device),
             epoch=epoch,
         )
-        for number in range(num_slots)
+        for number, device in enumerate(dealt)
     )
 
 

@@ -23,7 +23,7 @@ _ACTIVE_SECONDS = 60.0
 """A model that was used so lately counts as one that has something to do."""
 
 _PREFIX_TOKENS = 64
-"""Prompts that begin with the same tokens, so many, are sampled in one place."""
+"""Prompts that begin with the same tokens, this many, are sampled in one slot."""
 
 
 class EnginePool:
@@ -44,7 +44,7 @@ class EnginePool:
     # Choosing
 
     def training_slot(self, model: LiveModel) -> Slot:
-        """Where a model should train that is in no slot, or has to leave its own."""
+        """The slot for a model that is in none, or has to leave its own."""
         since = time.time() - _ACTIVE_SECONDS
         base = model.record.base_model
         places = [
@@ -109,7 +109,7 @@ class EnginePool:
 
     @property
     def trouble(self) -> str:
-        """Why there are none, as the first says that is not up."""
+        """Why there are none, according to the first slot that is not up."""
         return next((slot.trouble for slot in self.slots if not slot.is_up), "")
 
     def _learn(self) -> None:
@@ -140,6 +140,7 @@ class EnginePool:
             cache_bytes=sum(each.cache_bytes for each in heard),
             cache_limit_bytes=sum(each.cache_limit_bytes for each in heard),
             adapter_bytes=sum(each.adapter_bytes for each in heard),
+            sampler_bytes=sum(each.sampler_bytes for each in heard),
             adapter_limit_bytes=sum(each.adapter_limit_bytes for each in heard),
             decoded_tokens=sum(each.decoded_tokens for each in heard),
             busy_seconds=sum(each.busy_seconds for each in heard),

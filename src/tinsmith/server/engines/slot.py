@@ -39,6 +39,7 @@ class Slot(EngineSupervisor):
         self.is_draining = False
         """Whether its models move away and nothing new comes."""
         self.on_start(self.bases.clear)
+        self.on_health(samplers.heed)
 
     @property
     def number(self) -> int:

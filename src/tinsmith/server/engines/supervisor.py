@@ -1,6 +1,6 @@
 """An engine's supervisor: starts it, notices its death, starts another.
 
-Each start is a generation. Whoever works with an engine remembers its generation and reports
+Each start is a generation. Callers remember the generation of the engine that they use and report
 trouble under it, so that many reports of one death cause one restart.
 """
 
@@ -49,10 +49,11 @@ class EngineSupervisor:
         self._is_unshared.set()
         self._engine: Engine | None = None
         self._is_settled = asyncio.Event()
-        """Whether whoever waits for an engine need not wait any longer: it is up, or lost."""
+        """Set when nobody has to wait for an engine any longer: it is up, or lost."""
         self._is_needed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._on_start: list[Callable[[], None]] = []
+        self._on_health: list[Callable[[Health], None]] = []
         self.generation = 0
         self.num_restarts = 0
         self.trouble = "the engine is starting"
@@ -60,13 +61,18 @@ class EngineSupervisor:
         self.health = Health(alive=False)
         """As last heard, every few seconds."""
         self.is_lost = False
-        """Whether nobody should wait for it any longer; it is, until one is up after all."""
+        """Whether nobody should wait for an engine any longer; false again once one is up after
+        all."""
         self.down_since = 0.0
         self._has_failed = False
 
     def on_start(self, callback: Callable[[], None]) -> None:
         """`callback` is called each time an engine is up."""
         self._on_start.append(callback)
+
+    def on_health(self, callback: Callable[[Health], None]) -> None:
+        """`callback` is called each time a living engine has said how it is."""
+        self._on_health.append(callback)
 
     @property
     def is_up(self) -> bool:
@@ -188,6 +194,8 @@ class EngineSupervisor:
                 self.health = await engine.health()
                 if not self.health.alive:
                     raise EngineDiedError(self.health.detail)
+                for callback in self._on_health:
+                    callback(self.health)
             except EngineError as error:
                 self.report(generation, error)
 

@@ -32,7 +32,7 @@ PROGRESS = logging.getLogger("tinsmith.progress")
 """What `tinsmith serve` shows at every log level; engines tell there of loading and converting."""
 
 _NAME = "warm-up"
-"""Of the adapter and the frozen weights, for as long as it takes."""
+"""Name of the adapter and the frozen weights that exist while it runs."""
 
 _RANK = 32
 """The rank that adapters have unless they ask for another."""
@@ -45,7 +45,7 @@ _FEW_ROWS = (4, 2, 1)
 
 _PROMPT_TOKENS = 8
 _SAMPLE_TOKENS = 16
-"""Of the shortest sample: by then the last of the burst has arrived."""
+"""Tokens of the shortest sample: by then the last of the burst has arrived."""
 
 _BATCHES = ((1, 64), (2, 256), (4, 1024))
 _SMALL_BATCHES = ((1, 32),)
@@ -53,7 +53,7 @@ _SMALL_BATCHES = ((1, 32),)
 
 
 def warmed(factory: EngineFactory, is_wanted: bool | None) -> EngineFactory:
-    """Engines that are warm when they are started for the first time; None is where it pays."""
+    """Engines that are warm when they are started for the first time; None means on CUDA only."""
     begun: set[int] = set()
 
     async def start(plan: SlotPlan) -> Engine:

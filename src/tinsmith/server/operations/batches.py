@@ -18,6 +18,7 @@ from typing import TypeVar
 from tinsmith.engine.base import Engine, Failure, Pass, Step
 from tinsmith.errors import EngineError, TinkerError
 from tinsmith.server.edge.owners import working_for
+from tinsmith.server.operations.codecs import pass_data
 from tinsmith.server.operations.execution import DiskTroubleError
 from tinsmith.server.operations.finishes import failed, pass_done, step_done
 from tinsmith.server.operations.live_model import LiveModel
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Prepare = Callable[[LiveModel, Operation], Awaitable[T | Failure]]
+_Read = list[tuple[Operation, T | Failure | StoreUnavailableError]]
 
 PATIENCE_SECONDS = 0.05
 """How long a batch waits for requests to be read when those of another owner are ready."""
@@ -47,30 +49,34 @@ class _Batch(OperationsWork):
         of_owner: dict[str, dict[Operation, LiveModel]] = {}
         for operation, model in self.unfinished.items():
             of_owner.setdefault(model.owner, {})[operation] = model
-        reading = {
-            asyncio.create_task(_read_all(owner, operations, prepare)): list(operations)
-            for owner, operations in of_owner.items()
-        }
-        if not reading:
-            return []
-        is_shared = len(reading) > 1
-        done, _ = await asyncio.wait(reading, timeout=PATIENCE_SECONDS if is_shared else None)
-        if not done:  # nobody waits for another
-            done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-        items: dict[Operation, T] = {}
-        for task, operations in reading.items():
-            if task not in done:
-                self._leave_out(operations, task.add_done_callback)
-                continue
-            for operation, item in task.result():
-                if operation not in self.unfinished:
-                    continue
-                if isinstance(item, StoreUnavailableError):
-                    self._set_aside(self.unfinished[operation], item)
-                elif isinstance(item, Failure):
-                    self.end(operation, failed(operation, item))
+        reading: dict[asyncio.Task[_Read[T]], list[Operation]] = {}
+        found: _Read[T] = []
+        for owner, operations in of_owner.items():
+            if all(map(_is_at_hand, operations)):
+                found += await _read_all(owner, operations, prepare)
+            else:
+                task = asyncio.create_task(_read_all(owner, operations, prepare))
+                reading[task] = list(operations)
+        if reading:
+            is_shared = bool(found) or len(reading) > 1
+            done, _ = await asyncio.wait(reading, timeout=PATIENCE_SECONDS if is_shared else None)
+            if not done and not found:  # nobody waits for another
+                done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+            for task, left_out in reading.items():
+                if task in done:
+                    found += task.result()
                 else:
-                    items[operation] = item
+                    self._leave_out(left_out, task.add_done_callback)
+        items: dict[Operation, T] = {}
+        for operation, item in found:
+            if operation not in self.unfinished:
+                continue
+            if isinstance(item, StoreUnavailableError):
+                self._set_aside(self.unfinished[operation], item)
+            elif isinstance(item, Failure):
+                self.end(operation, failed(operation, item))
+            else:
+                items[operation] = item
         return [items[operation] for operation in self.unfinished]
 
     def end_with(
@@ -109,9 +115,15 @@ class _Batch(OperationsWork):
         when(put_back)
 
 
+def _is_at_hand(operation: Operation) -> bool:
+    """Whether nothing has to be read for it: neither its request nor an uploaded loss."""
+    request = operation.request
+    return request is not None and not (operation.is_pass and pass_data(request)[1] == "custom")
+
+
 async def _read_all(
     owner: str, operations: dict[Operation, LiveModel], prepare: Prepare[T]
-) -> list[tuple[Operation, T | Failure | StoreUnavailableError]]:
+) -> _Read[T]:
     """The items of one owner's operations, in order. What was read once is read no second time."""
     with working_for(owner):
         return [
@@ -144,8 +156,11 @@ class PassBatch(_Batch):
         """`expected` are the seconds that each pass has been charged with."""
         super().__init__(parts, claims)
         self._expected = expected
+        self.expected_seconds = sum(expected.values())
         self.num_tokens = sum(operation.num_tokens for _, operation in claims)
         self.began_at = time.monotonic()
+        self.first_done_at: float | None = None
+        """When the first of its models was free again."""
 
     @property
     def owners(self) -> set[str]:

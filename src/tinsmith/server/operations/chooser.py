@@ -35,8 +35,8 @@ BATCHES_AT_ONCE = 4
 """Batches of passes under way at a time, of different owners."""
 
 SHORT_BATCH_SECONDS = 0.05
-"""A batch that has run for less is waited for: those who come meanwhile gather, and the next batch
-is the more efficient."""
+"""A batch that is expected to take less, and has not taken more, is waited for: those who come
+meanwhile gather, and the next batch is the more efficient."""
 
 STEPS_AT_ONCE = 32
 """Steps in one call; the answers come together."""
@@ -86,6 +86,9 @@ class Candidate(Generic[M]):
     wants_unload: bool = False
     is_leaving: bool = False
     """Whether it is to go on in another slot, whatever it has to do."""
+    is_in_batch: bool = False
+    """Whether a batch that it had its part in is about to end: its step waits a moment for those
+    of the others, and goes with them."""
     rebuild_attempts: int = 0
     """How often the engine died while the model was being rebuilt."""
     seconds_per_token: float | None = None
@@ -151,7 +154,8 @@ def choose(
             num_saving += move in (Move.SNAPSHOT, Move.UNLOAD)
             moves.append((candidate, move))
         elif candidate.front and not candidate.front[0].is_pass:
-            steps.append(candidate)
+            if not candidate.is_in_batch:
+                steps.append(candidate)
         elif candidate.front and candidate.owner not in under_way.owners_passing:
             passes.append(candidate)
     # Steps that wait for others go before passes: behind a batch they would miss the next one.

@@ -8,7 +8,6 @@ so that what had taken effect is always a beginning of the log.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -22,7 +21,12 @@ from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.snapshots import Snapshots
-from tinsmith.server.store.errors import OverQuotaError, StoreConflictError, StoreUnavailableError
+from tinsmith.server.store.errors import (
+    LeaseLostError,
+    OverQuotaError,
+    StoreConflictError,
+    StoreUnavailableError,
+)
 from tinsmith.server.store.records import Finish, ModelRecord, StepRecord
 from tinsmith.server.store.store import Store
 from tinsmith.server.tracing import Spans
@@ -105,7 +109,9 @@ class Endings:
             try:
                 steps = await self._store.log.finish(batch)
             except StoreUnavailableError as error:
-                logger.warning("the ends of %s wait: %s", model.model_id, error)
+                # That another server has taken over is said once, not for every model.
+                if not isinstance(error, LeaseLostError):
+                    logger.warning("the ends of %s wait: %s", model.model_id, error)
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
             except Exception as error:
@@ -181,8 +187,8 @@ class Endings:
             error=problem,
             category=category,
             step=step
-            and dataclasses.replace(
-                step, status="failed", metrics="{}", weight_sum=None, error=problem, made=None
+            and step._replace(
+                status="failed", metrics="{}", weight_sum=None, error=problem, made=None
             ),
         )
 

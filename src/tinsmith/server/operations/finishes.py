@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from tinsmith.engine.base import Failure, Pass
+from tinsmith.server.console.observed import encode_metrics, observed
+from tinsmith.server.console.pass_examples import examples_of
 from tinsmith.server.futures import Outcome
-from tinsmith.server.operations.examples import examples_of
-from tinsmith.server.operations.observed import encode_metrics, observed
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.store.records import (
     AuditRecord,

@@ -1,20 +1,21 @@
-"""Whether the next batch of passes waits a moment for those who were in the last one.
+"""Whether the next batch of passes waits a moment for others who are about to come.
 
 Programs train in loops: a pass, a step, the next pass. On a device that takes nearly as long for
 a small batch as for a large one, whoever comes a moment too late misses a batch, and then two take
-turns where one would do. So a batch waits for models that come back soon, as they did before, and
-no longer than a batch costs beside its tokens: that is what it saves. Where time goes by tokens
+turns where one would do. So a batch waits for models that come back soon, as they did before,
+whichever batch they were in. One batch less saves what a batch costs beside its tokens, so the
+device stands idle no longer than that for it. Where time goes by tokens
 alone, as on a CPU, nobody waits, nor on an idle server. Pure
 bookkeeping; the clock is the caller's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 LONGEST_SECONDS = 0.1
-"""Most time that a batch is held back."""
+"""Most time that a batch is held back, and that a model takes to come back which is waited for."""
 
 _LEAST_SECONDS = 0.001
 """Less is not worth the wait."""
@@ -36,9 +37,10 @@ class Gathering:
         """Seconds from the end of a model's batch until it had its next pass ready."""
         self._left_at: dict[str, float] = {}
         """When the batches ended of models that have not come back."""
-        self._last: frozenset[str] = frozenset()
-        """Who was in the batch that ended last."""
-        self._held_until = 0.0
+        self._ended_at = 0.0
+        """When the last batch of passes ended."""
+        self._idle_at = 0.0
+        """When the last work on the device ended, passes or steps."""
 
     def batch_ended(
         self, model_ids: Collection[str], *, num_tokens: int, seconds: float, at: float
@@ -47,29 +49,40 @@ class Gathering:
         for model_id in model_ids:
             self._left_at.pop(model_id, None)
             self._left_at[model_id] = at
-        self._last = frozenset(model_ids)
-        self._held_until = at + min(self._costs.fixed_seconds, LONGEST_SECONDS)
+        self._ended_at = self._idle_at = at
         for known in (self._left_at, self._returns):
             while len(known) > _MAX_REMEMBERED:
                 del known[next(iter(known))]
 
-    def hold(self, ready: Collection[str], at: float) -> float:
-        """How many seconds the models that are ready wait for others; 0 where none is due."""
-        for model_id in ready:
+    def steps_ended(self, at: float) -> None:
+        self._idle_at = at
+
+    def came(self, model_ids: Iterable[str], at: float) -> None:
+        """Models have a pass ready; to be told at once, also while a batch runs, since how soon
+        they come is learnt from it."""
+        for model_id in model_ids:
             if (left_at := self._left_at.pop(model_id, None)) is not None:
-                self._note_return(model_id, at - left_at)
-        if not ready or at > self._held_until - _LEAST_SECONDS:
+                seconds = at - left_at
+                known = self._returns.pop(model_id, seconds)
+                self._returns[model_id] = (known + seconds) / 2
+
+    def hold(self, at: float, *, is_stepping: bool = False) -> float:
+        """How many seconds those who are ready wait for others; 0 where none is due.
+
+        While steps run the device is not idle, and waiting costs nothing yet.
+        """
+        gain = min(self._costs.fixed_seconds, LONGEST_SECONDS)
+        idle_at = at if is_stepping else self._idle_at
+        until = min(idle_at + gain, self._ended_at + LONGEST_SECONDS)
+        if at > until - _LEAST_SECONDS:
             return 0.0
         is_due = any(
-            self._left_at[model_id] + self._returns[model_id] <= self._held_until
-            for model_id in self._last
-            if model_id in self._left_at and model_id in self._returns
+            # One who is late by more than could be gained is taken to have gone.
+            at - gain <= left_at + seconds <= until
+            for model_id, left_at in self._left_at.items()
+            if (seconds := self._returns.get(model_id, LONGEST_SECONDS)) < LONGEST_SECONDS
         )
-        return self._held_until - at if is_due else 0.0
-
-    def _note_return(self, model_id: str, seconds: float) -> None:
-        known = self._returns.pop(model_id, seconds)
-        self._returns[model_id] = (known + seconds) / 2
+        return until - at if is_due else 0.0
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ class LiveModels:
         self._models: dict[str, LiveModel] = {}
         self._reading: dict[str, asyncio.Task[LiveModel | None]] = {}
         self._backlogs: dict[str, Backlog] = {}
+        self._together = Backlog()
 
     def backlog_of(self, owner: str) -> Backlog:
         """What the owner has sent and not yet got an end for."""
@@ -45,16 +46,18 @@ class LiveModels:
     @property
     def held_bytes(self) -> int:
         """Bytes of queued requests that are kept in memory, decoded."""
-        return sum(backlog.held_bytes for backlog in self._backlogs.values())
+        return self._together.held_bytes
 
     def enqueue(self, model: LiveModel, operation: Operation) -> None:
         """Put a recorded operation into its model's queue, and count it until it has ended."""
         model.queue.put(operation)
         self._backlogs.setdefault(model.owner, Backlog()).add(operation, 1)
+        self._together.add(operation, 1)
 
     def ended(self, model: LiveModel, operation: Operation) -> None:
         backlog = self._backlogs[model.owner]
         backlog.add(operation, -1)
+        self._together.add(operation, -1)
         operation.request, operation.is_held = None, False
         if not backlog.num_operations:
             del self._backlogs[model.owner]

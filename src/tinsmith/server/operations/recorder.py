@@ -70,7 +70,7 @@ class Recorder:
         else:
             digest = codec.digest(request)
         operation = OperationRecord(
-            request_id=uuid.uuid4().hex,
+            request_id=_new_request_id(),
             model_id=model_id,
             seq_id=seq_id,
             owner=owner,
@@ -94,7 +94,7 @@ class Recorder:
     async def refuse(self, owner: str, model_id: str, seq_id: int, reason: str) -> None:
         """Use up the number of a request that was not accepted, so that nobody waits for it."""
         operation = OperationRecord(
-            request_id=uuid.uuid4().hex,
+            request_id=_new_request_id(),
             model_id=model_id,
             seq_id=seq_id,
             owner=owner,
@@ -211,3 +211,9 @@ def _is_same(recorded: OperationRecord, operation: OperationRecord) -> bool:
     if recorded.kind == REFUSED:
         return True
     return recorded.kind == operation.kind and recorded.digest in (None, operation.digest)
+
+
+def _new_request_id() -> str:
+    """In the order of time: what was recorded together lies together in the store's index, and
+    goes to disk in one page instead of one for each."""
+    return f"{int(time.time() * 1000):012x}{uuid.uuid4().hex[12:]}"

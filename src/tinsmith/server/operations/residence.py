@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
 
 from tinsmith.engine.base import Engine, Failure, Health
 from tinsmith.errors import EngineError, TinkerError
@@ -102,14 +104,17 @@ class Save(ModelWork):
         model = self.model
         if model.generation != generation:
             return
-        if self._is_leaving:
-            model.wants_unload = False
-        if model.is_changed or not self._is_leaving:
-            await self._snapshots.take(engine, model)
-        if self._is_leaving:
-            await engine.unload_adapter(model.model_id)
-            model.generation = model.held_generation = 0
-            logger.info("unloaded %s", model.model_id)
+        try:
+            if model.is_changed or not self._is_leaving:
+                await self._snapshots.take(engine, model)
+            if self._is_leaving:
+                await engine.unload_adapter(model.model_id)
+                model.generation = model.held_generation = 0
+                logger.info("unloaded %s", model.model_id)
+        finally:
+            # Until then it counts as one that leaves: another would go in its place.
+            if self._is_leaving:
+                model.wants_unload = False
 
     def broke(self, error: Exception) -> None:
         """The log goes on growing; another attempt is made when the next snapshot is due."""
@@ -131,12 +136,12 @@ class Residents:
         self._wake = wake
 
     async def make_room(self, engine: Engine, incoming: LiveModel) -> None:
-        """Mark idle models for the disk, the longest idle first, where one more is too many.
+        """Mark idle models for the disk where one more is too many.
 
         An owner who holds fewer than the one who brings a model in loses none for it. While the
         engine holds more memory than it should, one goes for each that comes.
         """
-        others = [m for m in self._loaded() if m is not incoming]
+        others = [m for m in self._staying() if m is not incoming]
         excess = len(others) + 1 - self._config.max_loaded_models
         limit = self._config.max_engine_bytes
         health = self._slot.health if limit is None else await engine.health()
@@ -144,28 +149,47 @@ class Residents:
             excess = max(excess, 1)
         held = Counter(model.owner for model in [*others, incoming])
         idle = [m for m in others if _is_idle(m) and held[m.owner] >= held[incoming.owner]]
-        self._put_away(sorted(idle, key=lambda m: m.last_used_at)[: max(0, excess)])
+        self._put_away(in_order_of_leaving(idle)[: max(0, excess)])
 
     def put_away_excess(self) -> None:
         """Mark what is beyond the limit now: models that were all at work at once have come in
-        without others making room. Whoever holds most loses most."""
-        staying = [m for m in self._loaded() if not m.wants_unload]
-        place: Counter[str] = Counter()
-        ranked = []
-        for model in sorted(staying, key=lambda m: m.last_used_at, reverse=True):
-            ranked.append((place[model.owner], model))
-            place[model.owner] += 1
-        ranked.sort(key=lambda each: (-each[0], each[1].last_used_at))
-        idle = [model for _, model in ranked if _is_idle(model)]
-        self._put_away(idle[: max(0, len(staying) - self._config.max_loaded_models)])
+        without others making room. Whoever holds most loses most; nobody loses one in the place of
+        another's that is at work."""
+        staying = self._staying()
+        excess = len(staying) - self._config.max_loaded_models
+        if excess > 0:
+            self._put_away([m for m in in_order_of_leaving(staying)[:excess] if _is_idle(m)])
 
-    def _loaded(self) -> list[LiveModel]:
-        return [model for model in self._slot.models if model.is_loaded]
+    def _staying(self) -> list[LiveModel]:
+        return [model for model in self._slot.models if model.is_loaded and not model.wants_unload]
 
     def _put_away(self, models: list[LiveModel]) -> None:
         for model in models:
             model.wants_unload = True
             self._wake(model)
+
+
+class Resident(Protocol):
+    @property
+    def owner(self) -> str: ...
+
+    @property
+    def last_used_at(self) -> float: ...
+
+
+M = TypeVar("M", bound=Resident)
+
+
+def in_order_of_leaving(models: Iterable[M]) -> list[M]:
+    """Who holds most loses first, until he holds as many as the next; of his the one idle longest.
+    So who holds no more than an even part of what may stay loses none."""
+    place: Counter[str] = Counter()
+    ranked = []
+    for model in sorted(models, key=lambda m: m.last_used_at, reverse=True):
+        ranked.append((place[model.owner], model))
+        place[model.owner] += 1
+    ranked.sort(key=lambda each: (-each[0], each[1].last_used_at))
+    return [model for _, model in ranked]
 
 
 def is_full(health: Health, max_bytes: int | None) -> bool:

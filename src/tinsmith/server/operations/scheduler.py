@@ -8,7 +8,6 @@ models may have something to do.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import time
@@ -47,6 +46,9 @@ from tinsmith.server.store.store import Store
 
 logger = logging.getLogger(__name__)
 
+HOUSEKEEPING_SECONDS = 1.0
+"""How often all models are looked at: time alone ends gaps and makes snapshots due."""
+
 
 class Scheduler:
     def __init__(
@@ -82,7 +84,7 @@ class Scheduler:
         )
         self._gathering = Gathering()
         self._gaps = GapWatch(config.gap_timeout_seconds, time.monotonic)
-        self.housekeeping_seconds = 1.0
+        self.housekeeping_seconds = HOUSEKEEPING_SECONDS
         self._wake = asyncio.Event()
         self._awake: dict[LiveModel, None] = {}
         """Models that may have something to do; all others are left out of the search for it."""
@@ -92,26 +94,30 @@ class Scheduler:
         slot.on_start(self.wake_all)
 
     def wake(self, model: LiveModel) -> None:
-        """Something of this model may have become ready."""
+        """Something of this model may have become ready. What is at work is looked at when it is
+        free."""
         self._awake[model] = None
-        self._wake.set()
+        if not model.is_busy:
+            self._wake.set()
 
     def wake_all(self) -> None:
         self._awake.update(self._slot.models)
         self._wake.set()
 
     async def run(self) -> None:
-        watched_at = 0.0
+        loop, watched_at = asyncio.get_running_loop(), 0.0
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.housekeeping_seconds):
-                    await self._wake.wait()
+            timer = loop.call_later(self.housekeeping_seconds, self._wake.set)
+            await self._wake.wait()
+            timer.cancel()
             if time.monotonic() - watched_at >= self.housekeeping_seconds:
                 watched_at = time.monotonic()
                 for model in self._gaps.over(self._slot.models):
                     self._start(None, self._end_gap(model), [model])
                 self._residents.put_away_excess()
-                self.wake_all()  # time alone makes snapshots due
+                for model in self._slot.models:  # time alone makes snapshots due
+                    if not model.is_held or self._is_waiting(model):
+                        self._awake[model] = None
             self._wake.clear()
             self._let_go_of_those_leaving()
             if self._slot.is_up:
@@ -132,8 +138,7 @@ class Scheduler:
     def _may_pass(self) -> bool:
         """Whether a batch of passes may begin, beside those that are under way."""
         batches = self._pass_batches()
-        begun = time.monotonic() - SHORT_BATCH_SECONDS
-        return len(batches) < BATCHES_AT_ONCE and all(b.began_at <= begun for b in batches)
+        return len(batches) < BATCHES_AT_ONCE and not any(map(_is_short, batches))
 
     def ahead_of(self, model: LiveModel) -> tuple[int, int]:
         """How many models are served before one that waits for its turn, and the tokens of what
@@ -177,11 +182,17 @@ class Scheduler:
 
     def _start_ready(self) -> None:
         ready = [model for model in self._awake if not model.is_busy]
+        if not ready:
+            self._awake = {}
+            return
         under_way = self._under_way(ready)
         # Where no batch may begin, there is no need to look at all that waits.
         max_tokens = self._config.max_gathered_tokens if under_way.may_pass else 0
+        in_batch = {
+            model for batch in self._pass_batches() if _holds_steps(batch) for model in batch.models
+        }
         choice = choose(
-            [self._candidate(model, max_tokens) for model in ready],
+            [self._candidate(model, max_tokens, model in in_batch) for model in ready],
             under_way,
             self._shares,
             max_tokens=self._config.max_gathered_tokens,
@@ -191,7 +202,9 @@ class Scheduler:
         self._carry_out(choice)
         self._awake = {model: None for model in ready if self._is_waiting(model)}
 
-    def _candidate(self, model: LiveModel, max_tokens: int) -> Candidate[LiveModel]:
+    def _candidate(
+        self, model: LiveModel, max_tokens: int, is_in_batch: bool
+    ) -> Candidate[LiveModel]:
         return Candidate(
             model=model,
             model_id=model.model_id,
@@ -203,27 +216,30 @@ class Scheduler:
             is_snapshot_due=self._snapshots.is_due(model),
             wants_unload=model.wants_unload and not len(model.queue),
             is_leaving=model.next_slot is not None,
+            is_in_batch=is_in_batch,
             rebuild_attempts=model.rebuild_attempts,
             seconds_per_token=model.seconds_per_token,
         )
 
     def _under_way(self, ready: Sequence[LiveModel]) -> UnderWay:
         works = [work for work in self._works.values() if work is not None]
+        heads = ((model, model.queue.head()) for model in ready)
+        passing = [m.model_id for m, head in heads if head is not None and head.is_pass]
+        self._gathering.came(passing, time.monotonic())
         return UnderWay(
             is_idle=not self._works,
             is_alone=self._is_alone,
-            may_pass=self._may_pass() and not self._is_held_back(ready),
+            may_pass=bool(passing) and self._may_pass() and not self._is_held_back(),
             owners_passing=frozenset(o for batch in self._pass_batches() for o in batch.owners),
             has_steps=any(isinstance(work, StepBatch) for work in works),
             num_saving=sum(isinstance(work, Save) for work in works),
             singles_of=Counter(w.models[0].owner for w in works if isinstance(w, Single | Load)),
         )
 
-    def _is_held_back(self, ready: Sequence[LiveModel]) -> bool:
+    def _is_held_back(self) -> bool:
         """Whether the next batch waits for company; then it is looked at again in time."""
-        heads = ((model, model.queue.head()) for model in ready)
-        passing = [m.model_id for m, head in heads if head is not None and head.is_pass]
-        seconds = self._gathering.hold(passing, time.monotonic())
+        is_stepping = any(isinstance(work, StepBatch) for work in self._works.values())
+        seconds = self._gathering.hold(time.monotonic(), is_stepping=is_stepping)
         if seconds:
             asyncio.get_running_loop().call_later(seconds, self._wake.set)
         return seconds > 0
@@ -314,14 +330,26 @@ class Scheduler:
                 seconds=now - work.began_at,
                 at=now,
             )
+        elif isinstance(work, StepBatch):
+            self._gathering.steps_ended(time.monotonic())
         if not self._works:
             self._is_alone = False
         self._wake.set()
 
     def _free(self, model: LiveModel) -> None:
-        """Nothing of the model is under way any more."""
+        """Nothing of the model is under way any more. Its step waits a moment for those of others
+        in its batch, and is looked at when that is over."""
         model.is_busy = False
-        self.wake(model)
+        self._awake[model] = None
+        own = [batch for batch in self._pass_batches() if model in batch.models]
+        for batch in own:
+            if batch.first_done_at is None:
+                batch.first_done_at = time.monotonic()
+                asyncio.get_running_loop().call_later(SHORT_BATCH_SECONDS, self._wake.set)
+        head = model.queue.head()
+        is_step = head is not None and head.is_step
+        if not (is_step and any(map(_holds_steps, own))):
+            self._wake.set()
 
     async def _end_gap(self, model: LiveModel) -> None:
         """Fail what waited in vain. What it waited for is refused if it comes after all."""
@@ -343,3 +371,16 @@ class Scheduler:
                 logger.warning("%s; trying again in %g s", error, STORE_PAUSE_SECONDS)
                 await asyncio.sleep(STORE_PAUSE_SECONDS)
         self._free(model)
+
+
+def _is_short(batch: PassBatch) -> bool:
+    """Whether a batch is expected to end soon, so that others wait for it and gather."""
+    has_run = time.monotonic() - batch.began_at
+    return max(has_run, batch.expected_seconds) < SHORT_BATCH_SECONDS
+
+
+def _holds_steps(batch: PassBatch) -> bool:
+    """Whether the steps of those whose passes are done wait for the others of the batch: for a
+    moment, since one owner's long pass is not another's to wait for."""
+    done_at = batch.first_done_at
+    return done_at is None or time.monotonic() - done_at < SHORT_BATCH_SECONDS

@@ -56,9 +56,10 @@ class Snapshots:
         """Models that began together come due apart, so that the disk is never theirs alone."""
         if model.oldest_since_snapshot is None:
             return False
-        share = 0.5 + 0.5 * zlib.crc32(model.model_id.encode()) / 0xFFFFFFFF
-        age = time.time() - model.oldest_since_snapshot
-        return age >= share * self._config.snapshot_seconds
+        age, most = time.time() - model.oldest_since_snapshot, self._config.snapshot_seconds
+        if age < 0.5 * most:
+            return False
+        return age >= (0.5 + 0.5 * zlib.crc32(model.model_id.encode()) / 0xFFFFFFFF) * most
 
     def put_off(self, model: LiveModel) -> None:
         """One could not be taken: the next is due as if it had been."""

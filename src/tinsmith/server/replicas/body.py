@@ -11,7 +11,7 @@ MAX_KEPT_BYTES = 16 * 1024 * 1024
 
 
 class ClientGoneError(Exception):
-    """Whoever sent the request has gone away."""
+    """The client that sent the request has gone away."""
 
 
 class Memory:
@@ -41,7 +41,8 @@ class Body:
             yield piece
 
     async def receive(self) -> Message:
-        """As an application of our own reads it, from the start where `rewind` was called."""
+        """The ASGI `receive` for an application of our own; from the start where `rewind` was
+        called."""
         if self.is_whole and self._position > len(self._kept):
             return await self._receive()
         try:

@@ -45,7 +45,7 @@ class Forwarding:
             return None
 
     def drop(self, *, only_unanswered: bool = False) -> None:
-        """What has no answer yet will not get one where it is."""
+        """End the exchanges under way, or those of them that have no answer yet."""
         self._upstream.drop(only_unanswered=only_unanswered)
 
     async def _exchange(self, link: Link, scope: Scope, body: Body, send: Send) -> int | None:
@@ -90,7 +90,7 @@ async def _send_request(link: Link, scope: Scope, body: Body, *, is_chunked: boo
 
 
 def _check_client(sending: asyncio.Task[None]) -> None:
-    """Raise if there is no answer because nobody wants one."""
+    """Raise if there is no answer because the client has gone."""
     if sending.done() and not sending.cancelled():
         error = sending.exception()
         if isinstance(error, ClientGoneError):

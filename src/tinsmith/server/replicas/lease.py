@@ -19,7 +19,7 @@ from tinsmith.server.store.leases import Leases
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.25
+LOOK_SECONDS = 0.25
 """How often a server asks who holds the lease, and for it when nobody does."""
 
 _REST_SECONDS = 5.0
@@ -95,23 +95,27 @@ class Lease:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._is_ending.wait(self._pause()):
-            try:
-                view = self._look(self.view)
-            except StoreUnavailableError as error:
-                view = View(self.view.epoch, self.view.other, trouble=str(error))
-            except TinkerError as error:
-                view = View(self.view.epoch, trouble=str(error))
-            except Exception as error:
-                logger.exception("asking for the lease failed")
-                view = View(self.view.epoch, trouble=f"asking for the lease failed: {error}")
-            if view != self.view:
-                self.view = view
-                loop.call_soon_threadsafe(self._on_change)
-            if view.is_lost:
+            if not self._ask(loop):
                 return
 
+    def _ask(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether to ask again."""
+        try:
+            view = self._look(self.view)
+        except StoreUnavailableError as error:
+            view = View(self.view.epoch, self.view.other, trouble=str(error))
+        except TinkerError as error:
+            view = View(self.view.epoch, trouble=str(error))
+        except Exception as error:
+            logger.exception("asking for the lease failed")
+            view = View(self.view.epoch, trouble=f"asking for the lease failed: {error}")
+        if view != self.view:
+            self.view = view
+            loop.call_soon_threadsafe(self._on_change)
+        return not view.is_lost
+
     def _pause(self) -> float:
-        return _LOOK_SECONDS if self.view.epoch is None else self._seconds / 4
+        return LOOK_SECONDS if self.view.epoch is None else self._seconds / 4
 
     def _look(self, before: View) -> View:
         began = time.monotonic()

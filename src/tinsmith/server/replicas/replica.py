@@ -2,7 +2,7 @@
 requests on to the server that does.
 
 Health and metrics are answered by each server for itself. A request that finds no holder waits here
-while the lease moves. A server that lost the lease is through: `on_lost` has it begin anew.
+while the lease moves. A server that lost the lease ends its service: `on_lost` has it begin anew.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _KEPT_BYTES = 256 * 1024 * 1024
 """Memory for bodies of requests that wait for their answer; larger ones are not sent again."""
 
-_AGAIN_SECONDS = 0.1
+AGAIN_SECONDS = 0.1
 _HELD_SECONDS = 1.0
 _MOST_NAMES = 10_000
 
@@ -61,7 +61,7 @@ class Replica:
         self.forwarding = Forwarding()
         self.memory = Memory(_KEPT_BYTES)
         self._known: set[str] = set()
-        """Hashes of credentials that the holder took."""
+        """Hashes of credentials that the holder accepted."""
         self._change = asyncio.Event()
         self._passing_to = 0
         """The epoch of the server that requests were last passed on to."""
@@ -120,7 +120,7 @@ class Replica:
     @property
     def _leads(self) -> bool:
         """Whether requests are for this server to answer. While the database is away nobody can
-        know; then they are, and what has to be written waits."""
+        know; this server then goes on, and what has to be written waits."""
         return self._lease.is_held or (
             self._lease.view.epoch is not None and self._lease.view.trouble is not None
         )
@@ -131,7 +131,7 @@ class Replica:
         return self._lease.view.is_lost
 
     def _changed(self) -> None:
-        """The lease is another's, or ours, or nobody's."""
+        """The lease has changed hands, or nobody holds it."""
         view = self._lease.view
         if view.is_lost:
             logger.error("another server has taken over; this one begins anew and follows it")
@@ -139,7 +139,7 @@ class Replica:
         if view.epoch is not None and self.service is None and self._taking is None:
             self._taking = asyncio.create_task(self._try_to_take_over(view.epoch))
         if self._epoch > self._passing_to:
-            # Whoever was asked before may never answer: it may have been stopped and not ended.
+            # The last holder may never answer: its process may be suspended.
             self._passing_to = self._epoch
             self.forwarding.drop()
         self._wake()
@@ -239,12 +239,12 @@ class Replica:
                 if not body.is_repeatable:
                     break
                 if loop.time() - sent_at > _HELD_SECONDS:
-                    deadline = None  # it was taken there, and held
+                    deadline = None  # the request was accepted there, and held open
             deadline = deadline or loop.time() + self._patience_seconds
             if loop.time() >= deadline:
                 break
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_AGAIN_SECONDS):
+                async with asyncio.timeout(AGAIN_SECONDS):
                     await change.wait()
         await self._away()(scope, body.receive, send)
 
@@ -256,8 +256,8 @@ class Replica:
         return _refusal(503, f"{where} now; send this again")
 
     def _name(self, scope: Scope, headers: Headers) -> bool:
-        """Count the connection as that of an owner whose credentials the holder has taken before;
-        of strangers' connections there may be fewer. False if the owner has too many."""
+        """Count the connection as that of an owner whose credentials the holder has accepted
+        before; of strangers' connections there may be fewer. False if the owner has too many."""
         credential = credential_in(headers)
         connection = scope.get(CONNECTION)
         if credential is None or connection is None:

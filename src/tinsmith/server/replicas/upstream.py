@@ -79,7 +79,7 @@ class Link:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            raise ConnectionError(f"no HTTP: {error}") from None
+            raise ConnectionError(f"not an HTTP answer: {error}") from None
 
     # What the parser calls
 

@@ -94,7 +94,8 @@ def _end(answer: Answer, sequence: SampledSequence) -> dict[str, Any]:
 
 
 def _reason(answer: Answer, sequence: SampledSequence) -> str:
-    return stop_reason(sequence.stop_reason, answer.stopped_by, has_calls=answer.has_calls)
+    has_calls = answer.ended_with_calls(sequence.stop_reason)
+    return stop_reason(sequence.stop_reason, answer.stopped_by, has_calls=has_calls)
 
 
 class _Blocks:

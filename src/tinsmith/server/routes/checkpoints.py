@@ -56,7 +56,7 @@ async def list_checkpoints(
 async def delete_checkpoint(service: Service, caller: Caller, request: Request) -> None:
     checkpoint = await _owned(service, caller, request)
     await service.checkpoints.delete(checkpoint)
-    _tell(service, checkpoint)
+    service.events.checkpoint_changed(checkpoint)
 
 
 async def publish(service: Service, caller: Caller, request: Request) -> None:
@@ -73,7 +73,7 @@ async def set_ttl(
 ) -> None:
     checkpoint = await _owned(service, caller, request)
     await service.checkpoints.set_ttl(checkpoint, message.ttl_seconds)
-    _tell(service, checkpoint)
+    service.events.checkpoint_changed(checkpoint)
 
 
 async def external_weights_urls(
@@ -149,12 +149,7 @@ def checkpoint_message(checkpoint: CheckpointRecord) -> Checkpoint:
 async def _publish(service: Service, caller: Caller, request: Request, *, is_public: bool) -> None:
     checkpoint = await _owned(service, caller, request)
     await service.checkpoints.publish(checkpoint, is_public=is_public)
-    _tell(service, checkpoint)
-
-
-def _tell(service: Service, checkpoint: CheckpointRecord) -> None:
-    about = {"run": checkpoint.model_id, "checkpoint": checkpoint.checkpoint_id}
-    service.events.changed(checkpoint.owner, "checkpoint", about)
+    service.events.checkpoint_changed(checkpoint)
 
 
 async def _owned(service: Service, caller: Caller, request: Request) -> CheckpointRecord:

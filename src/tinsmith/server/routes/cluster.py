@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from tinsmith.engine.base import Health
 from tinsmith.engine.cluster import Cluster
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.routing import bare_route, route
@@ -22,7 +23,8 @@ from tinsmith.wire import endpoints
 
 async def get_cluster(service: Service, caller: Caller, request: Request) -> ClusterResponse:
     cluster = service.cluster
-    slots = [_described(slot, caller, cluster) for slot in service.engines.slots]
+    ranks = service.config.ranks
+    slots = [_described(slot, caller, cluster, ranks) for slot in service.engines.slots]
     if cluster is None:
         return ClusterResponse(slots=slots)
     nodes = [
@@ -48,7 +50,8 @@ async def move_model(
     return MoveModelResponse(run=model.model_id, before=before, slot=message.slot)
 
 
-def _described(slot: Slot, caller: Caller, cluster: Cluster | None) -> ClusterSlot:
+def _described(slot: Slot, caller: Caller, cluster: Cluster | None, ranks: int) -> ClusterSlot:
+    health = slot.health if slot.is_up else Health(alive=False)
     waits_for = "" if cluster is None else cluster.detail(slot.number)
     return ClusterSlot(
         slot=slot.number,
@@ -59,8 +62,14 @@ def _described(slot: Slot, caller: Caller, cluster: Cluster | None) -> ClusterSl
         models=len(slot.models),
         own_runs=[model.model_id for model in slot.models if model.owner == caller.owner],
         running_samples=slot.num_jobs,
-        memory_bytes=slot.health.memory_bytes if slot.is_up else 0,
+        memory_bytes=health.memory_bytes,
+        weights_bytes=health.weights_bytes,
+        cache_bytes=health.cache_bytes,
+        cache_limit_bytes=health.cache_limit_bytes,
+        adapter_bytes=health.adapter_bytes,
+        adapter_limit_bytes=health.adapter_limit_bytes,
         restarts=slot.num_restarts,
+        ranks=ranks,
         host="" if cluster is None else cluster.host(slot.number),
     )
 

@@ -1,4 +1,4 @@
-"""For the console: letting browsers in, live events, the account and the server at a glance."""
+"""For the console: signing browsers in, live events, the account and the server at a glance."""
 
 from __future__ import annotations
 
@@ -150,6 +150,9 @@ async def server(service: Service, caller: Caller, request: Request) -> ConsoleS
         memory_bytes=engines.health.memory_bytes,
         restarts=engines.num_restarts,
         running_samples=service.sampling.num_running,
+        storage=(service.config.storage or "").partition(":")[0],
+        epoch=service.epoch,
+        on_policy=service.config.on_policy,
         models=[model.name for model in capabilities.models] if capabilities else [],
         refused_models=[{"name": m.name, "reason": m.reason} for m in service.refused_models],
         queues=[

@@ -6,7 +6,6 @@ clients ask again at once either way, and this way without a line in their logs.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Literal
 
@@ -18,7 +17,7 @@ from tinsmith.server.edge.http import (
     Refusal,
     answer,
     check_still_known,
-    gone,
+    leaving,
     not_found,
     while_connected,
 )
@@ -145,11 +144,8 @@ async def _held(
     """Wait for a promise for as long as the client does, and no longer than we hold anybody."""
     if promise.outcome is not None:
         return promise.outcome
-    leaving = asyncio.create_task(gone(request))
-    try:
-        return await promises.wait(promise, service.config.hold_seconds, leaving)
-    finally:
-        leaving.cancel()
+    with leaving(request) as left:
+        return await promises.wait(promise, service.config.hold_seconds, left)
 
 
 async def _stored(service: Service, caller: Caller, request_id: str) -> Outcome | None:

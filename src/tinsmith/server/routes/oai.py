@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from tinsmith.engine.base import SampleJob, TokensSampled
 from tinsmith.engine.images import token_row
-from tinsmith.server.chat.answering import Answering, prepare
+from tinsmith.server.chat.answering import Answer, Answering, find_sampler, prepare
 from tinsmith.server.chat.ask import Ask
 from tinsmith.server.chat.generate import generated, read_generate
 from tinsmith.server.chat.openai import (
@@ -39,7 +39,7 @@ from tinsmith.server.edge.http import (
 )
 from tinsmith.server.edge.routing import bare_route, route
 from tinsmith.server.service import Service
-from tinsmith.types import SampleResponse
+from tinsmith.types import SampledSequence, SampleResponse
 from tinsmith.types.protocol import EVENT_STREAM, JSON
 from tinsmith.wire import endpoints, json
 
@@ -52,6 +52,15 @@ async def list_models(service: Service, caller: Caller, request: Request) -> dic
     ]
     data += [_model_card(c.tinker_path) for c in page.items if c.checkpoint_type == "sampler"]
     return {"object": "list", "data": data}
+
+
+async def get_model(service: Service, caller: Caller, request: Request) -> dict[str, Any]:
+    name = request.path_params["model"]
+    sampler = await find_sampler(service, caller, name)
+    base = await service.base_model(sampler.base_model)
+    if base is None or sampler.weights_id is not None:
+        return _model_card(name)
+    return _model_card(name, max_model_len=base.max_context_length)
 
 
 def _model_card(name: str, **more: int) -> dict[str, Any]:
@@ -115,9 +124,12 @@ def _completed(asked: Asked, answering: Answering, responses: list[SampleRespons
     for number, response in enumerate(responses):
         echo = _echo(answering, number, response) if asked.ask.echo else None
         for sequence in response.sequences:
-            content, calls = joined(answering.new_answer().whole(sequence))
+            answer = answering.new_answer()
+            content, calls = joined(answer.whole(sequence))
+            reason = _reason(answer, sequence)
+            number_so_far = len(choices)
             choices.append(
-                choice(asked, len(choices), content, calls, sequence, answering.text, echo)
+                choice(asked, number_so_far, content, calls, reason, sequence, answering.text, echo)
             )
             if asked.ask.with_token_ids and not asked.ask.is_chat:
                 choices[-1]["prompt_token_ids"] = _prompt(answering, number)
@@ -165,6 +177,8 @@ async def _stream_job(
     first = number * job.num_samples
     answers = [answering.new_answer() for _ in range(job.num_samples)]
     num_calls = [0] * job.num_samples
+    num_characters = [0] * job.num_samples
+    """Of the tokens that came, each by itself."""
 
     def deltas(index: int, parts: list[str | ToolCall]) -> list[dict[str, Any]]:
         found = []
@@ -186,9 +200,17 @@ async def _stream_job(
                 new = deltas(event.index, answers[event.index].add(event.tokens.tolist()))
                 asked.num_sampled_tokens += len(event.tokens)
                 top = None if event.topk is None else event.topk.to_lists()
+                tokens = event.tokens.tolist()
                 logprobs = asked.logprobs(
-                    event.tokens.tolist(), event.logprobs.tolist(), answering.text, top
+                    tokens,
+                    event.logprobs.tolist(),
+                    answering.text,
+                    top,
+                    num_characters[event.index],
                 )
+                if logprobs is not None:
+                    texts = map(answering.text.token_text, tokens)
+                    num_characters[event.index] += sum(map(len, texts))
                 if not new and logprobs is not None:
                     new = [asked.delta("")]
                 for delta in new:
@@ -198,8 +220,12 @@ async def _stream_job(
                 for index, sequence in enumerate(event.sequences):
                     for delta in deltas(index, answers[index].finish()):
                         yield asked.chunk(first + index, delta)
-                    reason = "tool_calls" if num_calls[index] else sequence.stop_reason
+                    reason = _reason(answers[index], sequence)
                     yield asked.chunk(first + index, asked.delta(""), reason=reason)
+
+
+def _reason(answer: Answer, sequence: SampledSequence) -> str:
+    return "tool_calls" if answer.ended_with_calls(sequence.stop_reason) else sequence.stop_reason
 
 
 def _event(data: dict[str, Any]) -> bytes:
@@ -208,6 +234,7 @@ def _event(data: dict[str, Any]) -> bytes:
 
 ROUTES = [
     bare_route(endpoints.OPENAI_MODELS, list_models, errors=error_body),
+    bare_route(endpoints.OPENAI_MODEL, get_model, errors=error_body),
     route(endpoints.OPENAI_COMPLETIONS, completions, errors=error_body),
     route(endpoints.OPENAI_CHAT_COMPLETIONS, chat_completions, errors=error_body),
     route(endpoints.OPENAI_GENERATE, generate, errors=error_body),

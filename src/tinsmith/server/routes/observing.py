@@ -19,7 +19,7 @@ from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import answer, not_found, query_int
 from tinsmith.server.edge.routing import bare_route, route
 from tinsmith.server.service import Service
-from tinsmith.server.store.blocks import Summary
+from tinsmith.server.store.observing.blocks import Summary
 from tinsmith.server.store.records import (
     ExampleRecord,
     ModelRecord,

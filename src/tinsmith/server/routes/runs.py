@@ -39,7 +39,7 @@ async def get_training_run(
     is_accessible = _check_scope(request) == "accessible"
     model = await service.store.models.get(run_id)
     if model is not None and model.owner != caller.owner:
-        # What is published may be looked at by those who say that they mean others' runs too.
+        # With the scope "accessible", others' runs are shown that have a published checkpoint.
         checkpoints = await service.store.checkpoints.of_model(run_id) if is_accessible else []
         model = model if any(c.is_public for c in checkpoints) else None
     if model is None:

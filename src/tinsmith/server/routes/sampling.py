@@ -87,8 +87,8 @@ async def get_sampler(service: Service, caller: Caller, request: Request) -> Sam
 
 
 async def release_sampler(service: Service, caller: Caller, request: Request) -> None:
-    """Beside the protocol: the official client does not say so. Where others have joined it, the
-    sampler stays, as those of named weights do."""
+    """Not part of the protocol: the official client does not say so. Where others have joined it,
+    the sampler stays, as those of named weights do."""
     sampler = await _owned_sampler(service, caller, request.path_params["sampler_id"])
     await service.samplers.release(sampler)
 
@@ -113,7 +113,8 @@ async def sample_stream(
 ) -> Response:
     """A sample token by token, as server-sent events: `tokens`, `finish` and `error`.
 
-    Beside the protocol: the official client has no such call. A client that leaves frees its place.
+    Not part of the protocol: the official client has no such call. A client that leaves frees its
+    place.
     """
     sampler = await _sampler_of(service, caller, message)
     message = await _counted(service, sampler, message)

@@ -1,4 +1,4 @@
-"""What clients report about themselves. It is counted and let go, for it may hold secrets."""
+"""What clients report about themselves. It is counted and dropped, because it may hold secrets."""
 
 from __future__ import annotations
 

@@ -242,7 +242,9 @@ async def check_model_limit(service: Service, caller: Caller) -> None:
     count = await service.store.models.count_in_active_sessions(caller.owner)
     if count >= limit:
         raise Refusal(
-            403, f"this key has {count} models in active sessions; at most {limit} may be"
+            403,
+            f"this key has {count} models in active sessions; at most {limit} are allowed, so "
+            "finish a session first",
         )
 
 

@@ -107,7 +107,7 @@ async def load_weights(service: Service, caller: Caller, request: Request) -> Re
 
 
 async def _create_from_weights(service: Service, caller: Caller, body: bytes) -> Response:
-    """One request instead of three: the model is made in the image of the checkpoint."""
+    """One request instead of three: the model gets the checkpoint's configuration."""
     message = dialects.decode(LoadWeightsRequest, body, service.limits)
     if message.session_id is None or message.model_seq_id is None:
         raise ValidationError("give model_id and seq_id, or session_id and model_seq_id")

@@ -1,8 +1,8 @@
-"""What ended, for clients that wait for all samples of a sampling session with one question.
+"""What ended, for clients that wait for all samples of a sampling session with one poll.
 
-Each client of a sampling session has a channel. An answer comes with a cursor, and the next
-question is for what ended after it. Cursors begin at the time of the start, so that they go on
-rising over restarts; one that this process has not given out asks for everything.
+Each client of a sampling session has a channel. An answer comes with a cursor, and the next poll is
+for what ended after it. Cursors begin at the time of the start, so that they go on rising over
+restarts; one that this process has not given out asks for everything.
 
 Such a client hears of a sample through its channel or not at all. So the samples that it was
 promised are written to a journal, and those that a restart has lost are announced as failed: the

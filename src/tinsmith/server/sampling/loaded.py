@@ -1,12 +1,13 @@
 """Frozen weights in the engine: the one place that loads, freezes, holds and unloads them.
 
 The engine holds at most so many at a time. A job holds its weights while it runs, and held weights
-stay; the ones idle longest make room for others. When all are held, whoever needs others waits: the
-owner with the most gives one up as soon as the jobs on it are done, and new jobs on that one wait
-in turn, so a place becomes free however busy the engine is.
+stay; the ones idle longest make room for others. When all are held, a job that needs others waits:
+the owner with the most gives one up as soon as the jobs on it are done, and new jobs on that one
+wait in turn, so a place becomes free however busy the engine is. There are fewer places while
+adapters take more of the engine's memory than their share.
 
-Nobody who waits owns what he waits for. Loading belongs to the engine's list, and goes on when all
-who wait for it are cancelled: others may come to wait for it meanwhile.
+No waiter owns what it waits for. Loading belongs to the engine's list, and goes on when all its
+waiters are cancelled: others may come to wait for it meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinsmith.engine.base import Engine, Failure
+from tinsmith.engine.base import Engine, Failure, Health
 from tinsmith.errors import EngineError
 from tinsmith.server.store.errors import StoreDamagedError
 
@@ -41,8 +42,15 @@ class LoadedSamplers:
         return len(self._places.loaded)
 
     def has(self, weights_id: str) -> bool:
-        """Whether these weights have a place, be they there or on their way."""
+        """Whether these weights are in the engine, or being loaded."""
         return weights_id in self._places.loaded
+
+    def heed(self, health: Health) -> None:
+        """Give up a place while adapters exceed their share of memory and frozen ones, which can be
+        read from disk again, have more than half of it; otherwise add one."""
+        limit = health.adapter_limit_bytes
+        is_full = 0 < limit < health.adapter_bytes and 2 * health.sampler_bytes > limit
+        self._places.resize(-1 if is_full else 1)
 
     @contextlib.asynccontextmanager
     async def hold(
@@ -76,8 +84,8 @@ class LoadedSamplers:
     ) -> None:
         """Copy an adapter's weights into a sampler, unless every place is held.
 
-        This only saves the first job on them from reading the file, so it waits for no job and its
-        failure is nobody's.
+        This only saves the first job on them from reading the file, so it waits for no job, and its
+        failure fails none.
         """
         loaded = self._places_of(generation).add_idle(
             weights_id,
@@ -91,7 +99,7 @@ class LoadedSamplers:
     def _places_of(self, generation: int) -> _Places:
         if generation > self._generation:
             self._generation, self._places = generation, _Places(self._max_loaded)
-        # Who still works with an engine that is gone hears so from the engine.
+        # A caller that still works with an engine that is gone hears so from the engine.
         return self._places if generation == self._generation else _Places(self._max_loaded)
 
 
@@ -132,6 +140,8 @@ class _Places:
 
     def __init__(self, max_loaded: int) -> None:
         self._max_loaded = max_loaded
+        self._num_places = max_loaded
+        """Those that there are at present."""
         self.loaded: dict[str, _Loaded] = {}
         """What takes a place, those being loaded and unloaded too; idle longest first."""
         self._wanted: dict[str, _Wanted] = {}
@@ -166,21 +176,31 @@ class _Places:
         self._settle()
 
     def add_idle(self, weights_id: str, owner: str, load: Load, unload: Unload) -> _Loaded | None:
-        """Weights that nobody waits for; None when that would cost somebody his place."""
+        """Weights that nobody waits for; None when that would take another's place."""
         before: asyncio.Task[None] | None = None
         if self._wanted or weights_id in self.loaded:
             return None
-        if len(self.loaded) >= self._max_loaded:
+        if len(self.loaded) >= self._num_places:
             idle = next((each for each in self.loaded.values() if each.is_idle), None)
             if idle is None:
                 return None
             before = self._unload(idle)
         return self._load(weights_id, owner, load, unload, before)
 
+    def resize(self, change: int) -> None:
+        """One place more or less; those idle longest leave where there are too few."""
+        taken = min(self._num_places, len(self.loaded)) if change < 0 else self._num_places
+        self._num_places = min(self._max_loaded, max(1, taken + change))
+        staying = [each for each in self._list() if each.unloading is None]
+        idle = [each for each in staying if each.is_idle]
+        for each in idle[: max(0, len(staying) - self._num_places)]:
+            self._unload(each)
+        self._settle()
+
     def _settle(self) -> None:
-        """Give free places to those who wait, and see to it that enough places become free."""
+        """Give free places to those who wait, and make sure that enough places become free."""
         self._take_back_promises()
-        while len(self.loaded) < self._max_loaded and (weights_id := self._next_wanted()):
+        while len(self.loaded) < self._num_places and (weights_id := self._next_wanted()):
             wanted = self._wanted.pop(weights_id)
             loaded = self._load(weights_id, wanted.owner, wanted.load, wanted.unload)
             _admit(wanted, loaded)
@@ -200,7 +220,7 @@ class _Places:
         return sum(weights_id not in self.loaded for weights_id in self._wanted)
 
     def _take_back_promises(self) -> None:
-        """Places promised to jobs that have left since go on being used."""
+        """Places that were to go to jobs which have left since stay in use."""
         promised = [each for each in self._list() if each.is_promised and each.unloading is None]
         num_unloading = sum(each.unloading is not None for each in self._list())
         needed = max(0, self._num_homeless() - num_unloading)

@@ -20,13 +20,13 @@ from typing import Any
 from tinsmith.engine.base import Engine, Failure, SampleEvent, SampleJob
 from tinsmith.errors import EngineError
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.console.sample_examples import SampledExamples
 from tinsmith.server.edge.shares import Shares
 from tinsmith.server.engines.pool import EnginePool
 from tinsmith.server.engines.slot import Slot
 from tinsmith.server.futures import Outcome, Promise, Promises
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.sampling.completions import Completions
-from tinsmith.server.sampling.examples import SampledExamples
 from tinsmith.server.sampling.stats import SamplerStats
 from tinsmith.server.sampling.stream_buffer import Patience, buffered
 from tinsmith.server.store.errors import StoreUnavailableError
@@ -53,7 +53,7 @@ JOURNAL = "samples.journal"
 
 _STORE_PAUSE_SECONDS = 1.0
 _MANY_SEQUENCES = 256
-"""A response with so many takes milliseconds to encode."""
+"""A response with this many takes milliseconds to encode."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,8 +82,11 @@ class Sampling:
         metrics: Metrics,
         config: ServerConfig,
         spans: Spans,
+        on_sample: Callable[[SamplerRecord], None],
     ) -> None:
+        """`on_sample` hears of each answer when it is counted."""
         self._spans = spans
+        self._on_sample = on_sample
         self._engines = engines
         self._usage = usage
         self._stats = stats
@@ -100,7 +103,7 @@ class Sampling:
         self.patience = Patience()
         """With those who read streams."""
         self.num_streams = 0
-        """Jobs in the engine's hands, those that others than `submit` started too."""
+        """Jobs in the engine, also those that were not started by `submit`."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -236,7 +239,8 @@ class Sampling:
             raise
         finally:
             if not is_over:
-                # Whoever left may be a cancelled task, in which nothing can be awaited any more.
+                # The reader that left may be a cancelled task, in which nothing can be awaited any
+                # more.
                 self._spawn(_cancel(engine, job.job_id))
 
     def expire(self) -> None:
@@ -289,10 +293,11 @@ class Sampling:
         slot = self._engines.sampling_slot(job)
         number = 1
         while number <= attempts:
-            # Having been there at all deaths but the last allowed one, it is suspected of them.
+            # After as many deaths as it may survive, the job is suspected of causing them.
             is_suspect = number == attempts > 1
             if not slot.is_open:
-                # Otherwise it stays: what kills an engine is not let loose on all of them.
+                # Otherwise it stays in its slot: what kills one engine must not be tried on all of
+                # them.
                 slot = self._engines.sampling_slot(job)
             try:
                 async with slot.exclusive() if is_suspect else slot.shared():
@@ -350,6 +355,7 @@ class Sampling:
         self._examples.keep(sampler, job, response)
         self._metrics.count("sampled_tokens", sampled)
         self._metrics.count("prefilled_tokens", job.prompt.length - cached)
+        self._on_sample(sampler)
 
 
 async def _encoded(response: SampleResponse) -> bytes:

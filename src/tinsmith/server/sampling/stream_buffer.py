@@ -1,4 +1,4 @@
-"""Between the engine and whoever reads a stream: a slow reader holds up nobody but himself.
+"""Between the engine and the reader of a stream: a slow reader holds up only itself.
 
 A job holds its sampler's place in the engine until its last event has been taken. So events are
 taken as they come and wait here for their reader, up to a number; beyond it the job waits for its

@@ -22,7 +22,7 @@ FilesOf = Callable[[str], Awaitable[Mapping[str, FileRecord]]]
 Names = Callable[[], Awaitable[Collection[str]]]
 
 Confirm = Callable[[], Awaitable[None]]
-"""Raises when another server has taken over: files that were seen before are none of its."""
+"""Raises when another server has taken over: its files must not be taken for stray ones."""
 
 
 class Storage(Protocol):
@@ -39,7 +39,7 @@ class Storage(Protocol):
         ...
 
     async def keep(self, weights_id: str) -> None:
-        """Returns when weights that an engine has written, if it has, are here for good."""
+        """Make the weights that an engine has written, if it has, durable here."""
         ...
 
     def reading(self, weights_id: str, files_of: FilesOf) -> AbstractAsyncContextManager[Path]:
@@ -89,8 +89,8 @@ class Storage(Protocol):
     async def let_go(
         self, gone: set[str], stray: Sequence[WeightsRecord], announced: dict[str, TrashEntry]
     ) -> None:
-        """The store has forgotten `gone`: to the trash with what was announced, and away with the
-        rest. What it has not forgotten stays."""
+        """The store has forgotten `gone`: what was announced goes to the trash, the rest is
+        deleted. What the store has not forgotten stays."""
         ...
 
     async def put_in_trash(self, names: Collection[str]) -> None:

@@ -2,7 +2,7 @@
 
 Both carry one random id, an epoch, which counts up while they are used, and the number of commits.
 They are compared before a server touches either: a store that does not know what is in a storage (a
-new one, another's, an older copy) must not take it for rubbish.
+new one, another's, an older copy) must not delete it as unknown.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ async def check(storage: Storage, store: Store) -> None:
             storage.title, "the database is new, and what is there belongs to another one"
         )
     elif ours.store_id != here.store_id:
-        raise ForeignStoreError(storage.title, "each belongs to another one")
+        raise ForeignStoreError(
+            storage.title,
+            "the database belongs to another storage, and this storage to another database",
+        )
     elif ours.epoch < here.epoch or ours.position < here.position:
         raise ForeignStoreError(
             storage.title, "the database is an older copy of the one last used here"
@@ -65,8 +68,8 @@ async def bind(storage: Storage, store: Store) -> None:
 
 
 async def adopt(storage: Storage, store: Store) -> None:
-    """Give both a new identity, whatever they belonged to before; copies made until now of either
-    are strangers to both."""
+    """Give both a new identity, whatever they belonged to before; earlier copies of either no
+    longer fit."""
     fresh = _fresh()
     await store.identity.put(fresh)
     await storage.write_identity(fresh)

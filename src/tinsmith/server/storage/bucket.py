@@ -1,9 +1,9 @@
 """Object storage: weights, large requests and results as objects, with copies on this machine.
 
-An engine writes weights to the cache; they are uploaded before anything names them, and fetched
-and compared with their checksums before anybody reads them elsewhere. What is deleted stays where
-it is, with a mark that says so: weights are in the trash when there is a mark and the store does
-not know them. So no move can be cut short, and a server that is late or wrong costs a mark.
+An engine writes weights to the cache; they are uploaded before anything names them, and fetched and
+compared with their checksums before anybody reads them elsewhere. What is deleted stays where it
+is, with a mark that says so: weights are in the trash when there is a mark and the store does not
+know them. So no move can be cut short, and a server that is late or wrong costs a mark, not data.
 
     identity.json             which store this belongs to
     blobs/AB/NAME             requests and results, by the first two letters of their names
@@ -48,20 +48,24 @@ class BucketBlobs:
         self._objects = objects
 
     async def write(self, name: str, data: bytes) -> None:
-        await self._objects.put(_place(name), data)
+        await self._objects.put(place_of(name), data)
 
     async def read(self, name: str) -> bytes:
-        data = await self._objects.get(_place(name))
+        data = await self._objects.get(place_of(name))
         if data is None:
             raise StoreDamagedError(f"file {name} is missing from {self._objects.url}")
         return data
 
     async def delete(self, names: Collection[str]) -> None:
         try:
-            await self._objects.delete([_place(name) for name in names])
+            await self._objects.delete([place_of(name) for name in names])
         except StorageUnavailableError as error:
-            # The store no longer knows them: they are found with what else it does not know.
-            logger.warning("%d requests and results stay for now: %s", len(names), error)
+            # The store no longer knows them, so a later sweep finds them.
+            logger.warning(
+                "%d requests and results could not be deleted and stay for now: %s",
+                len(names),
+                error,
+            )
 
 
 class BucketStorage:
@@ -87,7 +91,7 @@ class BucketStorage:
             files = await asyncio.to_thread(_files_in, folder)
             try:
                 for file in files:
-                    key = f"{_place(weights_id)}{file.relative_to(folder)}"
+                    key = f"{place_of(weights_id)}{file.relative_to(folder)}"
                     await self._objects.put(key, file)
             except BaseException:
                 await self._cache.remove(weights_id)
@@ -116,7 +120,7 @@ class BucketStorage:
     async def _fetch(self, weights_id: str, files_of: FilesOf) -> None:
         files = await files_of(weights_id)
         await self._cache.make_room(sum(file.size for file in files.values()))
-        await self._objects.fetch(_place(weights_id), files, self._cache.folder(weights_id))
+        await self._objects.fetch(place_of(weights_id), files, self._cache.folder(weights_id))
         await self._cache.add(weights_id)
 
     async def files(self, weights_id: str, files_of: FilesOf) -> list[str]:
@@ -132,11 +136,13 @@ class BucketStorage:
             try:
                 await self._delete(weights_id)
             except StorageUnavailableError as error:
-                logger.warning("weights %s stay for now: %s", weights_id, error)
+                logger.warning(
+                    "weights %s could not be deleted and stay for now: %s", weights_id, error
+                )
 
     async def _delete(self, name: str) -> None:
-        found = await self._objects.find(_place(name)) if is_weights(name) else []
-        await self._objects.delete([each.key for each in found] or [_place(name)])
+        found = await self._objects.find(place_of(name)) if is_weights(name) else []
+        await self._objects.delete([each.key for each in found] or [place_of(name)])
 
     async def sweep_drafts(self, writing: Collection[str], confirm: Confirm) -> None:
         await confirm()
@@ -149,7 +155,7 @@ class BucketStorage:
         if not self._gives_urls:
             return None
         ordered = sorted(names)
-        signed = await self._objects.sign([f"{_place(weights_id)}{n}" for n in ordered], seconds)
+        signed = await self._objects.sign([f"{place_of(weights_id)}{n}" for n in ordered], seconds)
         return None if signed is None else dict(zip(ordered, signed, strict=True))
 
     # What is here
@@ -167,16 +173,16 @@ class BucketStorage:
         return {name: sizes[name] for name in names if name in sizes}
 
     async def _list(self) -> list[tuple[str, StoredObject]]:
-        """What of it has names such as ours; the rest is nobody's business here."""
+        """What has names of our form; other objects are left alone."""
         found = [
             (_name(each.key), each)
             for prefix in ("weights/", "blobs/")
             for each in await self._objects.find(prefix)
         ]
-        return [(name, each) for name, each in found if each.key.startswith(_place(name))]
+        return [(name, each) for name, each in found if each.key.startswith(place_of(name))]
 
     async def describe(self, name: str) -> dict[str, FileRecord]:
-        place = _place(name)
+        place = place_of(name)
         keys = [each.key for each in await self._objects.find(place)]
         found = {key.removeprefix(place): await self._objects.describe(key) for key in keys}
         return {path: record for path, record in found.items() if record is not None}
@@ -230,7 +236,8 @@ class BucketStorage:
         newest = _newest(marks)
         leaving = {e.name for e in newest if e.moved_at < moved_before}
         if max_owner_bytes is not None:
-            leaving |= {e.name for e in newest if e.entry_id in beyond(newest, max_owner_bytes)}
+            too_many = beyond(newest, max_owner_bytes)
+            leaving |= {e.name for e in newest if e.entry_id in too_many}
         in_store = set(await known()) if leaving else set()
         for name in leaving - in_store:
             logger.info("deleting %s from the trash", name)
@@ -285,7 +292,7 @@ class BucketStorage:
         """Written with the epoch, every minute: a request for each commit would cost too much."""
 
 
-def _place(name: str) -> str:
+def place_of(name: str) -> str:
     """The key of a request or result, or what the keys of weights begin with."""
     return f"weights/{name}/" if is_weights(name) else f"blobs/{name[:2]}/{name}"
 

@@ -1,7 +1,7 @@
 """Comparing a store with its storage, both ways, and saying so in the store.
 
 Looking changes nothing. Repairing deletes nothing: what the store does not know goes to the trash,
-and what it knows and cannot be had any more is marked as lost, so that whoever asks hears why.
+and what it knows but can no longer be read is marked as lost, so that requests for it are told why.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class FolderStorage:
         yield self.folder_for(weights_id)
 
     async def files(self, weights_id: str, files_of: FilesOf) -> list[str]:
-        """Links are none of them: they lead elsewhere."""
+        """Links do not count: they lead elsewhere."""
         folder = self.folder_for(weights_id)
         if not is_weights(weights_id) or folder.is_symlink():
             return []

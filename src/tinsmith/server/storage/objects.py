@@ -29,7 +29,7 @@ _PIECE_BYTES = 4 * 1024 * 1024
 _DELETED_AT_ONCE = 1000
 # Any: theirs is a TypedDict of a package that may be missing.
 _OPTIONS: Any = {"connect_timeout": "5s", "timeout": "60s", "allow_http": True}
-"""Whoever gives an endpoint without TLS means it."""
+"""An endpoint without TLS is what the operator wants."""
 _RETRIES: Any = {
     "max_retries": 4,
     "retry_timeout": timedelta(seconds=10),
@@ -93,6 +93,10 @@ class Objects:
 
         await self._run(write)
 
+    async def download(self, key: str, file: Path) -> FileRecord | None:
+        """Write an object to a file in an existing folder; None when there is no such object."""
+        return await self._run(_or_none, partial(disk.write_file, file, self._pieces(key)))
+
     async def describe(self, key: str) -> FileRecord | None:
         """What an object holds now; None when there is none."""
 
@@ -119,7 +123,7 @@ class Objects:
         return await self._run(read)
 
     async def delete(self, keys: Collection[str]) -> None:
-        """One that is not there is no trouble."""
+        """Delete objects; those that do not exist are ignored."""
         import obstore
 
         def delete() -> None:

@@ -1,0 +1,136 @@
+"""What a conversation becomes under a model's template, and what its tokens are in bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.support.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
+from tinsmith.errors import ValidationError
+from tinsmith.server.chat.answering import ChosenModel, render
+from tinsmith.server.chat.anthropic import read_messages
+from tinsmith.server.chat.ask import Ask
+from tinsmith.server.chat.openai import read_chat
+from tinsmith.server.chat.responses import read_response
+from tinsmith.text_model import TextModel
+
+GENERIC = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
+)
+KNOWS_DEVELOPERS = GENERIC + "{# developer #}"
+SHOUTS = GENERIC.replace("m.content", "m.content | upper")
+
+TOLD = {"role": "developer", "content": "be"}
+ASKED = {"role": "user", "content": "hi"}
+
+
+def model(folder: Path, template: str, tokenizer: Tokenizer | None = None) -> TextModel:
+    (tokenizer or byte_level_tokenizer()).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return TextModel("m", folder)
+
+
+def rendered(ask: Ask, folder: Path, template: str = GENERIC) -> str:
+    text = model(folder, template)
+    return text.decode(render(ChosenModel(text, None), ask).to_ints())
+
+
+def begun(*parts: Any, **fields: Any) -> Ask:
+    """An Anthropic request whose last message is the assistant's."""
+    messages = [
+        ASKED,
+        {"role": "assistant", "content": parts[0] if len(parts) == 1 else list(parts)},
+    ]
+    return read_messages({"model": "m", "messages": messages, "max_tokens": 4, **fields})
+
+
+@pytest.mark.parametrize(
+    ("template", "role"), [(GENERIC, "system"), (KNOWS_DEVELOPERS, TOLD["role"])]
+)
+def test_a_developer_speaks_as_the_system_where_the_template_knows_no_developers(
+    template: str, role: str, tmp_path: Path
+) -> None:
+    for ask in (
+        read_chat({"model": "m", "messages": [TOLD, ASKED]}),
+        read_response({"model": "m", "input": [TOLD, ASKED]}),
+    ):
+        found = rendered(ask, tmp_path, template)
+        assert found == f"[{role}]be<end>[user]hi<end>[assistant]<think>"
+
+
+def test_a_role_that_the_template_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
+    """Templates leave out messages of roles that they do not know, and say nothing."""
+    ask = read_chat({"model": "m", "messages": [ASKED, {"role": "wizard", "content": "x"}]})
+    with pytest.raises(ValidationError, match=r"messages\[1\]\.role: .* knows no role 'wizard'"):
+        rendered(ask, tmp_path)
+    assert "[wizard]x" in rendered(ask, tmp_path, GENERIC + "{# wizard #}")
+
+
+def test_a_last_message_of_the_assistant_is_gone_on_with(tmp_path: Path) -> None:
+    """As Anthropic's endpoint does: what the template puts before other answers is not there."""
+    assert rendered(begun("He said: be"), tmp_path) == "[user]hi<end>[assistant]He said: be"
+    with pytest.raises(ValidationError, match="changes the beginning of the answer"):
+        rendered(begun("He"), tmp_path, SHOUTS)
+    for ending in ("He ", "", "\n"):
+        with pytest.raises(ValidationError, match=r"messages\[1\]: an answer begins with a text"):
+            begun(ending)
+    thought = {"type": "thinking", "thinking": "x"}
+    with pytest.raises(ValidationError, match="cannot begin with thoughts"):
+        begun(thought, {"type": "text", "text": "He"})
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    assert begun("He", tools=tools).is_begun
+    for fields in (
+        {"tools": tools, "tool_choice": {"type": "any"}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+    ):
+        with pytest.raises(ValidationError, match="an answer that is begun can neither"):
+            begun("He", **fields)
+
+
+def test_a_chat_of_openais_goes_on_with_the_last_message_where_it_is_told_to(
+    tmp_path: Path,
+) -> None:
+    """Otherwise another answer follows the assistant's, as there."""
+    chat = {"model": "m", "messages": [ASKED, {"role": "assistant", "content": "He"}]}
+    assert rendered(read_chat(chat), tmp_path).endswith("[assistant]He<end>[assistant]<think>")
+    for fields in ({}, {"add_generation_prompt": False}):
+        ask = read_chat({**chat, "continue_final_message": True, **fields})
+        assert rendered(ask, tmp_path).endswith("[assistant]He")
+    for is_begun in (True, False):
+        both = {"continue_final_message": is_begun, "add_generation_prompt": is_begun}
+        with pytest.raises(ValidationError, match="add_generation_prompt: must be the opposite"):
+            read_chat({**chat, **both})
+    with pytest.raises(ValidationError, match=r"messages\[0\]: only a text of the assistant"):
+        read_chat({"model": "m", "messages": [ASKED], "continue_final_message": True})
+
+
+def test_a_message_without_blocks_is_refused_by_name() -> None:
+    """It was left out, and nothing said."""
+    with pytest.raises(ValidationError, match=r"messages\[1\]\.content: expected a text or a list"):
+        begun([])
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level_tokenizer(), byte_fallback_tokenizer()])
+def test_the_bytes_of_tokens_joined_are_those_of_the_text(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    text = model(tmp_path, GENERIC, tokenizer)
+    said = "abä 日本 😀" if "ð" in tokenizer.get_vocab() else "日本語"
+    tokens = text.encode(said, add_special_tokens=False)
+    assert any("\ufffd" in text.token_text(token) for token in tokens), "parts of characters"
+    assert b"".join(map(text.token_bytes, tokens)).decode() == said
+
+
+def test_the_bytes_of_a_token_that_is_no_character_by_its_name_are_its_texts(
+    tmp_path: Path,
+) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens(["\ufffd"])
+    text = model(tmp_path, GENERIC, tokenizer)
+    (token,) = text.encode("\ufffd", add_special_tokens=False)
+    assert text.token_bytes(token) == "\ufffd".encode()
