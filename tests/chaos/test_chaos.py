@@ -21,7 +21,10 @@ def test_nothing_is_lost_whatever_breaks(tiny_model: Path, store: str, seed: int
     if store == "postgres" and not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
         pytest.skip("Postgres is not installed (Debian: apt install postgresql)")
     command = [sys.executable, str(CHAOS), "--seed", str(seed), "--store", store]
-    command += ["--engines", "2" if store == "sqlite" else "1"]
+    command += ["--engines", "2", "--no-memory"] if store == "sqlite" else ["--engines", "1"]
+    if store == "postgres":
+        pytest.importorskip("obstore", reason="the extra `storage` is not installed")
+        command += ["--replicas", "2", "--storage", "s3"]
     finished = subprocess.run(
         [*command, "--minutes", "0.5", "--clients", "4", "--model", str(tiny_model)],
         capture_output=True,
@@ -37,11 +40,11 @@ def test_nothing_is_lost_whatever_breaks(tiny_model: Path, store: str, seed: int
     assert counts["clients done"] > 0
     assert counts["calls in the history"] > 200
     assert counts["operations carried out"] > 100
-    assert counts.get("server killed", 0) + counts.get("engines that died", 0) > 0
-    assert counts["engine's MiB after two loops"] > 0
+    assert counts["server killed"] > 0
+    assert ("engine's MiB after two loops" in counts) == (store == "postgres")
 
 
-@pytest.mark.parametrize("victim", ["ENGINE", "RANK"])
+@pytest.mark.parametrize("victim", ["ENGINE", "RANK", "PLACER"])
 def test_the_process_that_chaos_kills_is_a_module_that_exists(victim: str) -> None:
     """It is found by its command line; under a wrong name nothing would ever be killed."""
     name = runpy.run_path(str(CHAOS / "machinery.py"))[victim].decode()

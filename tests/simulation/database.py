@@ -1,0 +1,123 @@
+"""The database that several servers share: SQLite, with a clock of its own and with outages.
+
+The lease's statements and the fence's are the real ones, but for the clock that they read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any, ClassVar
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import sqlite
+
+from tests.support.simulated_server import LoopWriter
+from tinsmith.server.replicas.lease import Lease
+from tinsmith.server.store.leases import Leases
+from tinsmith.server.store.writer import OnCommit, Write
+
+_LOST_ANSWERS = 0.01
+_COMMIT_SECONDS = (0.0, 0.03, 0.15)
+_AWAY = "the simulated database is away"
+
+
+class SimulatedDatabase:
+    def __init__(self, random: random.Random, url: str) -> None:
+        self._random = random
+        self.url = url
+        self.is_away = False
+        self.clock_error = 0.0
+
+    def now(self) -> float:
+        return 1_000_000.0 + asyncio.get_running_loop().time() + self.clock_error
+
+    def check(self) -> None:
+        if self.is_away:
+            raise _lost()
+
+    def writer(self, engine: sa.Engine, on_commit: OnCommit, fence: Write) -> LoopWriter:
+        return _Writer(self, self._random, engine, on_commit, fence)
+
+    def leases(self, holder: str, place: str, seconds: float) -> Leases:
+        return _Leases(self, holder, place, seconds)
+
+
+class _Writer(LoopWriter):
+    def __init__(
+        self,
+        database: SimulatedDatabase,
+        random: random.Random,
+        engine: sa.Engine,
+        on_commit: OnCommit,
+        fence: Write,
+    ) -> None:
+        super().__init__(random, engine, on_commit, fence, _COMMIT_SECONDS)
+        self._database = database
+
+    def claim(self, claim: Write) -> None:
+        """What a connection to Postgres is told is nothing to SQLite."""
+
+    def _commit(self) -> None:
+        queued = self._queued
+        try:
+            self._database.check()
+            super()._commit()
+        except Exception as error:
+            # Where the fence refused, all were refused.
+            self._queued = []
+            for _, future in queued:
+                if not future.done():
+                    future.set_exception(error)
+
+    def _committed(self, seconds: float, num_writes: int) -> None:
+        super()._committed(seconds, num_writes)
+        if self._random.random() < _LOST_ANSWERS:
+            raise _lost()
+
+
+class _Leases(Leases):
+    now = sa.func.simulated_now(type_=sa.Double)
+    insert = staticmethod(sqlite.insert)
+    patience: ClassVar[dict[str, int]] = {}
+
+    def __init__(
+        self, database: SimulatedDatabase, holder: str, place: str, seconds: float
+    ) -> None:
+        super().__init__(database.url, holder, place, place, seconds)
+        self._database = database
+        sa.event.listen(self._engine, "connect", self._add_clock)
+        sa.event.listen(self._engine, "begin", lambda connection: database.check())
+
+    def _add_clock(self, connection: Any, _: Any) -> None:
+        connection.create_function("simulated_now", 0, self._database.now)
+
+    def _connect(self) -> sa.Connection:
+        self._database.check()
+        return self._engine.connect()
+
+
+class LoopLease(Lease):
+    """Asked for and kept by a task, which is late when its process is stopped."""
+
+    _asking: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self.view = await asyncio.to_thread(self._first)
+        self._asking = asyncio.create_task(self._go_on_asking(), name="lease")
+
+    async def close(self) -> None:
+        self._is_ending.set()
+        if self._asking is not None:
+            await self._asking
+        await asyncio.to_thread(self._end)
+
+    async def _go_on_asking(self) -> None:
+        is_asking = True
+        while is_asking:
+            await asyncio.sleep(self._pause())
+            is_asking = not self._is_ending.is_set() and self._ask(asyncio.get_running_loop())
+
+
+def _lost() -> sa.exc.OperationalError:
+    return sa.exc.OperationalError(_AWAY, None, OSError(_AWAY))

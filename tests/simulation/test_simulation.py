@@ -1,0 +1,36 @@
+"""Several servers under trouble answer as one that has none; `make simulation` tries more seeds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.life import Lived, live
+
+NUM_SEEDS = 6
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_no_trouble_changes_a_result(seed: int) -> None:
+    lived = live(seed)
+    assert isinstance(lived, Lived), lived
+    assert lived.num_operations > 500
+
+
+def test_a_seed_repeats_its_life_step_by_step_in_any_process() -> None:
+    program = f"from tests.simulation.life import live; print(live({NUM_SEEDS}))"
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), str(root / "tools")])
+    said = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    assert said.strip() == str(live(NUM_SEEDS))
