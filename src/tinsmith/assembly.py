@@ -25,10 +25,12 @@ ENGINES = ("fake", "local")
 
 
 def engine_factory(config: ServerConfig, cluster: RemoteCluster | None = None) -> EngineFactory:
-    """What starts the engine that the configuration names, for each slot, in the cluster if there
-    is one; called again when an engine died."""
+    """A factory that starts the configured engine for a slot, in the cluster if there is one. It is
+    called again when an engine has died."""
     if cluster is not None and config.engine != "local":
-        raise ValidationError(f"takes no {config.engine} engine", "cluster")
+        raise ValidationError(
+            f"works with the local engine only, not with {config.engine!r}", "cluster"
+        )
     if config.engine == "fake":
         return _fake_factory(config)
     if config.engine == "local":
@@ -38,17 +40,21 @@ def engine_factory(config: ServerConfig, cluster: RemoteCluster | None = None) -
 
 
 def engine_cluster(config: ServerConfig) -> RemoteCluster | None:
-    """Where the engines run that are no processes of the server."""
+    """The cluster that runs the engines; None where they are child processes of the server."""
     if not config.cluster:
         return None
     from tinsmith.engine.remote.cluster import RemoteCluster
     from tinsmith.engine.remote.listener import EngineListener
 
     if ":" in config.devices:
-        raise ValidationError("has no numbers with 'cluster', which deals devices out", "devices")
+        raise ValidationError(
+            "cannot name numbers, as in cuda:0, together with 'cluster', which assigns the devices",
+            "devices",
+        )
     if config.engine_host in ("0.0.0.0", "::"):
         raise ValidationError(
-            "is what engines connect to: name the address by which their machines reach this one",
+            "must be an address of this machine that the engines' machines can reach, not a "
+            "wildcard",
             "engine_host",
         )
     folder = config.data_dir.absolute() / "engines"
@@ -102,10 +108,14 @@ def _local_factory(config: ServerConfig, cluster: RemoteCluster | None) -> Engin
     patience = Patience(config.engine_silence_seconds, config.engine_turn_seconds)
 
     async def start_in_cluster(plan: SlotPlan) -> Engine:
-        assert cluster is not None, "it is asked for where there is one"
+        assert cluster is not None, "chosen only with a cluster"
         threads = settings.num_threads or (None if _is_alone(settings) else config.engine_cpus)
         device = plan.device.partition("+")[0]
-        own: dict[str, Any] = {"device": device, "num_threads": threads}
+        own: dict[str, Any] = {
+            "device": device,
+            "num_threads": threads,
+            "memory_fraction": settings.memory_fraction * _part_of_gpu(config),
+        }
         config_of_slot = dataclasses.replace(settings, **own)
         start = Start(core_of(settings), config_of_slot, patience)
         return await cluster.start(plan.number, start)
@@ -115,6 +125,7 @@ def _local_factory(config: ServerConfig, cluster: RemoteCluster | None) -> Engin
         own: dict[str, Any] = {
             "device": devices[0][0],
             "num_threads": _num_threads(settings, plan),
+            "memory_fraction": settings.memory_fraction / plan.num_on_device,
         }
         return await LocalEngine.start(
             dataclasses.replace(settings, **own),
@@ -126,21 +137,28 @@ def _local_factory(config: ServerConfig, cluster: RemoteCluster | None) -> Engin
 
 
 def _num_threads(settings: LocalEngineConfig, plan: SlotPlan) -> int | None:
-    """Processes beside each other share the cores evenly: with all of them each, they would wait
-    for one another at every operation."""
+    """Engine processes share the cores evenly: if each used all of them, they would wait for one
+    another at every operation."""
     num_processes = plan.num_slots * settings.ranks
     if settings.num_threads is not None or _is_alone(settings) or num_processes == 1:
         return settings.num_threads
     return max(1, _num_cores() // num_processes)
 
 
+def _part_of_gpu(config: ServerConfig) -> float:
+    """An engine that asks the cluster for a fraction of a GPU gets that fraction of its memory."""
+    if not config.engine_gpus:
+        return 1.0
+    return min(1.0, config.engine_gpus / config.ranks)
+
+
 def _is_alone(settings: LocalEngineConfig) -> bool:
-    """Whether the engine itself takes one thread, for the sake of bits."""
+    """Whether the engine computes on one thread, so that results do not depend on their number."""
     return settings.deterministic or settings.on_policy == "exact"
 
 
 def _num_cores() -> int:
-    """Those that this process may use, where the system says so (macOS does not)."""
+    """Cores that this process may use; where the system does not say (macOS), all of them."""
     usable = getattr(os, "sched_getaffinity", None)
     return len(usable(0)) if usable is not None else os.cpu_count() or 1
 

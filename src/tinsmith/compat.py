@@ -93,7 +93,8 @@ RENAMED: dict[str, dict[str, tuple[str, str]]] = {
 def install() -> None:
     """Answer `import tinker` with this package. Does nothing the second time.
 
-    Raises `ImportError` if the official package was imported before: objects of both would meet.
+    Raises `ImportError` if the official package was imported before: its objects and ours must not
+    be mixed.
     """
     if any(isinstance(finder, TinkerFinder) for finder in sys.meta_path):
         return

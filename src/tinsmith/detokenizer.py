@@ -86,8 +86,8 @@ class Detokenizer:
 def read_detokenize(folder: Path) -> Detokenize | None:
     """The decoding half of the tokenizer in a model's folder; None where there is no fast one.
 
-    The file is read when the first text is asked for, special tokens are kept, nothing is
-    tidied up.
+    The file is read when the first text is asked for, special tokens are kept, and spaces are not
+    cleaned up.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():

@@ -1,11 +1,11 @@
 """Every write to the data folder, in a few named functions.
 
-What they make is there whole or not at all, whatever happens meanwhile. A new folder is written
-under a hidden sibling name, every file and the folder itself are synced, and then it is renamed;
-a new file likewise. After a crash there is nothing under the final name, or everything.
+What they write is there complete or not at all, whatever happens meanwhile. A new folder is written
+under a hidden sibling name, every file and the folder itself are synced, and then it is renamed; a
+new file likewise. After a crash there is nothing under the final name, or everything.
 
 A function marked `@writes` is a point where a process may die: a test ends the process before and
-after each of them, and another sees to it that the server and the engine write by no other way.
+after each of them, and another checks that the server and the engine write in no other way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import queue
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +31,8 @@ WRITES: list[str] = []
 
 _DRAFT_SUFFIX = ".draft"
 _COPIED_AT_ONCE = 1024 * 1024
+_LARGE_VIEW = 64 * 1024
+"""From this size on, a view is hashed by a thread."""
 
 
 def writes(function: _F) -> _F:
@@ -76,24 +80,45 @@ def is_draft(path: Path) -> bool:
 
 
 class Sink:
-    """A file that is being written, with its size and checksum so far."""
+    """A file that is being written, with its size and checksum so far.
+
+    Large views of memory, such as tensors, are read for the checksum by a thread while they are
+    written and synced, which takes about as long: they must stay as they are until `close`.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._digest = hashlib.sha256()
         self._size = 0
+        self._behind: queue.SimpleQueue[bytes | memoryview | None] | None = None
+        self._thread: threading.Thread | None = None
 
     def write(self, part: bytes | memoryview) -> int:
-        self._digest.update(part)
         self._size += len(part)
+        if self._behind is None and isinstance(part, memoryview) and len(part) >= _LARGE_VIEW:
+            self._behind = queue.SimpleQueue()
+            self._thread = threading.Thread(target=self._read_behind, name="checksum", daemon=True)
+            self._thread.start()
+        if self._behind is None:
+            self._digest.update(part)
+        else:
+            self._behind.put(part)
         return self._file.write(part)
 
     def flush(self) -> None:
         self._file.flush()
 
-    @property
-    def record(self) -> FileRecord:
+    def close(self) -> FileRecord:
+        """Wait for the checksum; what was written."""
+        if self._behind is not None and self._thread is not None:
+            self._behind.put(None)
+            self._thread.join()
         return FileRecord(self._size, self._digest.hexdigest())
+
+    def _read_behind(self) -> None:
+        assert self._behind is not None
+        while (part := self._behind.get()) is not None:
+            self._digest.update(part)
 
 
 @writes
@@ -104,25 +129,28 @@ def write_file(
     and checksum, taken on the way."""
     with path.open("xb") as file:
         sink = Sink(file)
-        if callable(parts):
-            parts(sink)
-        else:
-            for part in parts:
-                sink.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    return sink.record
+        try:
+            if callable(parts):
+                parts(sink)
+            else:
+                for part in parts:
+                    sink.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        finally:
+            record = sink.close()
+    return record
 
 
 def copy_file(source: Path, target: Path) -> FileRecord:
-    """Copy a file to a new place; what it held on the way."""
+    """Copy a file to a new place; the size and checksum of what was copied."""
     with source.open("rb") as file:
         return write_file(target, iter(partial(file.read, _COPIED_AT_ONCE), b""))
 
 
 @writes
 def publish_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Put `data` under a name, durably; the name has it whole or is as it was."""
+    """Write `data` to a file, durably: afterwards the file has all of it, or is as it was."""
     draft = draft_of(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     try:
@@ -139,8 +167,8 @@ def publish_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 @writes
 def mark(path: Path, text: bytes) -> None:
-    """Write a short text of a fixed length over a file, at once and unsynced: it outlives the
-    process, and perhaps not the machine."""
+    """Overwrite a file with a short text of a fixed length, without syncing: it survives the death
+    of the process, but perhaps not that of the machine."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.pwrite(handle, text, 0)
@@ -152,7 +180,7 @@ def mark(path: Path, text: bytes) -> None:
 def publish_folder(draft: Path, folder: Path) -> None:
     """Give a finished draft its name, durably."""
     sync_folder(draft)
-    # rename() would replace an empty folder without a word.
+    # rename() would silently replace an empty folder.
     if os.path.lexists(folder):
         raise ValidationError(f"{folder.name!r} exists already and is not overwritten")
     draft.rename(folder)
@@ -190,19 +218,19 @@ def move(path: Path, to: Path) -> None:
 
 @writes
 def discard_folder(folder: Path) -> None:
-    """Remove a folder and all that is in it; one that is not there is no trouble."""
+    """Remove a folder and all that is in it, if it exists."""
     if os.path.lexists(folder):
         shutil.rmtree(folder)
 
 
 @writes
 def discard_file(path: Path) -> None:
-    """Remove a file; one that is not there is no trouble."""
+    """Remove a file, if it exists."""
     path.unlink(missing_ok=True)
 
 
 def sync_file(path: Path) -> None:
-    """Make what another wrote to a file durable."""
+    """Make durable what another program wrote to a file."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

@@ -1,6 +1,6 @@
 """What each extra of the installed package brings, and the line that installs what is missing.
 
-The package is not published: its own name is no use to pip, the names of what it needs are.
+The package is not on PyPI, so the line names the packages that it needs instead of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def packages(extra: str) -> dict[str, str]:
 
 
 def missing(extra: str) -> list[str]:
-    """The requirements of the extra that nothing installed meets by name."""
+    """The requirements of the extra whose packages are not installed."""
     return [spec for name, spec in packages(extra).items() if not _is_installed(name)]
 
 

@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 _PEAK_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes in which the system counts the peak."""
+"""The unit, in bytes, in which the system counts the peak."""
 
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """Bytes, or "max"."""
 
 
 def process_bytes() -> int:
-    """Memory in use; the most there ever was where the system does not say more."""
+    """Memory in use; where the system reports only the peak, the peak."""
     with contextlib.suppress(OSError):
         num_pages = int(Path("/proc/self/statm").read_text().split()[1])
         return num_pages * resource.getpagesize()

@@ -1,12 +1,14 @@
 """A model's tokenizer and chat template, read from a folder without transformers.
 
-The server speaks text with it, and commands where transformers is not installed. Chat templates are
-programs that come with a model, so they run in a sandbox.
+The server renders and reads text with it, and so do commands where transformers is not installed.
+Chat templates are programs that come with a model, so they run in a sandbox.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,12 @@ from typing import Any
 import orjson
 
 from tinsmith.errors import ValidationError
+
+_NO_TEXT = "\ufffd"
+"""What tokenizers write for bytes that are not a character."""
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"""A byte as byte-fallback tokenizers (Llama 2, Mistral) name it."""
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -30,7 +38,7 @@ class TextModel:
         self._config = _read_json(folder / "tokenizer_config.json")
         self._template = _read_template(folder, self._config)
         self._token_texts: dict[int, str] = {}
-        """Asked for again and again; never more than the vocabulary has."""
+        """A cache; never larger than the vocabulary."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -47,6 +55,18 @@ class TextModel:
             text = str(self._tokenizer.decode([token], skip_special_tokens=False))
             self._token_texts[token] = text
         return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds to a text in UTF-8, also where it is a part of a character."""
+        text = self.token_text(token)
+        if _NO_TEXT not in text:
+            return text.encode()
+        piece = self._tokenizer.id_to_token(token) or text
+        if found := _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(found[1], 16)])
+        letters = _byte_letters()
+        known = all(letter in letters for letter in piece)
+        return bytes(letters[letter] for letter in piece) if known else text.encode()
 
     def special_token(self, name: str) -> int | None:
         """The id of the token that the model uses as `eos_token`, `bos_token` or the like."""
@@ -69,7 +89,7 @@ class TextModel:
     ) -> str:
         """The conversation as text; if it is open, up to where the assistant speaks next.
 
-        `options` are what the template may know besides: tools, whether to think, …
+        `options` are further variables of the template: tools, whether to think, …
         """
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -101,12 +121,35 @@ class TextModel:
         # The template writes the special tokens itself.
         return self.encode(self.render(messages, options) + opening, add_special_tokens=False)
 
+    def render_begun(
+        self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The prompt that asks the model to go on with the last message."""
+        text = self.render(messages, options, is_open=False)
+        begun = messages[-1]["content"]
+        start = text.rfind(begun)
+        if start < 0:
+            raise ValidationError(
+                f"the chat template of {self.name} changes the beginning of the answer", "messages"
+            )
+        return self.encode(text[: start + len(begun)], add_special_tokens=False)
+
 
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     found = orjson.loads(file.read_bytes())
     return found if isinstance(found, dict) else {}
+
+
+@functools.cache
+def _byte_letters() -> dict[str, int]:
+    """The byte that each letter of byte-level tokenizers stands for: printable Latin-1 is itself,
+    the others are the letters from 256 on, in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 def _read_template(folder: Path, config: dict[str, Any]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from click.testing import CliRunner, Result
 
 from tests.support import byte_tokenizer as byte_tokens
 from tests.support import server_process, tiny_llama
+from tests.support.newcomer import newcomer
 from tests.support.server_process import ServerProcess
 from tinsmith.cli.__main__ import cli
 from tinsmith.client.service import ServiceClient
@@ -127,6 +129,12 @@ def official(server: ServerProcess) -> Iterator[Official]:
 
 
 @pytest.fixture(scope="session")
+def newcomer_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of somebody whose embedded model is a tiny one: for demonstrations that need not learn."""
+    return newcomer(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="session")
 def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer's folder for the fake engine."""
     return byte_tokens.save(tmp_path_factory.mktemp("tokenizer"))
@@ -163,18 +171,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     """A server on the local engine, whose checkpoints are PEFT adapters."""
-    options = ("--engine", "local", "--device", "cpu", "--model", f"test/tiny={tiny_model}")
+    with training_on(tiny_model, tmp_path_factory.mktemp("server")) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def training_on(model: Path, folder: Path, learning_rate: float = 0.05) -> Iterator[Trained]:
+    options = ("--engine", "local", "--device", "cpu", "--model", f"test/tiny={model}")
     tokens = list(range(3, 20))
     datum = Datum(
         model_input=ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
     )
-    with server_process.serving(tmp_path_factory.mktemp("server"), *options) as server:
+    with server_process.serving(folder, *options) as server:
         with ServiceClient(base_url=server.url, api_key=server.key) as service:
             training = service.create_lora_training_client("test/tiny", rank=4, seed=1)
             for _ in range(5):
                 training.forward_backward([datum], "cross_entropy")
-                training.optim_step(AdamParams(learning_rate=0.05))
+                training.optim_step(AdamParams(learning_rate=learning_rate))
             state = training.save_state("final").result().path
             external = training.save_weights_external("final").result().path
             sampler = training.save_weights_and_get_sampling_client()

@@ -1,4 +1,4 @@
-"""The demonstration, from beginning to end, on the real small model."""
+"""The demonstration, from beginning to end; where it is to learn, on the real small model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.child import Child
 from tests.support.server_process import clean_environment
 from tinsmith.cli.training.persona import OPENING
 
-pytestmark = [pytest.mark.real_model, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -32,6 +32,7 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.real_model
 def test_the_model_learns_in_the_demo(tmp_path: Path) -> None:
     done = demo("--json", "--data-dir", str(tmp_path))
     story = json.loads(done.stdout)
@@ -44,6 +45,7 @@ def test_the_model_learns_in_the_demo(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.real_model
 def test_the_demo_tells_people_what_it_did_and_what_to_do_next(tmp_path: Path) -> None:
     done = demo("--steps", "2", "--data-dir", str(tmp_path))
     page = done.stdout
@@ -67,9 +69,11 @@ def test_the_demo_tells_people_what_it_did_and_what_to_do_next(tmp_path: Path) -
     assert all(line.startswith(tuple(stages)) for line in done.stderr.splitlines())
 
 
-def test_a_server_that_is_kept_shows_the_run_to_a_browser_until_ctrl_c(tmp_path: Path) -> None:
+def test_a_server_that_is_kept_shows_the_run_to_a_browser_until_ctrl_c(
+    tmp_path: Path, newcomer_environment: dict[str, str]
+) -> None:
     command = [sys.executable, "-m", "tinsmith.cli", "demo", "--keep", "--steps", "1"]
-    child = Child([*command, "--data-dir", str(tmp_path)], env=clean_environment())
+    child = Child([*command, "--data-dir", str(tmp_path)], env=newcomer_environment)
     page = ""
     for line in child.out:
         page += line

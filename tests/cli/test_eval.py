@@ -56,7 +56,7 @@ def test_answers_are_scored_by_checks_and_a_judge(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ((), "Say what is good"),
+        ((), "Say how answers are scored"),
         (("--check", "exakt"), "no such check: 'exakt'"),
         (("--check", "exact", "--rubric", "Is it kind?"), "--rubric needs --judge"),
         (("--check", "contains:{missing}"), "no field 'missing'"),

@@ -137,13 +137,27 @@ def test_an_exported_model_scores_as_the_server_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "limit"), [("q8_0", 0.1), ("Q4_K_M", 0.3)])
+@pytest.mark.parametrize(
+    ("form", "kind", "limit", "package"),
+    [
+        ("gguf", "q8_0", 0.1, "gguf"),
+        ("gguf", "Q4_K_M", 0.3, "xllamacpp"),
+        ("merged", "int8", 0.1, "compressed_tensors"),
+        ("merged", "int4", 1.0, "compressed_tensors"),
+    ],
+)
 def test_a_quantized_export_is_smaller_and_close(
-    kind: str, limit: float, tiny_model: Path, trained: Trained, run_json: Any, tmp_path: Path
+    form: str,
+    kind: str,
+    limit: float,
+    package: str,
+    tiny_model: Path,
+    trained: Trained,
+    run_json: Any,
+    tmp_path: Path,
 ) -> None:
-    if kind == "Q4_K_M":
-        pytest.importorskip("xllamacpp", reason="needs xllamacpp, not among the test packages")
-    options = ("--format", "gguf", "--base", str(tiny_model))
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    options = ("--format", form, "--base", str(tiny_model))
     sizes = []
     for number, chosen in enumerate(((), ("--quantize", kind))):
         target = tmp_path / f"tiny{number}.gguf"
@@ -151,7 +165,8 @@ def test_a_quantized_export_is_smaller_and_close(
         answer = run_json("export", trained.external, *options, *chosen, "-o", str(target), env=env)
         sizes.append(answer["file_size_bytes"])
         assert 0 <= answer["difference"] < (limit if chosen else 1e-3)
-    assert sizes[1] < 0.7 * sizes[0]
+    # Embeddings and what lies beside a merged model are as large as before.
+    assert sizes[1] < (0.7 if form == "gguf" else 0.8) * sizes[0]
 
 
 @pytest.mark.slow
@@ -176,7 +191,8 @@ def test_an_adapter_names_the_copy_that_it_was_trained_on(
     [
         (("--format", "gguf", "--quantize", "q3_k_s"), "q8_0 or q4_k_m, not to q3_k_s"),
         (("--format", "gguf", "--quantize", "Q4_K_M"), "pip install xllamacpp"),
-        (("--quantize", "q8_0"), "--quantize needs --format gguf"),
+        (("--format", "merged", "--quantize", "q8_0"), "int8 or int4, not to q8_0"),
+        (("--quantize", "q8_0"), "--quantize needs --format gguf or --format merged"),
     ],
 )
 def test_a_quantization_that_cannot_be_written_is_refused_with_the_reason(
@@ -191,6 +207,16 @@ def test_a_quantization_that_cannot_be_written_is_refused_with_the_reason(
     refused = run("export", paths.state, *options, "-o", str(tmp_path / "out"))
     assert refused.exit_code == 1
     assert message in refused.stderr
+
+
+def test_integers_are_not_written_where_nothing_could_read_them_back(
+    run: Run, paths: Paths, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "compressed_tensors", None)
+    options = ("--format", "merged", "--base", str(tiny_model), "-o", str(tmp_path / "out"))
+    refused = run("export", paths.state, *options, "--quantize", "int8")
+    assert (refused.exit_code, (tmp_path / "out").exists()) == (1, False)
+    assert "pip install compressed-tensors" in refused.stderr
 
 
 def test_a_base_model_that_is_not_here_has_to_be_named(

@@ -47,6 +47,14 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 128}),
 }
 TOKENS = torch.arange(3, 40)[None]
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 def build(folder: Path, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -140,7 +148,7 @@ def test_llama_cpp_s_mix_gives_more_bits_to_what_decides_more() -> None:
 
 
 def test_a_file_of_k_types_is_read_back(tmp_path: Path) -> None:
-    pytest.importorskip("xllamacpp", reason="needs xllamacpp, which is not among the test packages")
+    pytest.importorskip("xllamacpp", reason="xllamacpp is not installed")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     build(tmp_path / "model", "llama", **sizes)
     file = tmp_path / "tiny.gguf"
@@ -164,6 +172,57 @@ def test_a_file_of_k_types_is_read_back(tmp_path: Path) -> None:
             step = (blocks.amax(1) - blocks.amin(1)).clamp(min=0) / 15
             assert (off.reshape(blocks.shape) <= 1.1 * step[:, None]).all(), name
             assert off.mean() < 0.1 * values.abs().mean(), name
+
+
+def said_by_llama_cpp(file: Path, prompt: str) -> dict[int, float]:
+    """Log-probabilities of the likeliest tokens after a text, as llama.cpp computes them."""
+    llama = pytest.importorskip("xllamacpp", reason="xllamacpp is not installed")
+    params = llama.CommonParams()
+    params.model.path = str(file)
+    params.n_parallel = params.cpuparams.n_threads = 1
+    server = llama.Server(params)
+    ask = {"prompt": prompt, "n_predict": 1, "n_probs": 8, "temperature": 0.0}
+    (answer,) = server.handle_completions(ask)["choices"]
+    (token,) = answer["logprobs"]["content"]
+    return {each["id"]: each["logprob"] for each in token["top_logprobs"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "quantization", "tolerance"),
+    [(family, {}, None, 0.01) for family in FAMILIES]
+    # The reader in `transformers` does not scale rotations: this is the one that can tell.
+    + [("llama", {"rope_parameters": SCALED}, None, 0.01)]
+    + [("llama", {}, "q8_0", 0.2), ("llama", {"hidden_size": 256}, "q4_k_m", 0.6)],
+    ids=str,
+)
+def test_llama_cpp_computes_the_same_for_the_same_text(
+    family: str,
+    changes: dict[str, Any],
+    quantization: str | None,
+    tolerance: float,
+    tmp_path: Path,
+) -> None:
+    """Its own reader, of the tokenizer too."""
+    build(tmp_path / "model", family, **changes)
+    file = tmp_path / "tiny.gguf"
+    text = "So it is what it was: 2026, and 34 tokens."
+    if quantization == "q4_k_m":
+        pytest.importorskip("xllamacpp", reason="xllamacpp is not installed")
+    gguf_file.write(
+        tmp_path / "model", file, "tiny", lambda *facts: None, quantization=quantization
+    )
+    found = said_by_llama_cpp(file, text)
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "model").encode(text)
+    folder = tmp_path / "model"
+    if quantization is not None:  # the numbers that the file has
+        folder = model_folder(str(file), LocalEngineConfig(cache_folder=tmp_path / "cache"))
+    with torch.no_grad():
+        wanted = load(folder)(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+    assert len(found) == 8
+    for token, logprob in found.items():
+        assert logprob == pytest.approx(float(wanted[token]), abs=tolerance)
+    if quantization is None:
+        assert set(found) == set(wanted.topk(8).indices.tolist())
 
 
 def test_reading_a_gguf_file_shows_no_progress_bar_of_a_library(
@@ -194,15 +253,7 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
 
 
 def test_llama_3_frequencies_are_written_as_factors(tmp_path: Path) -> None:
-    scaling = {
-        "rope_type": "llama3",
-        "rope_theta": 10_000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
-    model = build(tmp_path / "model", "llama", rope_parameters=scaling)
+    model = build(tmp_path / "model", "llama", rope_parameters=SCALED)
     write(tmp_path / "model", tmp_path / "tiny.gguf")
     reader = GGUFReader(tmp_path / "tiny.gguf")
     factors = next(each for each in reader.tensors if each.name == "rope_freqs.weight").data

@@ -48,7 +48,7 @@ MISTAKES: list[tuple[Line, str]] = [
     (lambda t: ("sample", FAKE, "x", "-n", "0", *t.tok), "-n"),
     (lambda t: ("sample", FAKE, "x", "-n", "1000000", *t.tok), "num_samples"),
     (lambda t: ("sample", FAKE, "x", "--system", "y", *t.tok), "--chat"),
-    (lambda t: ("sample", "tinker://a/b", "x", *t.tok), "tinker://a/b"),
+    (lambda t: ("sample", "tinker://nobody/b", "x", *t.tok), "tinker://nobody/b"),
     (lambda t: ("sample", f"tinker://{t.paths.run_id}/sampler_weights/no", "x", *t.tok), "no"),
     (lambda t: ("chat", "nomodel"), "nomodel"),
     (lambda t: ("chat", FAKE, "--tokenizer", "/nonexistent"), "--tokenizer"),

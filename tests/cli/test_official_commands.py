@@ -84,7 +84,7 @@ MISTAKES = [
     (("run", "list", "--columns", "id,nothing"), 1),
     (("run", "list", "--limit", "many"), 2),
     (("checkpoint", "info", "not-a-path"), 1),
-    (("checkpoint", "info", "tinker://a/b"), 1),
+    (("checkpoint", "info", "tinker://nobody/b"), 1),
     (("checkpoint", "publish", "not-a-path"), 1),
     (("checkpoint", "set-ttl", "tinker://a/weights/b"), 1),
     (("checkpoint", "set-ttl", "tinker://a/weights/b", "--ttl", "9", "--remove"), 1),

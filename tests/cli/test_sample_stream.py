@@ -79,7 +79,9 @@ def test_a_sample_that_is_abandoned_ends_at_the_server(
 ) -> None:
     """It ran on for minutes."""
     options = ("--tokenizer", str(byte_tokenizer), "--max-tokens", "4000", "-n", num_samples)
-    with start(slow_server, *options, "--stop", "no such text") as process:
+    # At temperature 0 the fake model never ends by itself; drawn tokens do, once in 256.
+    endless = ("--stop", "no such text", "--temperature", "0")
+    with start(slow_server, *options, *endless) as process:
         assert process.stdout is not None
         if num_samples == "1":
             assert os.read(process.stdout.fileno(), 1)

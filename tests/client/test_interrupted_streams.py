@@ -36,4 +36,4 @@ async def test_a_cancelled_loop_ends_at_once_and_closes_its_connection(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 5)
-    assert sampler.holder.api.stats.snapshot()["sample"].in_flight == 0
+    assert sampler.holder.api.stats.current()["sample"].in_flight == 0

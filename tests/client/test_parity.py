@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.child import ended_well
 from tinsmith.wire import proto
 
 pytest.importorskip("tinker")
@@ -137,10 +137,7 @@ def record(sdk: str, tmp_path: Path) -> list[Any]:
     )
     requests = list(stub.requests)
     stub.close()
-    # The official package's threads now and then abort the interpreter as it ends, without a word:
-    # by then everything has been sent, and a failure of the program itself has a traceback.
-    has_ended = done.returncode == 0 or (done.returncode == -signal.SIGABRT and not done.stderr)
-    assert has_ended, (sdk, done.returncode, done.stderr[-3000:])
+    assert ended_well(done.returncode, done.stderr), (sdk, done.returncode, done.stderr[-3000:])
     return [comparable(request) for request in requests]
 
 

@@ -81,7 +81,7 @@ def test_leaving_the_loop_closes_the_connection(stub: Any, sampler: SamplingClie
         if not any(not w.is_closing() for w in stub._writers if id(w) == connection):
             break
         time.sleep(0.02)
-    assert sampler.holder.api.stats.snapshot()["sample"].in_flight == 0
+    assert sampler.holder.api.stats.current()["sample"].in_flight == 0
 
 
 @pytest.mark.parametrize(

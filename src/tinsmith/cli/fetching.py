@@ -79,7 +79,7 @@ class DownloadBars:
 
 
 def more_title(title: str, shown: int, total: int) -> str:
-    """The title of a list of which not everything is shown."""
+    """The title of a list that is not shown whole."""
     hidden = total - shown
     if hidden <= 0:
         return title

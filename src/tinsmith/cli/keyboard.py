@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 import time
@@ -21,6 +22,7 @@ _NAMES = {
     "\x1b": "escape",
 }
 _MOST_BYTES = 64
+_KEY = re.compile(r"\x1b[\[O].|.", re.DOTALL)
 
 
 class Keyboard:
@@ -28,10 +30,12 @@ class Keyboard:
 
     def __init__(self) -> None:
         self._settings: list[Any] | None = None
+        self._pressed: list[str] = []
+        """Keys that came with those before them, the first one first."""
 
     def __enter__(self) -> Self:
         if sys.stdin.isatty():
-            import termios  # not on every system that has no terminal to speak of
+            import termios  # not on every system, but on all that have a terminal
             import tty
 
             self._settings = termios.tcgetattr(sys.stdin)
@@ -54,10 +58,13 @@ class Keyboard:
         if self._settings is None:
             time.sleep(seconds)
             return None
+        if self._pressed:
+            return self._pressed.pop(0)
         if not select.select([sys.stdin], [], [], seconds)[0]:
             return None
-        # An arrow is several bytes, which come together.
+        # An arrow is several bytes, which come together; so do keys that are pressed quickly.
         pressed = os.read(sys.stdin.fileno(), _MOST_BYTES).decode(errors="replace")
         if not pressed:
             return "q"  # the terminal is gone
-        return _NAMES.get(pressed, pressed[-1])
+        self._pressed = [_NAMES.get(key, key) for key in _KEY.findall(pressed)]
+        return self._pressed.pop(0)

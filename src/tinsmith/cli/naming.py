@@ -52,7 +52,7 @@ def session_id(client: RestClient, given: str) -> str:
 
 
 def trash_entry_id(known: Iterable[str], given: str) -> str:
-    """The whole id of an entry of the trash, of those that it has."""
+    """The whole id of an entry of the trash."""
     ids = dict.fromkeys(known, "")
     return given if given in ids else _only(given, _beginning(given, ids), "entries")
 

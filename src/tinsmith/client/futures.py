@@ -3,8 +3,8 @@
     output = training.forward_backward(batch, "cross_entropy").result()
     output = await training.forward_backward(batch, "cross_entropy")
 
-A future resolves once. Running out of patience (`result(timeout=5)`) loses nothing: the operation
-goes on and its result can be asked for again. Cancelling is explicit: `future.cancel()`.
+A future resolves once. A timeout (`result(timeout=5)`) loses nothing: the operation goes on, and
+its result can be asked for again. Cancelling is explicit: `future.cancel()`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class APIFuture(ABC, Generic[T]):
 
     @abstractmethod
     def result(self, timeout: float | None = None) -> T:
-        """Block until it is there; `TimeoutError` after `timeout` seconds."""
+        """Block until the result is there; `TimeoutError` after `timeout` seconds."""
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result_async().__await__()
@@ -96,7 +96,8 @@ class AwaitableConcurrentFuture(APIFuture[T]):
             raise _impatient(timeout) from None
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109
-        # The waiter is not the operation: who waits may be cancelled or run out of patience.
+        # Waiting is apart from the operation: a waiter may be cancelled or time out without ending
+        # it.
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[T] = loop.create_future()
         mailbox = mailbox_of(loop)

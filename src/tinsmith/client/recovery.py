@@ -9,8 +9,8 @@
                     checkpoint = training.save_state(f"step-{step}", overwrite=True).result()
                     loop.saved(checkpoint, step + 1)
 
-Leaving the block with an error that another client might not meet starts the next attempt from the
-last save; leaving it without one ends the loop. A mistake of the user's is raised at once.
+Leaving the block with a recoverable error starts the next attempt from the last save; leaving it
+without an error ends the loop. Any other error, such as a mistake of the user, is raised at once.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class RecoveryPolicy:
 
 
 def is_recoverable(error: BaseException) -> bool:
-    """Whether a new client may fare better: the service's failures and lost connections, yes; the
-    user's mistakes and errors of the loop itself, no."""
+    """Whether a new client may succeed: yes after failures of the service and lost connections, no
+    after mistakes of the user and errors of the loop itself."""
     kinds = (APIConnectionError, APIStatusError, RequestFailedError, RetryableException)
     return isinstance(error, kinds) and not is_user_error(error)
 
@@ -59,7 +59,7 @@ class Recovery:
     """Makes the client of the first attempt, and of later ones while nothing was saved."""
     policy: RecoveryPolicy = field(default_factory=RecoveryPolicy)
     on_recovery: Callable[[BaseException, int], None] | None = None
-    """Told of the error and the step to go on from."""
+    """Called with the error and the step to go on from."""
     sleep: Callable[[float], None] = time.sleep
     path: str | None = None
     """The newest checkpoint; set it to go on with a run of an earlier process."""
@@ -73,7 +73,7 @@ class Recovery:
         self.path, self.next_step, self._fruitless = checkpoint.path, next_step, 0
 
     def attempts(self) -> Iterator[Attempt]:
-        """One, and another after each failure that is worth it."""
+        """One attempt, and another after each recoverable failure."""
         while not self._is_done:
             yield Attempt(self)
 

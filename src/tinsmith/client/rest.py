@@ -59,7 +59,10 @@ AuditEventType = Literal["all", "checkpoints", "projects", "teams", "organizatio
 
 TRACE_POLL_SECONDS = 5.0
 
-_MOVED = "this method of RestClient is deprecated; AdminClient has it, and is made the same way"
+_MOVED = (
+    "this method of RestClient is deprecated; use AdminClient, which is made with the "
+    "same arguments"
+)
 
 
 @documented_twins
@@ -260,7 +263,7 @@ class RestClient(SessionlessClient):
     def set_checkpoint_ttl_from_tinker_path(
         self, tinker_path: str, ttl_seconds: int | None
     ) -> Future[None]:
-        """When it expires, from now; None: never."""
+        """Set when it expires, in seconds from now; None: never."""
         return self._do(
             _at(endpoints.SET_TTL, _parsed(tinker_path)),
             SetCheckpointTtlRequest(ttl_seconds=ttl_seconds),
@@ -390,7 +393,9 @@ class RestClient(SessionlessClient):
                 if trace.status == "failed":
                     raise TinkerError(f"no trace of session {session_id}: {trace.error}")
                 if is_first:
-                    logger.warning("Writing the trace of session %s; this may take.", session_id)
+                    logger.warning(
+                        "Writing the trace of session %s; this may take a while.", session_id
+                    )
                     is_first = False
                 await asyncio.sleep(TRACE_POLL_SECONDS)
 
@@ -403,7 +408,7 @@ class RestClient(SessionlessClient):
         """The base model and the weights of a sampler."""
         endpoint = endpoints.GET_SAMPLER.at(sampler_id=sampler_id)
         return self._call(endpoint, None, sdk_method="get_sampler").map(
-            # Without the tokenizer's place, which the service says beside the protocol.
+            # Without the tokenizer's location, which is not part of the protocol.
             lambda info: GetSamplerResponse(
                 sampler_id=info.sampler_id, base_model=info.base_model, model_path=info.model_path
             )
@@ -491,7 +496,7 @@ class RestClient(SessionlessClient):
         return self.holder.submit(lambda: self.holder.api.call(endpoint, message, **options))
 
     def _do(self, endpoint: Endpoint[Req, None], message: Req, sdk_method: str) -> Future[None]:
-        """A call whose answer says nothing more than that it worked."""
+        """A call whose answer holds no data."""
 
         async def do() -> None:
             await self.holder.api.send(endpoint, message, sdk_method=sdk_method)

@@ -1,7 +1,7 @@
 """Metrics that only the program knows (rewards, evaluations), added to a run's curves.
 
-A call returns at once and the metrics travel in the background; what could not be delivered is
-warned of. What is under way when the program ends is waited for, for a few seconds.
+A call returns at once and the metrics are sent in the background; a warning is logged for what
+could not be delivered. At its end the program waits a few seconds for what is still being sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _GOODBYE_SECONDS = 5.0
 _under_way: set[Future[None]] = set()
-"""One for each call, done when the metrics are delivered or their loss was warned of."""
+"""One for each call, done when the metrics are delivered or the warning is logged."""
 _newest: weakref.ref[TrainingClient] | None = None
 _next_steps: weakref.WeakKeyDictionary[TrainingClient, int] = weakref.WeakKeyDictionary()
 
@@ -59,7 +59,7 @@ atexit.register(wait_for_all)
 
 
 def note(client: TrainingClient) -> None:
-    """This training client was made last."""
+    """Remember the training client that was made last."""
     global _newest
     _newest = weakref.ref(client)
 
@@ -70,13 +70,13 @@ class RunLogger:
         ml_logger = ml_log.setup_logging(...)
         ml_logger.loggers.append(tinsmith.RunLogger(training_client))
 
-    It has the methods of the cookbook's `Logger`. Values that are no numbers are left out here: the
-    cookbook's other loggers have them.
+    It has the methods of the cookbook's `Logger`. Values that are not numbers are left to the
+    cookbook's other loggers.
     """
 
     def __init__(self, run: TrainingClient | None = None) -> None:
-        """Of the run of a training client; by default of the one that was made last when the first
-        metrics come."""
+        """Logs to the run of `training_client`; by default to that of the client that was made last
+        when the first metrics come."""
         self._run = run
         self.store = None
         """The cookbook's place for files; there is none here."""

@@ -85,7 +85,7 @@ class SamplingClient(QueueStateObserver):
         flags = holder.get_client_config()
         config = replace(
             retry_config or RetryConfig(),
-            # The service decides. With a poller, waiting holds no connection and needs no limit.
+            # The service decides. With a poller, waiting holds no socket and needs no limit.
             max_connections=(
                 None if flags.sample_use_retrieve_futures else flags.sample_max_concurrent_requests
             ),
@@ -285,7 +285,7 @@ class SamplingClient(QueueStateObserver):
         return response
 
     async def _submit(self, body: dict[str, Any], num_bytes: int) -> UntypedAPIFuture:
-        """Send, and again under the same id while the service asks for patience."""
+        """Send, and send again under the same id while the service asks the client to wait."""
         gate = self.holder.sample_gate
         async with gate.admit(num_bytes):
             return await self.holder.api.call(
@@ -498,7 +498,7 @@ def _check_questions(
 
 
 def _check_answers(request: SampleRequest, response: SampleResponse) -> None:
-    """A service that predates a question ignores it, which must not pass for an answer."""
+    """A service that predates a field ignores it; that must not pass for an answer."""
     if request.prompt_alt_tokens_k > 0 and response.prompt_alt_tokens is None:
         raise TinkerError(
             f"prompt_alt_tokens_k={request.prompt_alt_tokens_k} was asked for, but the service "

@@ -52,7 +52,7 @@ class ServiceClient:
         with tinsmith.ServiceClient() as service:
             training = service.create_lora_training_client("Qwen/Qwen3-8B")
 
-    Making one contacts nobody. The first client it makes opens a session, which `close` (or the
+    Making one sends no request. The first client it makes opens a session, which `close` (or the
     end of the `with` block) finishes. `config` replaces all that is otherwise read from the
     arguments and the environment.
     """
@@ -151,7 +151,7 @@ class ServiceClient:
 
         Counted here, sent nowhere.
         """
-        return self._session_connection().api.stats.snapshot()
+        return self._session_connection().api.stats.current()
 
     def session_has_ended(self) -> bool:
         """Ask the service whether it has ended the session, for example after hours of silence.
@@ -191,7 +191,8 @@ class ServiceClient:
         )
 
     def check_accessible(self) -> None:
-        """One request, not repeated: raises what is wrong with the credential or the service."""
+        """Send one request, without retries; raise what is wrong with the credential or the
+        service."""
         self._capabilities(retry=NO_RETRY).result()
 
     # --- training clients ---------------------------------------------------------------------
@@ -441,12 +442,12 @@ class ServiceClient:
         with self._lock:
             self._check_open()
             if self._session is None or self._session.has_ended:
-                # What was made in a session that is over ends with it; what is made now lives on.
+                # Clients of the ended session are of no use any more; new ones get a new session.
                 self._session = Connection(self.config, session=self._plan)
             return self._session
 
     def _rest_connection(self) -> Connection:
-        """Without a session, unless there is one already."""
+        """The session's connection if there is one, otherwise one without a session."""
         with self._lock:
             self._check_open()
             if self._session is not None:

@@ -1,4 +1,4 @@
-"""What clients have in common that need no session: the connection, and how it is found."""
+"""What the clients that need no session have in common: the connection, and how it is found."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ _SAME_AS = {"moonshotai/Kimi-K2.5-Text-Only": "moonshotai/Kimi-K2.5"}
 
 
 def choose(model_name: str, tokenizer_id: str | None = None) -> TokenizerSource:
-    """The service's word first, then what is known about families, then the model's own name.
+    """What the service says, then what is known about the model's family, then the model's own
+    name.
 
     >>> choose("meta-llama/Llama-3.1-8B").name
     'thinkingmachineslabinc/meta-llama-3-instruct-tokenizer'

@@ -22,7 +22,7 @@ PROTOCOL_VERSION = "0.36.0"
 """The release of the official client whose protocol this one speaks; servers are told this."""
 
 CLIENT_VARIABLES = frozenset({"TINSMITH_CREDENTIALS_FILE", "TINSMITH_TRACING"})
-"""What a client alone reads of the variables that begin as a server's settings do."""
+"""Variables with the prefix of a server's settings that only clients read."""
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 
@@ -146,7 +146,7 @@ class ClientConfig:
         )
 
     def with_credential(self, api_key: str) -> ClientConfig:
-        """The same service, seen as somebody else."""
+        """The same settings with another credential."""
         return replace(self, api_key=api_key)
 
 

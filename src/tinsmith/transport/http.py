@@ -150,7 +150,7 @@ class Http:
             request=request,
         )
         if response.status_code == 400 and not response.content:
-            # A proxy refused the connection's traffic: the next attempt gets a new one.
+            # A proxy refused what this socket sends: the next attempt gets a new one.
             lane.is_spoilt = True
             self._drop_if_spoilt(lane, request.connection)
         return response
@@ -160,7 +160,7 @@ class Http:
             raise TinkerError("the client is closed; create a new one")
         rules = CLASS_RULES[kind]
         lanes = self._lanes[kind]
-        # In HTTP/1.1 a lane opens a connection for each request by itself.
+        # In HTTP/1.1 a lane opens a socket for each request by itself.
         many = rules.http1_only or self._config.base_url.startswith("http:")
         limit = None if many else rules.requests_per_lane
         lane = next((each for each in lanes if each.has_room(limit)), None)

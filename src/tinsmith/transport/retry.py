@@ -56,7 +56,7 @@ class RetryPolicy:
     """Before the second attempt."""
 
     max_delay_seconds: float = 10.0
-    """The cap of the doubling."""
+    """The delay doubles from attempt to attempt up to this."""
 
     jitter: float = 0.25
     """Up to this share of a delay is left out at random, so that clients do not march in step."""
@@ -80,7 +80,8 @@ class RetryPolicy:
     """Every attempt waits for it, and a 429 closes it for all who share it."""
 
     errors: tuple[type[Exception], ...] = (APIConnectionError, APIStatusError)
-    """What is decided here. Anything else was decided by another layer, and is final."""
+    """Errors that this policy decides about. Any other was decided by another layer and is
+    raised."""
 
 
 NO_RETRY = RetryPolicy(max_retries=0)

@@ -118,7 +118,7 @@ class ExchangedToken:
         return self._token
 
     async def _renewed(self, *, must_wait: bool) -> None:
-        """One renewal at a time, whoever asks; a failed one is fatal only without a token."""
+        """One renewal at a time, for all who ask; a failed one is fatal only without a token."""
         if self._renewal is None:
             if self._token and self._now() < self._renew_at:
                 return
@@ -137,7 +137,7 @@ class ExchangedToken:
             now = self._now()
             self._token, self._expires = token, _expiry(token, now)
             lifetime = self._expires - now
-            # A short-lived token is renewed at half time, not without pause.
+            # A short-lived token is renewed at half of its life, not continuously.
             self._renew_at = now + max(lifetime - self.RENEW_BEFORE_SECONDS, lifetime / 2)
         except Exception:
             self._renew_at = self._now() + self.PAUSE_AFTER_FAILURE_SECONDS

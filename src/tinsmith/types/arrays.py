@@ -1,4 +1,4 @@
-"""Lists of numbers as arrays: quickly, and refused by the name of what does not fit."""
+"""Lists of numbers as arrays: fast, and with errors that name what does not fit."""
 
 from __future__ import annotations
 

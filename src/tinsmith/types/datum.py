@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     _Tensor: TypeAlias = TensorData | Sequence[Any] | npt.NDArray[Any] | torch.Tensor
 else:
-    _Tensor = TensorData  # what is kept; whoever asks at run time need not have torch
+    _Tensor = TensorData  # what is kept; at run time torch need not be installed
 
 LossFnInputs = dict[str, TensorData]
 LossFnOutput = dict[str, TensorData]

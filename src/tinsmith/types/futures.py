@@ -12,7 +12,8 @@ RequestID = str
 
 
 class RequestErrorCategory(StrEnum):
-    """Whose fault a failure is. Words that are not known, in any case, read as `Unknown`."""
+    """Whose fault a failure is. Words are read in upper or lower case; one that is not known reads
+    as `Unknown`."""
 
     Unknown = "unknown"
     Server = "server"

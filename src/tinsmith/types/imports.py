@@ -1,6 +1,6 @@
-"""Bringing an adapter to a server that was trained elsewhere.
+"""Importing an adapter that was trained elsewhere.
 
-Beside the protocol: the hosted service has no such calls.
+Not part of the protocol: the hosted service has no such calls.
 """
 
 from __future__ import annotations

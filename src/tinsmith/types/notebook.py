@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 MOST_TOKENS = 500
-"""Of a sequence; the rest is counted."""
+"""Most tokens of a sequence that are shown; the rest is counted."""
 
 _BLUE, _ORANGE = "31,111,235", "230,126,34"
 

@@ -1,6 +1,6 @@
 """Looking at a run from outside: its curves, its operations, its place in the queue, its samplers.
 
-Beside the protocol: the hosted service has no such calls.
+Not part of the protocol: the hosted service has no such calls.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class RunExample(Response):
     weights: list[float] | None = None
     advantages: list[float] | None = None
     length: int
-    """Of the whole sequence; of a very long one only the first tokens are kept."""
+    """Tokens of the whole sequence; only the first of a very long one are kept."""
     prompt: list[str] | None = None
-    """Of an answer, as texts; of a very long one the last tokens."""
+    """The prompt of an answer, as texts; only the last tokens of a very long one."""
     prompt_ids: list[int] | None = None
     """-1 stands for an image."""
     stop_reason: str | None = None
@@ -139,7 +139,7 @@ class ConsoleUsageItem(Response):
     cached_prefill_tokens: int = 0
     sampled_tokens: int = 0
     stored_bytes: int = 0
-    """Of the checkpoints; by run only."""
+    """What the checkpoints take; only where usage is by run."""
 
 
 class ConsoleUsageResponse(Response):
@@ -161,6 +161,14 @@ class ConsoleServerResponse(Response):
     memory_bytes: int
     restarts: int
     running_samples: int
+    storage: str = ""
+    """Where weights are kept: "s3", "gs", "az" or "file"; empty for the server's data folder."""
+    epoch: int | None = None
+    """How often the lead has changed hands, where several servers share a store: the one at `url`
+    has it. None for a server that is alone."""
+    on_policy: str = ""
+    """"exact" where log-probabilities of sampler and trainer are the same bits, otherwise
+    "close"."""
     models: list[str]
     refused_models: list[dict[str, str]]
     queues: list[RunInQueue]
@@ -180,12 +188,24 @@ class ClusterSlot(Response):
     detail: str
     """Why it has no engine; empty while it has one."""
     models: int
-    """How many train there, whoever's they are."""
+    """How many train there, of all owners."""
     own_runs: list[str]
-    """Those of them that are the caller's."""
+    """The caller's among them."""
     running_samples: int
     memory_bytes: int
+    """The engine's memory, as it last reported it; the figures below are parts of it."""
+    weights_bytes: int = 0
+    """Of base models."""
+    cache_bytes: int = 0
+    """Of the keys and values of samples under way."""
+    cache_limit_bytes: int = 0
+    adapter_bytes: int = 0
+    """Of adapters, their gradients and moments, and frozen samplers."""
+    adapter_limit_bytes: int = 0
+    """0 means no limit."""
     restarts: int
+    ranks: int = 1
+    """How many processes its engine divides the base models among."""
     host: str = ""
     """The machine of its engine; empty for a process of the server."""
 
@@ -231,7 +251,7 @@ class ConsoleKey(Response):
     expires: float | None = None
     revoked: float | None = None
     is_current: bool
-    """Whether this is asked with it."""
+    """Whether this request was made with it."""
 
 
 class ConsoleKeysResponse(Response):

@@ -102,7 +102,7 @@ class GetSamplerResponse(Response):
 
 
 class SamplerInfo(GetSamplerResponse):
-    """What our server answers: clients that do not know the addition leave it aside."""
+    """What our server answers; clients that do not know the added field ignore it."""
 
     tokenizer_id: str | None = None
     """Where the tokenizer is, if not under the name of the base model."""

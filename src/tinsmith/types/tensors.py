@@ -329,7 +329,7 @@ def _check_pad(pad_value: Any) -> int:
 
 
 def _torch() -> Any:
-    """torch, if the user has it; importing it is never our idea."""
+    """torch, if it is installed; imported only when the user hands in or wants a tensor."""
     try:
         import torch
     except ImportError:

@@ -23,10 +23,10 @@ from tinsmith.types.tokenizers import TokenizerFilesResponse
 API = "/api/v1"
 OPENAI_API = "/oai/api/v1"
 GENERATE_API = "/oai/api/inference/v1"
-"""Where clients of vLLM look, beside the API that they are given."""
+"""Where vLLM's clients look: beside the base URL that they are given, not below it."""
 ANTHROPIC_API = "/anthropic/v1"
 OUTSIDE = ""
-"""Where the endpoints for whoever runs the server are."""
+"""The endpoints for those who run the server are not below a prefix."""
 
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")
@@ -84,7 +84,7 @@ class Endpoint(Generic[Req, Resp]):
     is_long: bool = False
     """The answer can be long, so it is encoded in a thread."""
     is_for_browsers: bool = False
-    """Whether a browser that was let in may do this, too; looking (GET) it always may."""
+    """Whether a signed-in browser may do this, too; it may always GET."""
     prefix: str = API
 
     @property
@@ -244,8 +244,7 @@ EXTERNAL_WEIGHTS_URLS = Endpoint("GET", _CHECKPOINT + "/external_weights_urls",
     NOTHING, t.ExternalWeightsUrlsResponse,
     "Where each file of a checkpoint can be fetched, and until when.")
 ARCHIVE = Endpoint("GET", _CHECKPOINT + "/archive", NOTHING, t.CheckpointArchiveUrlResponse,
-
-    "Where a checkpoint can be fetched as a tar file; a redirect for who accepts application/gzip.")
+    "Where a checkpoint can be fetched as a tar file; a redirect for clients that accept gzip.")
 DELETE_CHECKPOINT = Endpoint("DELETE", _CHECKPOINT, NOTHING, NOTHING,
     "Delete a checkpoint.", is_for_browsers=True)
 GET_FILE = Endpoint("GET", "/files/{weights_id}/{name:path}", NOTHING, object,
@@ -280,7 +279,7 @@ LIST_RUN_OPERATIONS = Endpoint("GET", _RUN + "/operations", NOTHING, o.RunOperat
     "A run's operations, the last ones first: all, or those with a `status`.",
     query=("limit", "before", "status"), is_long=True)
 GET_RUN_QUEUE = Endpoint("GET", _RUN + "/queue", NOTHING, o.RunQueueResponse,
-    "What of a run is waiting, for whom, and why.")
+    "Which of a run's operations wait, behind what, and why.")
 LIST_RUN_EXAMPLES = Endpoint("GET", _RUN + "/examples", NOTHING, o.RunExamplesResponse,
     "Sequences that were trained on, where the server keeps any.", query=("step", "limit"),
     is_long=True)
@@ -289,9 +288,9 @@ LIST_RUN_SAMPLERS = Endpoint("GET", _RUN + "/samplers", NOTHING, o.RunSamplersRe
 CONSOLE_USAGE = Endpoint("GET", "/console/usage", NOTHING, o.ConsoleUsageResponse,
     "What the caller has used, `by` run, model or day.", query=("by",), is_long=True)
 CONSOLE_SERVER = Endpoint("GET", "/console/server", NOTHING, o.ConsoleServerResponse,
-    "How the server and its engine are, and which of the caller's runs have work.")
+    "The state of the server and its engine, and which of the caller's runs have work.")
 GET_CLUSTER = Endpoint("GET", "/cluster", NOTHING, o.ClusterResponse,
-    "The slots of the server: how each is, what it holds and has to do.")
+    "The slots of the server: the state of each, what it holds and what it has to do.")
 MOVE_MODEL = Endpoint("POST", _RUN + "/move", o.MoveModelRequest, o.MoveModelResponse,
     "Have a model train in another slot, from its next operation on.")
 CONSOLE_KEYS = Endpoint("GET", "/console/keys", NOTHING, o.ConsoleKeysResponse,
@@ -302,16 +301,17 @@ CONSOLE_AUDIT = Endpoint("GET", "/console/audit", NOTHING, t.AuditLogResponse,
     "What was done with the account on a day.", query=("event_type", "day"), is_long=True)
 CONSOLE_EVENTS = Endpoint("GET", "/console/events", NOTHING, object,
     "What happens in the caller's runs, or in one `run`, as server-sent events: step, operation, "
-    "checkpoint, run, session and key. `Last-Event-ID` goes on where a stream ended.",
+    "checkpoint, run, session, key, queue, sample and server. `Last-Event-ID` goes on where a "
+    "stream ended.",
     query=("run",), gives=(EVENT_STREAM,))
 CONSOLE_LOGIN = Endpoint("POST", "/console/login", NOTHING, NOTHING,
-    "Let a browser in with a key: `{\"key\": …}` gives it a cookie.", repeat=Repeat.ANEW,
+    "Sign a browser in with a key: `{\"key\": …}` gives it a cookie.", repeat=Repeat.ANEW,
     access="anyone", prefix=OUTSIDE)
 CONSOLE_LOGIN_LINK = Endpoint("GET", "/console/login", NOTHING, object,
-    "Let a browser in with the link that `tinsmith serve` prints, once.", query=("token",),
+    "Sign a browser in with the link that `tinsmith serve` prints, once.", query=("token",),
     access="anyone", prefix=OUTSIDE)
 CONSOLE_LOGOUT = Endpoint("POST", "/console/logout", NOTHING, NOTHING,
-    "Let a browser in no longer.", access="anyone", prefix=OUTSIDE)
+    "Sign a browser out.", access="anyone", prefix=OUTSIDE)
 
 # --- sampling -------------------------------------------------------------------------------------
 
@@ -340,12 +340,14 @@ RETRIEVE_FUTURES = Endpoint("POST", "/retrieve_futures",
     t.FuturesRetrieveRequest, t.FuturesRetrieveResponse,
     "Which of a sampler's requests have finished.", C.RETRIEVE_FUTURES, is_counted=False)
 CANCEL_FUTURE = Endpoint("POST", "/cancel_future", t.CancelFutureRequest, NOTHING,
-    "Give a sample up.", C.RETRIEVE)
+    "Cancel a sample.", C.RETRIEVE)
 
 # --- for OpenAI clients ---------------------------------------------------------------------------
 
 OPENAI_MODELS = Endpoint("GET", "/models", NOTHING, object,
     "Base models and the caller's sampler checkpoints.", prefix=OPENAI_API, is_long=True)
+OPENAI_MODEL = Endpoint("GET", "/models/{model:path}", NOTHING, object,
+    "One of them, by its name or path.", prefix=OPENAI_API)
 OPENAI_COMPLETIONS = Endpoint("POST", "/completions", dict, object,
     "Complete prompts.", repeat=Repeat.ANEW, gives=(JSON, EVENT_STREAM), prefix=OPENAI_API,
     has_data=True, is_for_browsers=True)
@@ -356,7 +358,7 @@ OPENAI_GENERATE = Endpoint("POST", "/generate", dict, object,
     "Continue tokens with tokens, as vLLM's endpoint of that name does.", repeat=Repeat.ANEW,
     prefix=GENERATE_API, has_data=True)
 OPENAI_RESPONSES = Endpoint("POST", "/responses", dict, object,
-    "Answer a conversation with items, as agents ask for it.", repeat=Repeat.ANEW,
+    "Answer a conversation, as OpenAI's Responses API does.", repeat=Repeat.ANEW,
     gives=(JSON, EVENT_STREAM), prefix=OPENAI_API, has_data=True, is_for_browsers=True)
 
 # --- for Anthropic clients ------------------------------------------------------------------------

@@ -45,9 +45,9 @@ SMALLER = "; JSON allows no more: send less at a time, or passes as application/
 
 
 def parse_message(body: bytes, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
-    """`parse`, and a check of the texts: of a message that is wanted whole."""
+    """`parse`, and a check of all texts, for a message that is needed whole."""
     value = parse(body, limits)
-    # Other spellings are not JSON, so few bodies are looked through.
+    # JSON has no other spelling of it, so few bodies have to be searched.
     if not limits.allows_nul and b"\\u0000" in body:
         _refuse_nul(value, "")
     return value
@@ -92,7 +92,7 @@ def _object(parsed: Callable[[bytes], Any], body: bytes, limits: Limits) -> dict
         raise TooLargeError(f"the body has more than {limits.max_json_texts} texts")
     try:
         value = parsed(body)
-    except ValueError as error:  # that of `orjson` is one
+    except ValueError as error:  # orjson's error is one
         raise ValidationError(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValidationError("the body must be a JSON object")

@@ -22,6 +22,8 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 Buffer = bytes | memoryview
 
 _SMALL = [bytes([n]) for n in range(128)]
+_HEADS = [bytes([number << 3 | BYTES, size]) for number in range(16) for size in range(128)]
+"""The head of a field with content, by number and size: nearly all are so small."""
 _DOUBLE = struct.Struct("<d")
 
 
@@ -41,10 +43,11 @@ class Writer:
         self._put(key(number, FIXED64) + _DOUBLE.pack(value))
 
     def data(self, number: int, value: Buffer) -> None:
-        self._put(key(number, BYTES) + varint(len(value)))
-        if len(value):
+        size = len(value)
+        self._put(_head(number, size))
+        if size:
             self.parts.append(value)
-            self.size += len(value)
+            self.size += size
 
     def text(self, number: int, value: str) -> None:
         self.data(number, value.encode())
@@ -58,7 +61,7 @@ class Writer:
             self.data(number, b"".join(varint(value) for value in values))
 
     def message(self, number: int, value: Writer) -> None:
-        self._put(key(number, BYTES) + varint(value.size))
+        self._put(_head(number, value.size))
         self.parts += value.parts
         self.size += value.size
 
@@ -74,9 +77,18 @@ def key(number: int, kind: int) -> bytes:
     return _SMALL[number << 3 | kind]  # every field number we use is below 16
 
 
+def _head(number: int, size: int) -> bytes:
+    """What stands before content of so many bytes."""
+    if size < 128:
+        return _HEADS[number << 7 | size]
+    return _SMALL[number << 3 | BYTES] + varint(size)
+
+
 def varint(value: int) -> bytes:
     if 0 <= value < 128:
         return _SMALL[value]
+    if 0 < value < 1 << 14:
+        return bytes((value & 127 | 128, value >> 7))
     value &= (1 << 64) - 1
     out = bytearray()
     while value >= 128:

@@ -60,7 +60,7 @@ class _Text:
         self._bytes = np.frombuffer(body, np.uint8)
         self._quotes = self._find_quotes()
         if len(self._quotes) % 2:
-            raise ValueError("a text has no end")
+            raise ValueError("a string has no closing quote")
         self._marks, self._depths = self._find_marks()
 
     def value(self, start: int, stop: int, depth: int = 0) -> Any:
@@ -149,7 +149,7 @@ class _Text:
         return None
 
     def _find_quotes(self) -> npt.NDArray[np.int32]:
-        """Where texts begin and end, in turns."""
+        """Where strings begin and end, alternately."""
         found = np.concatenate(
             [_places(window == _QUOTE, start) for start, window in self._windows()]
         )
@@ -180,7 +180,7 @@ class _Text:
         return np.concatenate(marks), np.concatenate(depths)
 
     def _windows(self) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-        """Each part of the text with its place: numpy's steps, too, are to be short."""
+        """Each part of the text with its place, so that numpy's steps are short, too."""
         for start in range(0, len(self._bytes), _WINDOW_BYTES):
             yield start, self._bytes[start : start + _WINDOW_BYTES]
 

@@ -115,7 +115,7 @@ def _say_stored(output: Output, record: StoredKey, text: str) -> None:
 @command.command("status")
 @with_output
 def status(output: Output) -> None:
-    """Check whether there is a credential, and whether it opens the service."""
+    """Check whether there is a credential, and whether the service accepts it."""
     from tinsmith.auth import raise_if_tinker_not_accessible, tinker_has_credentials
     from tinsmith.errors import TinkerError
     from tinsmith.transport.config import ClientConfig
@@ -178,7 +178,7 @@ def _get_own_key(config: ClientConfig, key: str) -> SelfApiKeyResponse:
 
 
 def _ask(config: ClientConfig, key: str) -> bytes:
-    """One plain request with a key that no client has been made of yet."""
+    """One plain request with a key, before any client is made with it."""
     import urllib.error
     import urllib.request
 

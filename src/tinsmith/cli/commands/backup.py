@@ -1,4 +1,4 @@
-"""`tinsmith backup`: copies of a server's whole memory, made beside it, and servers from them."""
+"""`tinsmith backup`: copies of a server's database and files, and servers restored from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FOLDER = click.Path(path_type=Path)
 
 @click.group("backup")
 def command() -> None:
-    """Copy a server's database and files, check such a copy, and make a server of it."""
+    """Copy a server's database and files, check such a copy, and restore a server from it."""
 
 
 @command.command("create")
@@ -29,7 +29,8 @@ def command() -> None:
 def create(output: Output, /, folder: Path, **where: Any) -> None:
     """Copy a server's database and data folder to FOLDER, which must not exist.
 
-    The server may run, and clients may be at work: the copy is of one moment.
+    The server may run, and clients may be at work: the copy is of one moment. With --storage the
+    objects are copied that the database names.
     """
     from tinsmith.server import backups
 
@@ -60,7 +61,8 @@ def restore(output: Output, /, folder: Path, **where: Any) -> None:
     """Make a data folder, which must not exist, from the backup in FOLDER.
 
     With --database-url the database, which must be empty, is filled as well; a backup of a server
-    on SQLite can become one on Postgres, and the other way round.
+    on SQLite can become one on Postgres, and the other way round. With --storage the files go to
+    object storage, to a place where there is nothing yet.
     """
     from tinsmith.server import backups
     from tinsmith.server.config import load_config

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -67,7 +69,7 @@ def command(
             speakers[-1].begin(system)
         if is_live:
             with_seed = "" if versus is None else f", both with seed {seed}"
-            click.echo(f"Talking to {' and '.join(names)}{with_seed}. {_HELP}", err=True)
+            _say(f"Talking to {' and '.join(names)}{with_seed}. {_HELP}")
         for line in _lines(is_live):
             word, _, rest = line.partition(" ")
             if word in ("/exit", "/quit"):
@@ -78,7 +80,7 @@ def command(
                     speaker.begin(system)
                 continue
             if word == "/help" or (is_live and re.fullmatch("/[a-z]+", word)):
-                click.echo(_HELP, err=True)
+                _say(_HELP)
                 continue
             try:
                 _answer(output, speakers, line, seed)
@@ -106,6 +108,14 @@ def _answer(output: Output, speakers: Sequence[Speaker], line: str, seed: int | 
             for piece in pieces:
                 click.echo(piece, nl=False)
         click.echo()
+
+
+def _say(text: str) -> None:
+    """A remark beside the conversation; on a terminal no word of it is broken."""
+    if sys.stderr.isatty():
+        columns = shutil.get_terminal_size().columns
+        text = textwrap.fill(text, columns, break_long_words=False, break_on_hyphens=False)
+    click.echo(text, err=True)
 
 
 def _lines(is_live: bool) -> Iterator[str]:

@@ -153,7 +153,7 @@ def unpublish(output: Output, checkpoint_path: str) -> None:
 @command.command("set-ttl")
 @click.argument("checkpoint_path")
 @click.option("--ttl", type=int, help="Seconds from now until it expires.")
-@click.option("--remove", is_flag=True, help="It shall not expire.")
+@click.option("--remove", is_flag=True, help="Never expire.")
 @with_output
 def set_ttl(output: Output, checkpoint_path: str, ttl: int | None, remove: bool) -> None:
     """Say when a checkpoint expires."""

@@ -21,10 +21,10 @@ def command() -> None:
 @command.command("status")
 @with_output
 def status(output: Output) -> None:
-    """Show each slot: its role and device, how it is, what it holds and has to do.
+    """Show each slot: its role and device, its state, what it holds and what it has to do.
 
     A slot is the place of one engine process; `tinsmith serve --engines` says how many there are.
-    Of a server with --cluster, the machines are shown, too.
+    For a server with --cluster, its machines are shown, too.
     """
     from tinsmith.client.rest import RestClient
     from tinsmith.wire import endpoints
@@ -89,7 +89,7 @@ def _node_table(nodes: list[ClusterNode]) -> Table:
 @which_server
 @with_output
 def drain(output: Output, /, slot: int, **where: Any) -> None:
-    """Have everything leave SLOT, and nothing come, until `tinsmith cluster resume`.
+    """Move all work out of SLOT and keep it empty until `tinsmith cluster resume`.
 
     Works on the data folder of a server on this machine. Models move to other slots between two of
     their operations; samples that run there end there. The state is in `tinsmith cluster status`.
@@ -102,7 +102,7 @@ def drain(output: Output, /, slot: int, **where: Any) -> None:
 @which_server
 @with_output
 def resume(output: Output, /, slot: int, **where: Any) -> None:
-    """Take SLOT into use again."""
+    """Put SLOT back into use."""
     _change(output, slot, is_draining=False, **where)
 
 

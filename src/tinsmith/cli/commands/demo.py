@@ -34,7 +34,7 @@ _RUN_BYTES = 300 * 1024**2
 _NEEDED = ("torch", "transformers", "gguf", "safetensors", "starlette", "uvicorn", "sqlalchemy")
 
 _SERVER_OPTIONS = ("--engine", "local", "--device", "cpu", "--set", "disk_patience_seconds=3")
-"""Somebody is watching: a full disk is told at once, not waited for."""
+"""A user is watching: a full disk is reported at once, not waited out."""
 
 
 @dataclass

@@ -17,13 +17,15 @@ from tinsmith.errors import TinkerError
     required=True,
     help="The slot's file: engines/slot-NUMBER.json in the server's data folder.",
 )
-@click.option("--connect", metavar="HOST:PORT", help="The server, if not as the file says.")
+@click.option(
+    "--connect", metavar="HOST:PORT", help="The server's address, if not the one in the file."
+)
 def command(credentials: Path, connect: str | None) -> None:
-    """Be the engine of a slot, until the server lets go.
+    """Run the engine of a slot, until the server ends the connection.
 
     For a server that was started with --cluster manual. Its data folder has to be here, too, under
-    the same path. An engine that has died is not taken again: start another, with what is in the
-    file then.
+    the same path. An engine that has died or lost its connection is not let in again: start another
+    one, with what is in the file then.
     """
     from tinsmith.engine.remote.credentials import Credentials
     from tinsmith.engine.remote.joining import join

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.option("--judge", "judge_model", help="A model that is asked about each answer.")
 @click.option("--rubric", help="What the judge is asked.  [default: Is the answer correct?]")
 @click.option("--system", help="A system prompt before every prompt.")
-@click.option("--limit", type=click.IntRange(1), help="Only so many prompts.")
+@click.option("--limit", type=click.IntRange(1), help="Use at most this many prompts.")
 @click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True)
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -74,9 +74,9 @@ def command(
     from tinsmith.types import SamplingParams
 
     if not checks and judge_model is None:
-        raise CommandError("Say what is good: --check, or --judge with a model")
+        raise CommandError("Say how answers are scored: --check, or --judge with a model")
     if rubric is not None and judge_model is None:
-        raise CommandError("--rubric needs --judge: nobody else reads it")
+        raise CommandError("--rubric needs --judge: only a judge reads it")
     for check in checks:
         rewards.check(check)
     with ServiceClient() as service:

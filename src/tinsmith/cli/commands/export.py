@@ -50,8 +50,11 @@ _FORMATS = {"peft": "PEFT adapter", "merged": "merged model", "gguf": "GGUF file
 @click.option(
     "--quantize",
     "quantization",
-    metavar="q8_0|q4_k_m",
-    help="With --format gguf: matrices in 8 bits, or in about 5 (with the package xllamacpp).",
+    metavar="q8_0|q4_k_m|int8|int4",
+    help=(
+        "Matrices in fewer bits. With --format gguf: q8_0 or q4_k_m (with the package xllamacpp); "
+        "with --format merged: int8 or int4 (with the package compressed-tensors)."
+    ),
 )
 @with_output
 def command(
@@ -84,6 +87,10 @@ def command(
         from tinsmith.cli.weights import gguf_file
 
         gguf_file.check_family(base)  # before anything is fetched
+    if form == "merged" and base is not None and quantization is not None:
+        from tinsmith.cli.weights import packed_ints
+
+        packed_ints.check(base)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as name:
         made = {each: Path(name) / each for each in _FORMATS}
@@ -95,10 +102,12 @@ def command(
             _merge(base, made["peft"], made["merged"], output)
         if form == "gguf":
             _write_gguf(made["merged"], made["gguf"], target.stem, quantization, output)
+        elif quantization is not None:
+            made["packed"] = _pack(made["merged"], quantization, output)
         difference = _compare(form, base, made, quantization, output)
         trained_on = _name_base(made["peft"], base, output)
         # It appears whole or not at all.
-        shutil.move(made[form], target)
+        shutil.move(made.get("packed", made[form]), target)
     files = [target] if target.is_file() else [each for each in target.rglob("*") if each.is_file()]
     size = sum(each.stat().st_size for each in files)
     output.show(
@@ -146,16 +155,20 @@ def _base_folder(client: RestClient, path: str, *, is_needed: bool) -> Path | No
 def _check_quantization(quantization: str | None, form: Form) -> None:
     if quantization is None:
         return
-    if form != "gguf":
-        raise CommandError("--quantize needs --format gguf")
     from tinsmith.cli.weights import k_quants
     from tinsmith.cli.weights.gguf_file import QUANTIZATIONS
+    from tinsmith.cli.weights.packed_ints import NUM_BITS
 
-    if quantization not in QUANTIZATIONS:
+    known = {"gguf": tuple(QUANTIZATIONS), "merged": tuple(NUM_BITS)}
+    if form not in known:
+        raise CommandError("--quantize needs --format gguf or --format merged")
+    if quantization not in known[form]:
         raise CommandError(
-            f"Models are quantized to {' or '.join(QUANTIZATIONS)}, not to {quantization}",
-            "For other types export without --quantize, and let llama.cpp do it: "
-            f"llama-quantize model.gguf small.gguf {quantization.upper()}",
+            f"A {_FORMATS[form]} is quantized to {' or '.join(known[form])}, not to {quantization}",
+            "For other types of GGUF export without --quantize, and let llama.cpp do it: "
+            f"llama-quantize model.gguf small.gguf {quantization.upper()}"
+            if form == "gguf"
+            else None,
         )
     if quantization == "q4_k_m":
         k_quants.check()
@@ -200,9 +213,11 @@ def _compare(
             "'engine' (tinsmith doctor says what is missing)."
         )
         return None
-    from tinsmith.engine.local.snapshots.exports import check_export
+    from tinsmith.engine.local.snapshots.exports import check_export, check_packed
 
     with _told("loading back", "", output):
+        if quantization is not None and "packed" in made:
+            return check_packed(base, made["peft"], made["merged"], made["packed"], quantization)
         return check_export(form, base, made["peft"], made[form], quantization)
 
 
@@ -211,6 +226,15 @@ def _merge(base: Path, adapter: Path, target: Path, output: Output) -> None:
 
     with _told("merging", f"into {base.name}", output) as tell:
         merging.merge(base, adapter, target, tell)
+
+
+def _pack(folder: Path, quantization: str, output: Output) -> Path:
+    from tinsmith.cli.weights import packed_ints
+
+    target = folder.with_name("packed")
+    with _told("packing", f"as {quantization}", output) as tell:
+        packed_ints.write(folder, target, quantization, tell)
+    return target
 
 
 def _write_gguf(

@@ -80,7 +80,7 @@ def list_keys(output: Output, /, **where: Any) -> None:
 @which_server
 @with_output
 def revoke(output: Output, /, key_id: int, **where: Any) -> None:
-    """Make a key useless. A server on this data folder refuses it from then on."""
+    """Revoke a key. A server on this data folder refuses it from then on."""
     from tinsmith.cli.server import keyring
 
     if not keyring.revoke(config_of(**where), key_id):

@@ -98,17 +98,28 @@ def check(output: Output, folder: Path, rank: int) -> None:
         ["Parameters", f"{found.num_parameters:,}"],
         ["Device", f"{found.device}, {found.dtype}"],
         ["Weights", size_text(found.weights_bytes)],
+        ["In few bits", ", ".join(f"{k} {size_text(n)}" for k, n in found.few_bits_bytes.items())],
         [f"Adapter of rank {rank}", f"{size_text(found.adapter_bytes)} while it trains"],
         ["Sampling", f"{size_text(1000 * found.token_bytes)} for 1,000 tokens"],
     ]
     if found.image_tokens:
         rows.insert(4, ["Images", f"PNG and JPEG, at most {found.image_tokens:,} tokens each"])
+    if found.stored_as is not None:
+        files = f"{found.stored_as}: {size_text(found.converted_bytes)} in the cache when served"
+        rows.insert(1, ["Stored as", files])
     if found.sequence_bytes:
         rows.append(["", f"{size_text(found.sequence_bytes)} for each sequence beside them"])
     does_fit = "fits" if found.fits else "too little for weights, one adapter and activations"
+    if found.fits_in and not found.fits:
+        does_fit = f"fits with --base-weights {' or '.join(found.fits_in)}"
     rows.append(["Memory", f"{size_text(found.memory_bytes)}: {does_fit}"])
     output.show(
-        {**dataclasses.asdict(found), "adapted": list(found.adapted), "fits": found.fits},
+        {
+            **dataclasses.asdict(found),
+            "adapted": list(found.adapted),
+            "fits": found.fits,
+            "fits_in": list(found.fits_in),
+        },
         Table(["Property", "Value"], rows),
     )
 

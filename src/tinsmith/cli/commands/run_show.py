@@ -30,15 +30,18 @@ _TITLES = {"loss": "Loss per token"}
 @click.command("show")
 @click.argument("run_id")
 @click.option(
-    "--metric", default="loss", show_default=True, help="Which curve; also one that was posted."
+    "--metric",
+    default="loss",
+    show_default=True,
+    help="Which metric to draw; one that your program logged works, too.",
 )
-@click.option("--follow", is_flag=True, help="Go on as the run does, until Ctrl-C.")
+@click.option("--follow", is_flag=True, help="Keep up with the run until Ctrl-C.")
 @click.option(
     "--interval",
     type=click.FloatRange(0.1),
     default=1.0,
     show_default=True,
-    help="Seconds between two looks, with --follow.",
+    help="Seconds between updates, with --follow.",
 )
 @with_output
 def command(output: Output, run_id: str, metric: str, follow: bool, interval: float) -> None:

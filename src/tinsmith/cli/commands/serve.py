@@ -32,28 +32,32 @@ if TYPE_CHECKING:
 @click.option("--engine", help="Which engine does the mathematics: local or fake.")
 @click.option("--device", help="auto, cpu, cuda or mps.")
 @click.option("--engines", type=int, help="How many engine processes (one for each device).")
-@click.option("--devices", help="Devices of the engines in turns, as cuda:0,cuda:1.")
+@click.option("--devices", help="Devices, dealt out to the engines in order: cuda:0,cuda:1.")
 @click.option("--ranks", type=int, help="Divide each base model among so many processes (1).")
-@click.option("--roles", "engine_roles", help="What the engines do in turns: train, sample, both.")
-@click.option("--cluster", help="Where engines run elsewhere: auto or a Ray address, or manual.")
+@click.option(
+    "--roles", "engine_roles", help="Roles, dealt out to the engines in order: train, sample, both."
+)
+@click.option("--cluster", help="Run engines on other machines: auto or a Ray address, or manual.")
 @click.option("--engine-host", help="Address that engines of a cluster connect to (127.0.0.1).")
 @click.option(
     "--warm-up/--no-warm-up", default=None, help="Compile and load before it is ready (on CUDA)."
 )
 @click.option("--dtype", help="auto, float32 or bfloat16.")
-@click.option("--base-weights", help="full, int8 or nf4: base models in less memory.")
+@click.option("--base-weights", help="full, int8, fp8 or nf4: base models in less memory.")
 @click.option(
     "--deterministic/--no-deterministic", default=None, help="Equal to the last bit; slower."
 )
 @click.option(
     "--on-policy", help="close, or exact: sampler and trainer agree in every bit; slower."
 )
-@click.option("--seed", type=int, help="Adapters without a seed get the same in each run.")
+@click.option("--seed", type=int, help="Seed for adapters that are created without one.")
 @click.option("--database-url", help="A Postgres URL instead of a file.")
-@click.option("--advertise", metavar="URL", help="Where other servers of it reach this one.")
+@click.option(
+    "--advertise", metavar="URL", help="Where other servers of the same database reach this one."
+)
 @click.option("--storage", help="Where weights are kept: s3://…, gs://…, az://… or file:///….")
 @click.option(
-    "--auth/--no-auth", default=None, help="Without keys the server is for loopback only."
+    "--auth/--no-auth", default=None, help="Whether a key is required; without, only on loopback."
 )
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Any other setting.")
 @click.option(
@@ -131,7 +135,7 @@ def _announce(
 
 def _about_key(config: ServerConfig, key: str | None) -> str:
     if not config.auth:
-        return "Without authentication any key will do; the official SDK wants one that looks so."
+        return "Without authentication any key will do; the official SDK requires one of this form."
     if key is not None:
         return "The key is shown this once; it is stored as a hash."
     from tinsmith.server.config import default_data_dir

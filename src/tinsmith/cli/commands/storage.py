@@ -129,9 +129,9 @@ def check(output: Output, /, quick: bool, **where: Any) -> None:
 def repair(output: Output, /, **where: Any) -> None:
     """Do what can be done about what `check` finds; nothing is deleted.
 
-    What is missing or damaged is marked as lost, so that whoever asks for it hears why, and what
-    the database does not know goes to the trash. The server must not run, unless its storage is
-    object storage.
+    What is missing or damaged is marked as lost, so that requests for it are told why, and what the
+    database does not know goes to the trash. The server must not run, unless its storage is object
+    storage.
     """
     from tinsmith.cli.server import storage
 

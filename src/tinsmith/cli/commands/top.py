@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from tinsmith.cli.server.runs import RunNow
 
 
-_CURVE_POINTS = 24
+_CURVE_POINTS, _FEW_POINTS = 24, 12
+_WIDE_COLUMNS = 100
+_COLUMNS = ["Run", "Status", "Loss per token", "Now", "Tokens/s", "Waiting"]
 
 
 @click.command("top")
@@ -47,7 +50,7 @@ def command(output: Output, interval: float, once: bool, num_runs: int) -> None:
     url = ClientConfig.from_env().base_url
     before = read(url)
     if sys.stdout.isatty() and not once and not output.is_json:
-        _watch(output, url, before, interval, num_runs)
+        _watch(url, before, interval, num_runs)
         return
     time.sleep(interval)
     facts = describe(read(url), before)
@@ -60,7 +63,7 @@ def command(output: Output, interval: float, once: bool, num_runs: int) -> None:
         _show(output, url, facts, runs, reason)
 
 
-def _watch(output: Output, url: str, before: Reading, interval: float, num_runs: int) -> None:
+def _watch(url: str, before: Reading, interval: float, num_runs: int) -> None:
     """Show it again and again, and at once when a key is pressed; ends with q."""
     from tinsmith.cli.keyboard import Keyboard
     from tinsmith.cli.server.metrics import read
@@ -76,11 +79,7 @@ def _watch(output: Output, url: str, before: Reading, interval: float, num_runs:
             last = max(0, len(runs or ()) - 1)
             chosen = min(max(0, chosen + {"up": -1, "down": 1}.get(key or "", 0)), last)
             is_open = {"enter": not is_open, "escape": False}.get(key or "", is_open)
-            click.clear()
-            _show(output, url, facts, runs, reason, chosen)
-            if runs and is_open:
-                click.echo("\n" + _curve(runs[chosen]))
-            click.echo("\n↑ ↓ choose a run · Enter draws its curve · Escape closes it · q quits")
+            _redraw(url, facts, runs, reason, chosen, is_open)
             key = keyboard.wait(max(0.0, looked + interval - time.monotonic()))
 
 
@@ -90,14 +89,39 @@ def _show(
     facts: dict[str, tuple[Any, str]],
     runs: list[RunNow] | None,
     reason: str | None,
-    chosen: int | None = None,
 ) -> None:
     rows = [[name, text] for name, (_, text) in facts.items()]
     output.show(None, Table(["What", "Now"], rows, url))
     if reason is not None:
         output.note(f"Your runs are not shown: {reason}")
     elif runs:
-        output.show(None, _run_table(runs, chosen))
+        output.show(None, Table(_COLUMNS, _run_rows(runs), "Runs with the last requests"))
+
+
+def _redraw(
+    url: str,
+    facts: dict[str, tuple[Any, str]],
+    runs: list[RunNow] | None,
+    reason: str | None,
+    chosen: int,
+    is_open: bool,
+) -> None:
+    from tinsmith.cli.server.screen import screen
+
+    size = shutil.get_terminal_size()
+    points = _CURVE_POINTS if size.columns >= _WIDE_COLUMNS else _FEW_POINTS
+    shown = screen(
+        url,
+        {name: text for name, (_, text) in facts.items()},
+        [_COLUMNS, *_run_rows(runs, points)] if runs else [],
+        chosen=chosen,
+        note=None if reason is None else f"Your runs are not shown: {reason}",
+        curve=_curve(runs[chosen]) if runs and is_open else None,
+        columns=size.columns,
+        lines=size.lines,
+    )
+    click.clear()
+    click.echo("\n".join(shown))
 
 
 def _curve(now: RunNow) -> str:
@@ -138,23 +162,22 @@ def _run_facts(now: RunNow) -> dict[str, Any]:
     }
 
 
-def _run_table(runs: Sequence[RunNow], chosen: int | None) -> Table:
+def _run_rows(runs: Sequence[RunNow], points: int = _CURVE_POINTS) -> list[list[str]]:
+    """The cells of `_COLUMNS`; curves have at most so many points."""
     from tinsmith.cli.training.plot import sparkline
 
-    columns = ["Run", "Status", "Loss per token", "Now", "Tokens/s", "Waiting"]
-    rows = [
+    return [
         [
             # The beginning of an id is enough for every command.
-            ("▸ " if number == chosen else "") + (run_name(now.run) or now.run.training_run_id[:8]),
+            run_name(now.run) or now.run.training_run_id[:8],
             now.status,
-            sparkline(now.values),
+            sparkline(now.values[:: -max(1, -(-len(now.values) // points))][::-1]),
             f"{now.values[-1]:.4g}" if now.values else "–",
             "–" if now.tokens_per_second is None else f"{now.tokens_per_second:,.0f}",
             str(now.queue.waiting),
         ]
-        for number, now in enumerate(runs)
+        for now in runs
     ]
-    return Table(columns, rows, "Runs with the last requests")
 
 
 def describe(now: Reading, before: Reading) -> dict[str, tuple[Any, str]]:

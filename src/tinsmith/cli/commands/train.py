@@ -35,13 +35,13 @@ class _Methods(click.Group):
     "--resume",
     "run_folder",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Go on with the run in this folder; it knows everything else.",
+    help="Continue the run in this folder, with the settings stored there.",
 )
 @with_output
 def command(output: Output, run_folder: Path | None) -> None:
     """Train a model on a server.
 
-    Each method takes a file of data, or a TOML file of settings, and options over it. The run's
+    Each method takes a file of data, or a TOML file of settings, which options override. The run's
     folder has everything: `tinsmith train --resume FOLDER` goes on after an interruption as if
     there had been none.
     """

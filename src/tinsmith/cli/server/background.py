@@ -30,7 +30,7 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP)
 class BackgroundServer:
     url: str
     console_url: str | None
-    """A link that signs one browser in, once and soon."""
+    """A link that signs a browser in; it works once, and only for some minutes."""
     process: subprocess.Popen[str]
 
 

@@ -20,9 +20,9 @@ LOSS = "loss"
 
 _ACTIVE_SECONDS = 60
 _OPERATIONS = 20
-"""Over which the speed is measured."""
+"""The last seconds, over which the speed is measured."""
 _RUNS = 100
-"""The newest, of which those with the last requests are shown."""
+"""How many of the newest runs are read; those with the last requests are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class RunNow:
     metrics: Sequence[str]
     """The names of all its metrics."""
     curve: Series | None
-    """Of the metric that was asked for; None when it has no point."""
+    """Of the requested metric; None when it has no point."""
     tokens_per_second: float | None
     """While it computes; None when it is idle."""
     queue: RunQueueResponse
@@ -75,7 +75,7 @@ def latest(client: RestClient, limit: int, *, points: int) -> list[RunNow]:
 
 
 def speed(operations: Sequence[RunOperation], now: float) -> float | None:
-    """Tokens for each second of computing, where one ended lately."""
+    """Tokens for each second of computing; None where no operation ended lately."""
     spans = [
         (each.tokens, each.ended - each.started)
         for each in operations

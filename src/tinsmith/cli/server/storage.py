@@ -96,7 +96,7 @@ def restore(config: ServerConfig, entry_id: str) -> str:
 
 
 def check(config: ServerConfig, *, reads: bool = True) -> Findings:
-    """In what a database and its storage differ."""
+    """How a database and its storage differ."""
     storage = open_storage(config)
 
     async def compare(store: Store) -> Findings:
@@ -150,7 +150,7 @@ def adopt(config: ServerConfig) -> tuple[int, int]:
 
 
 async def _enter(store: Store, entry: TrashEntry) -> str:
-    """Make the store know what an entry holds; it goes on to lie in the trash."""
+    """Record in the store what an entry holds; the entry stays in the trash."""
     if await store.weights.get(entry.name) is not None:
         return f"weights {entry.name}"
     if entry.weights is None or entry.checkpoint is None:

@@ -64,7 +64,7 @@ def chat_examples(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Exa
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before, reply = _turn(tokenizer, messages, number)
+        before, reply = _reply(tokenizer, messages, number)
         if not examples or not before.startswith(done):
             examples.append(Example([], []))
             done = ""
@@ -112,7 +112,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokens
 
 
-def _turn(tokenizer: Tokenizer, messages: Sequence[Message], number: int) -> tuple[str, str]:
+def _reply(tokenizer: Tokenizer, messages: Sequence[Message], number: int) -> tuple[str, str]:
     """What the model sees before reply `number`, and the reply as it shall write it."""
     before = _render(tokenizer, messages[:number], is_open=True)
     after = _render(tokenizer, messages[: number + 1], is_open=False)

@@ -111,11 +111,11 @@ def _pair(fields: Mapping[str, Any], tokenizer: Tokenizer) -> Pair:
             # The data sets of others repeat the prompt in both answers.
             said = _messages(answer, name)
             messages = said if said[: len(before)] == before else before + said
-            answers.append(_last_turn(tokenizer, messages, name))
+            answers.append(_last_reply(tokenizer, messages, name))
         elif isinstance(fields.get("prompt"), list):
             reply = {"role": "assistant", "content": _text(fields, name)}
             messages = [*_messages(fields["prompt"], "prompt"), reply]
-            answers.append(_last_turn(tokenizer, messages, name))
+            answers.append(_last_reply(tokenizer, messages, name))
         else:
             words = _text(fields, "prompt"), _text(fields, name)
             answers.append(conversation.completion_example(tokenizer, *words))
@@ -124,7 +124,7 @@ def _pair(fields: Mapping[str, Any], tokenizer: Tokenizer) -> Pair:
     return Pair(*answers)
 
 
-def _last_turn(tokenizer: Tokenizer, messages: list[Message], name: str) -> Example:
+def _last_reply(tokenizer: Tokenizer, messages: list[Message], name: str) -> Example:
     """Only the last reply of a conversation is to be chosen or rejected."""
     if messages[-1]["role"] != "assistant":
         raise ValidationError("the last message must be the assistant's", name)
@@ -202,14 +202,14 @@ def _messages(value: Any, name: str) -> list[Message]:
 
 def _share_gpt(value: Any) -> list[Message]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise ValidationError("must be a list of turns", "conversations")
+        raise ValidationError("must be a list of messages", "conversations")
     messages: list[Message] = []
-    for number, turn in enumerate(value):
+    for number, message in enumerate(value):
         path = f"conversations[{number}]"
-        speaker = turn.get("from") if isinstance(turn, dict) else None
+        speaker = message.get("from") if isinstance(message, dict) else None
         if speaker not in _SHARE_GPT:
             raise ValidationError(f"needs a 'from', one of {', '.join(_SHARE_GPT)}", path)
-        if not isinstance(turn.get("value"), str):
+        if not isinstance(message.get("value"), str):
             raise ValidationError("needs a 'value' that is text", path)
-        messages.append({"role": _SHARE_GPT[speaker], "content": turn["value"]})
+        messages.append({"role": _SHARE_GPT[speaker], "content": message["value"]})
     return messages

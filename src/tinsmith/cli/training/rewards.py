@@ -105,7 +105,7 @@ def _of_url(url: str) -> Reward:
             with urllib.request.urlopen(request, timeout=_URL_SECONDS) as response:
                 found = json.load(response)
         except (OSError, ValueError) as error:
-            raise TinkerError(f"the reward at {url} cannot be had: {error}") from error
+            raise TinkerError(f"cannot get rewards from {url}: {error}") from error
         values = found.get("rewards") if isinstance(found, dict) else None
         if not isinstance(values, list) or len(values) != len(cases):
             raise TinkerError(

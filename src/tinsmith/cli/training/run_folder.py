@@ -48,7 +48,7 @@ class Progress:
     kept: list[str] = field(default_factory=list)
     """Training states on the server, the oldest first."""
     obsolete: list[str] = field(default_factory=list)
-    """Checkpoints to delete when this file no longer goes on from them."""
+    """Checkpoints to delete once no resume needs them."""
 
     @property
     def is_finished(self) -> bool:
@@ -61,7 +61,7 @@ class RunFolder:
     method: str
     settings: Settings
     digest: str
-    """Of what is trained on: with other data it would be another run."""
+    """A digest of the training data: with other data it would be another run."""
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -97,7 +97,7 @@ class RunFolder:
             file.write(json.dumps(dict(line)) + "\n")
 
     def metrics(self) -> list[dict[str, float]]:
-        """Of every step, those before an interruption too."""
+        """The metrics of every step, also of those before an interruption."""
         return [json.loads(line) for line in self._whole_lines()]
 
     def drop_metrics_after(self, step: int) -> None:

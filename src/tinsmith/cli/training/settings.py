@@ -79,7 +79,7 @@ class Settings:
     epochs: float = _setting(3.0, "Times that each example is seen.", _POSITIVE)
     steps: int | None = _setting(None, "Steps, whatever --epochs says.", _COUNT)
     max_length: int = _setting(
-        2048, "Longer examples, in tokens, are left out and counted.", click.IntRange(2)
+        2048, "Longest example, in tokens; longer ones are left out and counted.", click.IntRange(2)
     )
     held_out: float = _setting(0.1, "Part of the data that is only evaluated on.", _FRACTION)
     validation: str | None = _setting(
@@ -100,7 +100,7 @@ class Settings:
         3, "Prompts that are answered before and after, for the report.", click.IntRange(0)
     )
     sample_tokens: int = _setting(64, "Longest of these answers, in tokens.", _COUNT)
-    seed: int = _setting(0, "Of the adapter, the order of the data and all samples.")
+    seed: int = _setting(0, "Seed of the adapter, the order of the data and all samples.")
     tokenizer: str | None = _setting(
         None, "A folder or hub name of another tokenizer.", is_path=True
     )
@@ -131,11 +131,11 @@ class SampledSettings(Settings):
     epochs: float = _setting(1.0, "Times that each prompt is seen.", _POSITIVE)
     group_size: int = _setting(8, "Answers to each prompt in a step.", _COUNT)
     max_tokens: int = _setting(256, "Longest answer, in tokens.", _COUNT)
-    temperature: float = _setting(1.0, "Of the answers.", _POSITIVE)
+    temperature: float = _setting(1.0, "Temperature at which answers are sampled.", _POSITIVE)
     system: str | None = _setting(None, "A system prompt before every prompt.")
     loss: str = _setting(
         "importance_sampling",
-        "How answers are learned from.",
+        "Loss that the answers are trained with.",
         click.Choice(["importance_sampling", "ppo", "cispo"]),
     )
     passes: int = _setting(
@@ -300,4 +300,4 @@ def _annotation(kind: type[Settings], each: dataclasses.Field[Any]) -> Any:
 
 
 _ANNOTATIONS: dict[str, dict[str, Any]] = {}
-"""By class: evaluating them takes as long as all else that help does."""
+"""A cache by class: evaluating annotations takes as long as all the rest of --help."""

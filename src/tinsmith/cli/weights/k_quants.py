@@ -33,8 +33,9 @@ def check() -> None:
 def kind_of(name: str, row_length: int, num_layers: int, *, is_tied: bool) -> GGMLQuantizationType:
     """The type that llama.cpp gives a matrix in a file of `Q4_K_M`.
 
-    What decides most has more bits: the unembedding, and in half of the layers the values and the
-    MLP's last matrix. Rows that do not divide into blocks have an older type of about the size.
+    The matrices that matter most get more bits: the unembedding, and in half of the layers the
+    values and the MLP's last matrix. Rows that do not divide into blocks have an older type of
+    about the size.
     """
     is_last = name == "output.weight" or (is_tied and name == "token_embd.weight")
     found = re.fullmatch(r"blk\.(\d+)\.(attn_v|ffn_down)\.weight", name)

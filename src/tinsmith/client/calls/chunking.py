@@ -10,7 +10,7 @@ from tinsmith.types.convert import kind_of
 
 
 def checked(data: Sequence[Datum]) -> list[Datum]:
-    """The datums of a call; what else a caller may have put in their place is named."""
+    """The datums of a call; an error names what a caller has given in their place."""
     if isinstance(data, Datum):
         raise ValidationError("expected a list of datums, got one datum; write [datum]", "data")
     if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Iterable):

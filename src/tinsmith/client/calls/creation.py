@@ -59,7 +59,7 @@ async def resume(
     optimizer: OptimizerConfig | None,
     with_optimizer: bool,
 ) -> TrainingClient:
-    """A new run from a checkpoint, by whichever way the service has."""
+    """A new run from a checkpoint, in the way that the service supports."""
     if connection.get_client_config().create_model_via_load_weights:
         return await _load_as_new(
             connection, path, base_model, user_metadata, token, optimizer, with_optimizer

@@ -2,8 +2,8 @@
 
 Two ways to run one. Locally, in two passes: the forward pass gives the log-probabilities, the
 user's function and its gradient are computed here, and the gradient goes back as the weights of a
-cross-entropy, whose derivative it is. Or on the service: the function is traced into a graph once
-and uploaded, where the service can run it.
+cross-entropy pass, which has that gradient. Or on the service: the function is traced into a graph
+once and uploaded, where the service can run it.
 
 torch is needed for both and is imported only when a custom loss is used.
 """
@@ -78,7 +78,7 @@ class LossHandle:
 
 
 def forward_data(data: Sequence[Datum]) -> list[Datum]:
-    """What the first pass needs: targets, and weights only because cross-entropy takes some."""
+    """What the first pass needs: targets, and weights because cross-entropy requires them."""
     return [
         _with_inputs(datum, _targets(datum, index), datum.loss_fn_inputs.get("weights"))
         for index, datum in enumerate(chunking.checked(data))

@@ -136,8 +136,8 @@ class Passes:
         if not self._connection.get_client_config().parallel_fwdbwd_chunks:
             posted = (self._post(run, forward_only) for run in runs)
             return list(await asyncio.gather(*posted))
-        # The service begins with the first id: by the time that arrives, the rest is there and
-        # all can be run together.
+        # The service starts with the first id. It is sent last, so that all others are there by
+        # then and the service can run them together.
         later = await asyncio.gather(
             *(self._post(run, forward_only, after=first.seq_id) for run in rest),
             return_exceptions=True,
@@ -145,7 +145,7 @@ class Passes:
         refusal = next((each for each in later if isinstance(each, BaseException)), None)
         if refusal is not None and not isinstance(refusal, APIStatusError):
             raise refusal
-        # Also after a refusal: an id that never comes would hold up all that follow.
+        # Sent after a refusal, too: an id that never comes would hold up all later ones.
         promises = [await self._post(first, forward_only)]
         if refusal is not None:
             raise refusal
@@ -179,7 +179,7 @@ def _settle_parts(
     whole: Future[ForwardBackwardOutput],
     parts: tuple[AwaitableConcurrentFuture[ForwardBackwardOutput], ...],
 ) -> None:
-    """Parts that have no result when the whole has ended share its end."""
+    """When the whole call fails or is cancelled, so do the parts that have no result yet."""
     for part in parts:
         if part.done():
             continue

@@ -160,7 +160,7 @@ class Connection:
     def _forget_opening(self, opening: asyncio.Task[None]) -> None:
         self._opening = None
         if not opening.cancelled():
-            opening.exception()  # those who waited have it
+            opening.exception()  # the waiters have raised it
 
     async def _open(self) -> None:
         if self._client_config is None:
@@ -339,7 +339,8 @@ class Connection:
         return next(self._custom_loss_seq_ids)
 
     async def identity_token(self) -> str | None:
-        """A JWT that says who the caller is; a plain key is exchanged for one, if that is done."""
+        """A JWT that says who the caller is; a plain key is exchanged for one, where the service
+        does that."""
         await self.ready()
         tokens = self.api.signer.tokens
         if isinstance(tokens, ExchangedToken):

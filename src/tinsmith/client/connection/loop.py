@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 END_SECONDS = 2.0
 SETTLE_SECONDS = 0.02
-"""For the HTTP library's threads to let go of what they hold of Python; it has no way to wait."""
+"""Time for the HTTP library's threads to release their Python objects; it has no call to wait
+for."""
 
 
 class IoThread:
@@ -68,8 +69,7 @@ class IoThread:
             try:
                 self._loop.run_forever()
             except BaseException:
-                # SystemExit out of a task ends run_forever; those who wait for others must not
-                # hang.
+                # SystemExit in a task ends run_forever; waiters for other tasks must not hang.
                 logger.exception("The I/O loop was interrupted and goes on.")
 
     def _end(self) -> None:
@@ -102,7 +102,7 @@ def io_loop() -> asyncio.AbstractEventLoop:
 
 
 class AwaitableFuture(Future[T]):
-    """A `concurrent.futures.Future` that can be awaited too; whoever stops awaiting cancels it."""
+    """A `concurrent.futures.Future` that can be awaited too; cancelling the await cancels it."""
 
     def __await__(self) -> Generator[Any, None, T]:
         return asyncio.wrap_future(self).__await__()
@@ -179,9 +179,9 @@ class Mailbox:
             self._is_awake = True
             loop.call_soon_threadsafe(self._run)
         except RuntimeError:
-            pass  # a loop that is gone has nobody left to tell
+            pass  # the loop is closed: nobody is left to tell
         except BaseException:
-            # Ctrl-C, perhaps before the loop was woken: whoever posts next wakes it, again or not.
+            # Ctrl-C may have come before the loop was woken, so the next post wakes it.
             self._is_awake = False
             raise
 

@@ -91,7 +91,7 @@ async def release_sampler(api: Api, sampler_id: str) -> None:
 
 
 class Switches:
-    """The service's changing settings, as of the last refresh."""
+    """The service's changing settings, from the last refresh."""
 
     def __init__(self, current: ClientDynamicConfigResponse) -> None:
         self.current = current
@@ -128,7 +128,7 @@ class Cancellations:
             self._queue.put_nowait(request_id)
 
     async def send_rest(self) -> None:
-        """Tell the service about those that are left, without patience: the client is closing."""
+        """Tell the service about those that are left, without retries: the client is closing."""
         rest = [self._queue.get_nowait() for _ in range(self._queue.qsize())]
         sending = [asyncio.ensure_future(self._cancel(each, NO_RETRY)) for each in rest]
         if sending:

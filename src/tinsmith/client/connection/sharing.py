@@ -1,7 +1,7 @@
 """Connections that several clients share: those of one process, and those of several.
 
-A connection that crosses to another process travels as a `SharedConnection`; whoever receives it
-opens a connection of its own to the same session.
+A connection that crosses to another process travels as a `SharedConnection`; the receiver opens a
+connection of its own to the same session.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Local counters: how many requests, how they ended and how long they took, per connection class.
 
-Nothing here leaves the process. `ServiceClient.stats()` gives a snapshot.
+Nothing here leaves the process. `ServiceClient.stats()` gives a copy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ClassStats:
 
 
 class Stats:
-    """Counts on the I/O thread; `snapshot` may be called from any."""
+    """Counts on the I/O thread; `current` may be called from any."""
 
     def __init__(self) -> None:
         self._classes = {kind: _Counters() for kind in ConnectionClass}
@@ -55,9 +55,9 @@ class Stats:
     def count_retry(self, kind: ConnectionClass) -> None:
         self._classes[kind].retries += 1
 
-    def snapshot(self) -> Mapping[str, ClassStats]:
+    def current(self) -> Mapping[str, ClassStats]:
         return MappingProxyType(
-            {kind.value: counters.snapshot() for kind, counters in self._classes.items()}
+            {kind.value: counters.current() for kind, counters in self._classes.items()}
         )
 
 
@@ -66,7 +66,7 @@ class _Counters:
         self.requests = self.failures = self.retries = self.in_flight = 0
         self.latencies: deque[float] = deque(maxlen=_KEPT)
 
-    def snapshot(self) -> ClassStats:
+    def current(self) -> ClassStats:
         ordered = sorted(self.latencies.copy())
 
         def percentile(share: float) -> float | None:

@@ -96,7 +96,7 @@ class Telemetry:
         )
 
     def log_exception(self, error: BaseException, severity: Severity = "ERROR") -> bool:
-        """Queue an error, as the user's where it is, and send soon."""
+        """Queue an error, marked as the user's fault where it is, and send it soon."""
         user_error = find_user_error(error)
         if user_error is not None:
             data: dict[str, Any] = {"error_type": type(error).__name__, "message": str(error)}
@@ -121,7 +121,7 @@ class Telemetry:
     def note_failure(
         self, request: Request, error: APIError, attempt: int, will_retry: bool
     ) -> None:
-        """A failed attempt, as the transport tells of it."""
+        """Count a failed attempt; the transport calls this."""
         kind, status = request.connection, getattr(error, "status_code", None)
         if kind is ConnectionClass.TELEMETRY or status == 402:
             return

@@ -17,12 +17,12 @@ from tinsmith.errors import TooLargeError, ValidationError
 
 MAX_FILES = 10_000
 MAX_NAME_BYTES = 255
-"""Of each part of a name: what common file systems take."""
+"""Longest part of a path that common file systems allow."""
 MAX_PATH_BYTES = 1024
 
 
 def extract(archive: Path, folder: Path) -> list[Path]:
-    """Unpack `archive` as `folder`, which must not be there yet, or be empty; its files."""
+    """Unpack `archive` as `folder`, which must not exist or must be empty; its files."""
     check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
@@ -45,7 +45,7 @@ def put_in_place(beside: Path, folder: Path) -> None:
 
 def check_free(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValidationError(f"{str(folder)!r} is there already, and not an empty folder")
+        raise ValidationError(f"{str(folder)!r} exists already and is not an empty folder")
 
 
 def confined(folder: Path, name: str) -> Path:
@@ -78,14 +78,16 @@ def _unpack(archive: Path, folder: Path) -> list[PurePosixPath]:
         if not _ends_at(archive, end):
             raise tarfile.ReadError("its end is missing")
     except (tarfile.TarError, EOFError) as error:
-        raise ValidationError(f"{archive.name} is not a whole, plain tar: {error}") from error
+        raise ValidationError(
+            f"{archive.name} is not a complete, uncompressed tar archive: {error}"
+        ) from error
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
-        raise ValidationError(f"{archive.name} has a name twice: {error}") from error
+        raise ValidationError(f"{archive.name} has two files of one name: {error}") from error
     return names
 
 
 def _ends_at(archive: Path, offset: int) -> bool:
-    """Whether the mark of an archive's end is there; tarfile takes any damage for one."""
+    """Whether the end-of-archive mark is there; tarfile takes any damage for the end."""
     with archive.open("rb") as file:
         file.seek(offset)
         return file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)

@@ -16,7 +16,7 @@ from tinsmith.errors import ValidationError
 from tinsmith.types import ExternalWeightsUrlsResponse
 
 _SIGN_AGAIN = timedelta(minutes=5)
-"""How long before addresses expire new ones are asked for."""
+"""New addresses are asked for this long before the old ones expire."""
 
 
 async def download(

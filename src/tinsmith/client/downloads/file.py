@@ -89,7 +89,7 @@ class _Local:
 
     @property
     def version(self) -> str | None:
-        """The ETag of what is here; None: nothing is, or nobody knows which."""
+        """The ETag of what is here; None: there is nothing, or its version is unknown."""
         return self.version_file.read_text() if self.version_file.exists() else None
 
     def start(self, version: str | None) -> None:
@@ -161,7 +161,7 @@ def _strong_etag(head: Response) -> str | None:
 
 
 def _start(head: Response) -> int | None:
-    """Where a part of a file begins, as its server says."""
+    """The offset at which a partial answer begins, as the server states it."""
     found = re.match(r"bytes (\d+)-", head.headers.get("content-range", ""))
     return int(found[1]) if found else None
 

@@ -1,4 +1,4 @@
-"""The tokenizer that a server hands out, kept on this machine by what it holds.
+"""The tokenizer that a server hands out, cached on this machine by its content.
 
 A folder is named after the hashes of its files, so that the same tokenizer is fetched once,
 whatever model or server it comes from.

@@ -1,7 +1,7 @@
 """One long poll for all requests of a sampling session, instead of one for each.
 
 Where the service offers it, waiting for thousands of samples costs one open request. The poller
-learns which have finished; whoever waits then fetches its own result.
+learns which have finished; each waiter then fetches its own result.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class CompletionPoller:
         self._cursor = 0
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._early: dict[str, tuple[Completion, int]] = {}
-        """Those that came before their promise, each with the number of the next submission."""
+        """Completions that came before their promise, each with the number of the next
+        submission."""
         self._submissions = itertools.count()
         self._submitting: dict[int, None] = {}
         """Submissions under way, the oldest first."""
@@ -70,8 +71,8 @@ class CompletionPoller:
 
     @contextlib.contextmanager
     def submitting(self) -> Iterator[None]:
-        """Around a submission: its request may end before its promise is here. Whoever gets the
-        promise waits for it at once."""
+        """Around a submission: its request may end before its promise is here. The caller that gets
+        the promise waits for it at once."""
         number = next(self._submissions)
         self._submitting[number] = None
         try:
@@ -152,8 +153,8 @@ class CompletionPoller:
             waiter.set_result(completion)
 
     def _forget_unwanted(self) -> None:
-        """Nobody will fetch what belongs to no submission that was under way when it came: whoever
-        waited was cancelled. The service may forget it at once, and so may we."""
+        """Drop completions whose waiter was cancelled: those that belong to none of the submissions
+        that were under way when they came. The service may forget their results at once."""
         oldest = next(iter(self._submitting), None)
         for request_id, (_, number) in list(self._early.items()):
             if oldest is None or oldest > number:

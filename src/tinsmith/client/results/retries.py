@@ -1,7 +1,8 @@
-"""Many samples at once: how many, again after a lost promise, and noticing a standstill.
+"""Many samples at once: a limit, another attempt after a lost promise, and an error at a
+standstill.
 
-A sample is pure, so one whose promise the service has lost is made again. Failures of single
-requests are the transport's, which sends the same request again: one error, one layer.
+A sample is pure, so one whose promise the service has lost is made again. The transport retries
+single requests; each kind of error is retried by one layer only.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class RetryConfig:
     """Seconds before the second attempt."""
 
     retry_delay_max: float = 10.0
-    """The cap of the doubling."""
+    """The delay doubles from attempt to attempt up to this."""
 
     jitter_factor: float = 0.25
     """Random share by which delays differ."""
@@ -55,7 +56,8 @@ class RetryConfig:
         APIConnectionError,
         RetryableException,
     )
-    """What a sample is made anew for. Statuses such as 503 are retried without being listed."""
+    """Errors after which a sample is asked for again. Statuses such as 503 are retried without
+    being listed."""
 
     def __post_init__(self) -> None:
         if self.max_connections is not None and self.max_connections <= 0:

@@ -205,7 +205,7 @@ def _not_yet(error: APIStatusError) -> dict[str, Any]:
 
 
 def _not_a_result(response: Response) -> dict[str, Any] | None:
-    """The answer, if it is one of those that stand in place of a result."""
+    """The answer, if it is one that comes in place of a result: not yet, failed, or a size."""
     if PROTOBUF in response.headers.get("content-type", ""):
         return None
     # Only a small object can be one of them; a large result is not parsed twice.

@@ -33,7 +33,7 @@ class Batch:
     data: list[Datum]
     loss_fn: LossFnType
     loss_divisor: float | None = None
-    """The pass's loss, a sum, divided by this is the metric `loss`; None: it says little here."""
+    """What the pass's summed loss is divided by for the metric `loss`; None: no such metric."""
     num_passes: int = 1
     """Optimizer steps that are taken on the same data."""
     metrics: Mapping[str, float] = field(default_factory=dict)

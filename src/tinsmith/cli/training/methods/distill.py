@@ -1,9 +1,8 @@
 """On-policy distillation: the model answers, and a teacher says of each token how likely it is.
 
-A token's advantage is how much likelier the teacher finds it than the model does, compared with
-the mean of the step: the reverse Kullback-Leibler divergence, token by token, with its sign turned.
-The teacher may see a system prompt that the model does not: then what it asks for moves into the
-weights.
+A token's advantage is how much likelier the teacher finds it than the model does, compared with the
+mean of the step: the reverse Kullback-Leibler divergence, token by token, negated. The teacher may
+see a system prompt that the model does not: then what it asks for moves into the weights.
 """
 
 from __future__ import annotations
