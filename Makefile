@@ -6,13 +6,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: help demo check test lint types schema docs bench chaos load memory fuzz audit requirements format clean
+.PHONY: help demo check test lint types schema docs bench chaos simulation cluster clients vllm load memory fuzz audit requirements format clean
 
 JOBS ?= 2
 SEED ?= 1
 MINUTES ?= 30
 STORE ?= sqlite
+STORAGE ?= folder
 REPLICAS ?= 1
+CLUSTER ?= none
 OPERATIONS ?= inf
 STEPS ?= 12
 ITERATIONS ?= 10000
@@ -29,7 +31,11 @@ help:
 	@echo "make memory        ten thousand iterations of reinforcement learning leave memory flat (ITERATIONS=10000)"
 	@echo "make fuzz          many more random requests and bytes than make test tries"
 	@echo "make audit         bandit, and pip-audit where its advisory service can be reached"
-	@echo "make chaos         break everything while clients train (SEED=1 MINUTES=30 STORE=sqlite or postgres REPLICAS=1 OPERATIONS=10000 STEPS=12)"
+	@echo "make chaos         break everything while clients train (SEED=1 MINUTES=30 STORE=sqlite or postgres STORAGE=folder or s3 REPLICAS=1 CLUSTER=none, tcp or ray OPERATIONS=10000 STEPS=12)"
+	@echo "make simulation    lives of several servers in simulated time, until so many operations were compared (OPERATIONS=10000 SEED=1)"
+	@echo "make cluster       the official client's tests on three Ray nodes, of which every server loses one; Ray's autoscaler brings nodes"
+	@echo "make clients       litellm, inspect, openai-agents, renderers and Claude Code against a server (CLIENTS=litellm)"
+	@echo "make vllm          vLLM, on the CPU, computes with exports what the server does"
 	@echo "make requirements  every requirement with the tests that cite it"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -64,7 +70,7 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
-	$(BIN)/mypy $(wildcard examples/*.py)
+	$(BIN)/mypy $(wildcard examples/*.py) tests/architecture/typed_surface.py
 	MYPYPATH=examples/chapters $(BIN)/mypy $(wildcard examples/chapters/*.py)
 
 format: $(STAMP)
@@ -76,7 +82,7 @@ schema: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
-	$(BIN)/python -m pytest tests/docs tests/architecture/test_generated_files.py -q
+	$(BIN)/python -m pytest tests/docs tests/first_hour tests/architecture/test_generated_files.py -q
 
 PARTS ?=
 bench: $(STAMP)
@@ -101,7 +107,22 @@ audit: $(STAMP)
 	$(BIN)/python -m pytest tests/security/test_static.py -q -rs
 
 chaos: $(STAMP)
-	$(BIN)/python tools/chaos --seed $(SEED) --minutes $(MINUTES) --operations $(OPERATIONS) --store $(STORE) --replicas $(REPLICAS) --steps $(STEPS)
+	$(BIN)/python tools/chaos --seed $(SEED) --minutes $(MINUTES) --operations $(OPERATIONS) --store $(STORE) --storage $(STORAGE) --replicas $(REPLICAS) --cluster $(CLUSTER) --steps $(STEPS)
+
+simulation: $(STAMP)
+	$(BIN)/python tools/simulate.py --seed $(SEED) --operations $(OPERATIONS) --jobs $(JOBS)
+
+CLUSTER_TESTS ?= tests/compat
+cluster: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p tests.support.on_cluster $(CLUSTER_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/engine/ray/autoscaling.py tests/engine/ray/losing_the_head.py
+
+CLIENTS ?=
+clients: $(STAMP)
+	$(BIN)/python tools/client_programs.py $(CLIENTS)
+
+vllm: $(STAMP)
+	$(BIN)/python tools/vllm_exports.py
 
 requirements: $(STAMP)
 	$(BIN)/python tools/requirements.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tinsmith.engine.local.model.model_types import MODEL_TYPES, ModelType
+from tinsmith.engine.local.model.packed_files.layouts import LAYOUTS
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "reference" / "models.md"
@@ -24,25 +25,32 @@ Adapters extend the modules below, and the unembedding. Of experts, `w1` is the 
 `w2` down; without a gate, `w1` is up. All experts of a layer share the factor on the hidden side,
 which is the A of `w1` and `w3` and the B of `w2`, and have one of the other each. Routers have no
 adapter.
+
+Checkpoints may hold their weights in few bits, in the layouts {layouts} by the `quant_method` of
+their `config.json`: blocks of 8-bit floats, gpt-oss's 4-bit floats, and whole numbers of 4 or 8
+bits. They are converted once ([decision 25](../decisions/0025-packed-checkpoints.md)); others are
+refused by name. Tested by [test_packed_files.py](../../tests/engine/model/test_packed_files.py).
 """
 
 TITLES = {
     "decoder": (
         "Our own decoder",
         "Packed sequences and many adapters in every product, kernels and CUDA graphs on CUDA. "
-        "Can be [divided among several devices](../how-to/several-devices.md).",
+        "Can be [divided among several devices](../how-to/several-devices.md), types with experts "
+        "through the modules of transformers. `--on-policy exact` is for those without experts.",
     ),
     "transformers": (
         "Modules of transformers",
         "With our attention, cache, experts, recurrent layers and adapters: the same results, "
-        "slower. They have no kernels of their own on CUDA yet. With several ranks their experts "
+        "slower. Decoding steps are not captured on CUDA. With several ranks their experts "
         "are divided; types without experts, with recurrent layers or images are refused.",
     ),
 }
 
 
 def page() -> str:
-    lines = [HEAD]
+    layouts = ", ".join(f"`{name}`" for name in LAYOUTS)
+    lines = [HEAD.format(layouts=layouts)]
     for runs_on, (title, text) in TITLES.items():
         rows = [each for each in MODEL_TYPES if each.runs_on == runs_on]
         lines += [f"## {title}", "", text, ""]

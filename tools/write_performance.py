@@ -130,11 +130,55 @@ SECTIONS: dict[str, list[Target]] = {
             10,
         ),
     ],
+    "Several engines, on two CPU cores": [
+        Target(
+            "two engines of one core, times one", "engines", lambda r: r["local"]["ratio"], 1.85
+        ),
+        Target(
+            "four engines of a fixed time, times one", "engines", lambda r: r["fake"]["ratio"], 3.9
+        ),
+        _at_most(
+            "what TCP with TLS adds to a call, ms",
+            "engines",
+            lambda r: r["wire"]["step"]["added_ms"],
+            0.3,
+        ),
+        _at_most(
+            "from `kill -9` of an engine until its models have trained, s",
+            "engines",
+            lambda r: max(r["death"]["all_answered_after_kill_s"]),
+            5,
+        ),
+        _at_most(
+            "from the loss of a node of Ray's until its models have trained, s",
+            "engines",
+            lambda r: max(r["node"]["all_answered_after_loss_s"]),
+            10,
+        ),
+        _at_most(
+            "choosing among 64 slots with 2,000 models, 99 of 100 times, ms",
+            "engines",
+            lambda r: r["placement"]["p99_ms"],
+            1,
+        ),
+        _at_most(
+            "1,000 operations a second of these, engines that pretend included, cores",
+            "engines",
+            lambda r: 1000 * r["operations"]["cores"] / r["operations"]["recorded_s"],
+            0.5,
+        ),
+    ],
     "Being looked at": [
         _at_most(
             "recording a run's curves, % of the event loop's time",
             "console",
-            lambda r: r["recording"]["loop"]["percent_more"],
+            lambda r: r["recording"]["percent_more_on_loop"]["estimate"],
+            2,
+        ),
+        _at_most(
+            "the same, % of all threads' time, the store's among them",
+            "console",
+            lambda r: r["recording"]["percent_more"]["estimate"],
             2,
         ),
         _at_most(
@@ -277,6 +321,49 @@ for _shape, _rate, _tenants, _few, _many in (
             )
         ),
     ]
+
+
+def _cost_of_exact(shape: str) -> list[Target]:
+    """Of `on_policy = "exact"`, as time over that without it."""
+    part = f"on_policy-cuda-{shape}"
+    return [
+        *(
+            _at_most(
+                f"sampler and trainer equal to the bit: {count} samples at once, time over default",
+                part,
+                lambda r, count=count: r["sampling_cost"][count],
+                1.6,
+            )
+            for count in ("64", "256")
+        ),
+        _at_most(
+            "sampler and trainer equal to the bit: training 16x1024, time over default",
+            part,
+            lambda r: r["training_cost"],
+            1.25,
+        ),
+    ]
+
+
+for _shape in ("qwen3-0.6b", "qwen3-4b"):
+    SECTIONS[f"One H200, bfloat16, random weights of the shape of {_shape}"] += _cost_of_exact(
+        _shape
+    )
+SECTIONS["One H200, bfloat16, SmolLM2-135M"] = [
+    *_cost_of_exact("smollm2"),
+    _at_most(
+        "log-probabilities, sampler and trainer, `on_policy` exact: mean difference",
+        "on_policy-cuda-smollm2",
+        lambda r: r["exact"]["difference"]["mean"],
+        0.0,
+    ),
+    _at_most(
+        "the same by default",
+        "on_policy-cuda-smollm2",
+        lambda r: r["close"]["difference"]["mean"],
+        0.02,
+    ),
+]
 
 
 def newest(part: str) -> tuple[str, dict[str, Any]] | None:

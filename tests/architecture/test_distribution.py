@@ -66,6 +66,7 @@ def test_the_installed_wheel_is_one_command_that_works_anywhere(
     assert run(command, "key", "create", "--data-dir", str(tmp_path / "data")).startswith("tml-")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "suite",
     ["tests/client/test_streaming.py", "tests/compat/test_our_client.py"],

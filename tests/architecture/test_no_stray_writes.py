@@ -27,7 +27,11 @@ _CHANGING = {
     *("copyfile", "copytree", "copy2", "save_file", "mkdtemp", "mkstemp"),
 }
 # Converted models, and which were verified, lie in a cache of their own; losing them costs time.
-_ELSEWHERE = {"engine/local/model/sources.py", "engine/local/model/verification.py"}
+_ELSEWHERE = {
+    "engine/local/model/sources.py",
+    "engine/local/model/verification.py",
+    "engine/local/model/packed_files/conversion.py",
+}
 
 
 def _stray_writes(file: Path) -> Iterator[tuple[str, str]]:

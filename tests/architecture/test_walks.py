@@ -2,8 +2,9 @@
 
 Four calls are traced through client, server and local engine, all in one process. A walk names
 modules, and folders for all modules in them. It must name every one that is entered and none that
-is not, and in each part (client, server, engine) first visits come in its order, except for what a
-step that begins with "Meanwhile" names. When modules move, change the page and nothing here.
+is not, except that what a step names which begins with "At times" need not be entered. In each part
+(client, server, engine) first visits come in its order, except for such steps and those that begin
+with "Meanwhile". When modules move, change the page and nothing here.
 """
 
 from __future__ import annotations
@@ -68,13 +69,14 @@ def test_a_walk_names_every_hop_in_order(walks: dict[str, list[str]], walk: str)
     named = [name for step in steps for name in _names(step)]
     missing = [m for m in visited if not any(_is_in(m, name) for name in named)]
     assert not missing, "hops that the page does not name"
-    idle = [name for name in named if not any(_is_in(m, name) for m in visited)]
+    certain = [name for step in steps if not step.startswith("At times") for name in _names(step)]
+    idle = [name for name in certain if not any(_is_in(m, name) for m in visited)]
     assert not idle, "hops that are named but not made"
     for part in ("client/", "server/", "engine/"):
         ordered = [
             name
             for step in steps
-            if not step.startswith("Meanwhile")
+            if not step.startswith(("Meanwhile", "At times"))
             for name in _names(step)
             if name.startswith(part)
         ]
@@ -83,4 +85,4 @@ def test_a_walk_names_every_hop_in_order(walks: dict[str, list[str]], walk: str)
 
 
 def test_the_first_walk_can_be_held_in_mind() -> None:
-    assert len([n for step in _steps(HEADINGS["forward_backward"]) for n in _names(step)]) <= 29
+    assert len([n for step in _steps(HEADINGS["forward_backward"]) for n in _names(step)]) <= 28

@@ -1,4 +1,4 @@
-"""What a type checker makes of the public surface; `test_typing.py` has mypy read this file.
+"""What a type checker makes of the public surface; `make types` reads this file.
 
 Nothing here runs. Every line states the type of a call as users write it.
 """

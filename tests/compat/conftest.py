@@ -8,13 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from chaos import tiny_model as tiny_model_files
-from tests.support.server_process import ServerProcess, StartServer, serving
+from tests.support.server_process import LOCAL_SCRIPTS, ServerProcess, StartServer, serving
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -36,6 +37,13 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
             server.stop()
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One on the fake engine for a whole module, whose tests look at nothing but their own."""
+    with serving(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
 @pytest.fixture
 def official_release() -> Callable[[str], str]:
     """Gives the interpreter of an environment with that release, made once per machine."""
@@ -43,7 +51,8 @@ def official_release() -> Callable[[str], str]:
 
 
 def _release_environment(version: str) -> str:
-    """The release with its own dependencies, as a user of it would install them."""
+    """The release with what it requires: of that, pip installs what the tests' own environment
+    does not have."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")))
     environment = cache / "tinsmith-tests" / f"tinker-{version}-{sys.version_info.minor}"
     python = environment / "bin" / "python"
@@ -51,6 +60,10 @@ def _release_environment(version: str) -> str:
     if not finished.exists():
         shutil.rmtree(environment, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    # Each time: the tests may run from another clone than the last.
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "packages.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    if not finished.exists():
         # Our versions, so that nothing changes under the test.
         pins = environment / "constraints.txt"
         lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
@@ -109,9 +122,6 @@ def local_server_in(
             yield server
 
     return serve
-
-
-LOCAL_SCRIPTS = {"MODEL": TINY, "LEARNING_RATE": "0.01", "COUNT": "1030"}
 
 
 def _local_options(model: Path) -> tuple[str, ...]:

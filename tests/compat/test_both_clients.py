@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support import recording_proxy
+from tests.support.child import ended_well
 from tinsmith.wire import proto
 
 if TYPE_CHECKING:
@@ -63,7 +64,11 @@ def run(server: ServerProcess, sdk: str) -> tuple[dict[str, Any], list[dict[str,
     finally:
         requests = list(proxy.requests)
         proxy.close()
-    assert done.returncode == 0, (sdk, done.stderr[-3000:], server.log()[-3000:])
+    assert ended_well(done.returncode, done.stderr), (
+        sdk,
+        done.stderr[-3000:],
+        server.log()[-3000:],
+    )
     return json.loads(done.stdout.splitlines()[-1]), [comparable(each) for each in requests]
 
 

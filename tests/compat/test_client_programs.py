@@ -1,7 +1,7 @@
 """Programs that people already use, against a real server with the real engine.
 
-Those that the test environment does not have are skipped; they were run by hand: openai 2.54.0,
-openai-agents 0.24.0, litellm 1.106.2, inspect-ai 0.3.285, renderers 0.1.12 (of verifiers 0.4.0).
+Those that the test environment does not have are skipped; `make clients` runs them, each with a
+package of its own.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ def test_openai_agents_run_on_both_apis(server: ServerProcess, url: str) -> None
     assert all(each.a in ("x", "y") for each in asyncio.run(run()))
 
 
+@pytest.mark.filterwarnings("ignore")  # its own
 def test_litellm_chats_streams_and_gets_a_form(server: ServerProcess, url: str) -> None:
     litellm = pytest.importorskip("litellm", reason="litellm is not installed")
     ask = {"model": "openai/tiny", "api_base": url, "api_key": server.key, "messages": MESSAGES}
@@ -114,6 +115,7 @@ def test_litellm_chats_streams_and_gets_a_form(server: ServerProcess, url: str) 
     assert list(litellm.completion(**ask, max_tokens=5, stream=True))
 
 
+@pytest.mark.filterwarnings("ignore")  # its own
 def test_inspect_evaluates(
     server: ServerProcess, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

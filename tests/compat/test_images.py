@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.child import ended_well
 from tests.support.server_process import ServerProcess, serving
 from tests.support.tiny_vision import IMAGE_TOKEN, image_bytes
 
@@ -58,7 +59,7 @@ def test_training_on_images_survives_a_killed_server_bit_for_bit(
     server.kill()
     server.start()
     rest, errors = child.finish(90)
-    assert child.process.returncode == 0, errors + server.log()
+    assert ended_well(child.process.returncode, errors), errors + server.log()
     assert lines + rest.splitlines() == undisturbed
 
 

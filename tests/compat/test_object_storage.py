@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from history.checker import violations
+from tests.compat.test_replicas import LEASE_SECONDS, new_database, role_of
+from tests.support.child import Child, ended_well
+from tests.support.listening_proxy import ListeningProxy
 from tests.support.object_storage import (  # noqa: F401  # a fixture
     S3Server,
     environment,
     s3_server,
 )
+from tests.support.server_process import SCRIPTS, ServerProcess
 
 if TYPE_CHECKING:
     from tests.support.server_process import StartServer
@@ -46,7 +51,7 @@ def test_a_killed_server_with_an_empty_cache_loses_nothing_that_it_answered(
     time.sleep(0.5)
     server.start()
     rest, errors = child.finish(90)
-    assert child.process.returncode == 0, errors + server.log()
+    assert ended_well(child.process.returncode, errors), errors + server.log()
     assert lines + rest.splitlines() == undisturbed
 
 
@@ -61,7 +66,47 @@ def test_the_official_command_line_downloads_from_the_bucket(
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, **ours}, timeout=60
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert ended_well(done.returncode, done.stderr), done.stdout + done.stderr
     folder = Path(json.loads(done.stdout)["destination"])
     assert json.loads((folder / "adapter_config.json").read_bytes())["kind"] == "sampler"
     assert (folder / "state.npz").stat().st_size > 0
+
+
+def test_servers_that_share_nothing_but_a_database_and_a_bucket_take_over_from_each_other(
+    storage_options: list[str], tmp_path: Path
+) -> None:
+    """Each with a data folder of its own, as on machines without a file system in common."""
+    database = new_database()
+    options = ["--database-url", database.url, "--set", f"lease_seconds={LEASE_SECONDS}"]
+    options += ["--set", "fake_pass_seconds=0.1", "--set", "snapshot_steps=2", *storage_options]
+    folders = [tmp_path / name / "data" for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    first, second = (ServerProcess(folder, *options) for folder in folders)
+    try:
+        first.start()
+        (tmp_path / "other" / "key").write_text(first.key)
+        second.start()
+        assert (role_of(first), role_of(second)) == ("leader", "follower")
+        with ListeningProxy([first.port, second.port]) as proxy:
+
+            def train() -> Child:
+                environment = first.environment | {"PYTHONPATH": "", "TINKER_BASE_URL": proxy.url}
+                script = str(SCRIPTS / "long_training.py")
+                return Child([sys.executable, script, STEPS], env=environment)
+
+            undisturbed, errors = train().finish(90)
+            assert undisturbed.count("step") == int(STEPS), errors + first.log()
+            child = train()
+            lines = child.out.take(4)
+            first.kill()
+            shutil.rmtree(first.data_dir)
+            rest, errors = child.finish(90)
+            assert lines + rest.splitlines() == undisturbed.splitlines(), errors + second.log()
+            assert violations(proxy.history.calls) == []
+        assert role_of(second) == "leader"
+    finally:
+        for server in (first, second):
+            if server.process is not None:
+                server.stop()
+        database.close()

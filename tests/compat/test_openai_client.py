@@ -40,6 +40,7 @@ def test_the_openai_client_lists_completes_chats_and_streams(
 ) -> None:
     path = server.run("save_sampler.py").strip()
     assert [m.id for m in client.models.list()] == [MODEL, path]
+    assert [client.models.retrieve(m.id) for m in client.models.list()] == client.models.list().data
     options = {"model": MODEL, "prompt": "ab", "max_tokens": 8, "seed": 1}
     plain = client.completions.create(**options, n=2, logprobs=2)
     assert [c.index for c in plain.choices] == [0, 1]
@@ -101,6 +102,10 @@ def test_the_openai_client_lists_completes_chats_and_streams(
 def test_mistakes_come_in_the_shape_that_openai_clients_read(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="no/such"):
         client.completions.create(model="no/such", prompt="a")
+    with pytest.raises(openai.NotFoundError, match="no/such"):
+        client.models.retrieve("no/such")
+    with pytest.raises(openai.NotFoundError, match="checkpoint"):
+        client.models.retrieve("tinker://a/sampler_weights/b")
     with pytest.raises(openai.NotFoundError, match="checkpoint"):
         client.completions.create(model="tinker://a/sampler_weights/b", prompt="a")
     with pytest.raises(openai.BadRequestError, match="presence_penalty"):
@@ -213,8 +218,16 @@ def _harness_request(
             "Content-Type": "application/json",
         },
     )
-    with urllib.request.urlopen(request) as answer:
-        return dict(json.load(answer))
+    while True:
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return dict(json.load(answer))
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+            # The harness, too, asks again.
+            error.close()
+            time.sleep(float(error.headers["Retry-After"]))
 
 
 def test_an_echo_repeats_the_prompt_and_cannot_be_streamed(client: openai.OpenAI) -> None:

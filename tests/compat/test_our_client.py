@@ -14,10 +14,11 @@ from tinsmith.wire import endpoints
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.support.server_process import ServerProcess
+
 
 @pytest.fixture
-def service(start_server: Any) -> Iterator[tinsmith.ServiceClient]:
-    server = start_server()
+def service(server: ServerProcess) -> Iterator[tinsmith.ServiceClient]:
     client = tinsmith.ServiceClient(base_url=server.url, api_key=server.key)
     yield client
     client.close("success").result(10)
@@ -51,7 +52,7 @@ def test_training_lowers_the_loss_and_a_checkpoint_resumes(
     losses = []
     for _ in range(5):
         output = training.forward_backward(data, "cross_entropy")
-        training.optim_step(AdamParams(learning_rate=0.1)).result(20)
+        training.optim_step(AdamParams(learning_rate=0.01)).result(20)
         losses.append(output.result(20).metrics["loss:sum"])
     assert losses == sorted(losses, reverse=True)
     path = training.save_state("here").result(20).path

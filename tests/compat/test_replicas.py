@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import pytest
 
 from history.checker import violations
 from tests.compat.test_kill import loss_curves
-from tests.support.child import Child
+from tests.support.child import Child, ended_well
 from tests.support.listening_proxy import ListeningProxy
 from tests.support.server_process import SCRIPTS, ServerProcess
 
@@ -64,7 +64,7 @@ class Pair:
     def check(self, child: Child, lines: list[str]) -> None:
         """The client has ended well, with what it would have had undisturbed, each thing once."""
         rest, errors = child.finish(120)
-        assert child.process.returncode == 0, errors + self.servers[0].log()
+        assert ended_well(child.process.returncode, errors), errors + self.servers[0].log()
         assert lines + rest.splitlines() == self.undisturbed
         curves = loss_curves(self.servers[0])
         assert all(curve == curves[0] for curve in curves), "no gap, and no point twice"
@@ -87,8 +87,8 @@ def role_of(server: ServerProcess) -> str:
         return "not ready"
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def new_database() -> Any:
+    """A Postgres of its own for servers that the official client uses."""
     pytest.importorskip("tinker", reason="the official client is not installed")
     pytest.importorskip("psycopg", reason="the Postgres driver is not installed")
     if not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
@@ -96,6 +96,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     machinery = Path(__file__).parents[2] / "tools" / "chaos" / "machinery.py"
     database: Any = runpy.run_path(str(machinery))["Postgres"]()
     database.start()
+    return database
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    database = new_database()
     data = tmp_path_factory.mktemp("replicas") / "data"
     data.mkdir()
     options = ["--database-url", database.url, "--set", f"lease_seconds={LEASE_SECONDS}"]
@@ -106,7 +112,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             pair = Pair(servers, proxy)
             child = pair.train()
             out, errors = child.finish(120)
-            assert child.process.returncode == 0, errors + servers[0].log()
+            assert ended_well(child.process.returncode, errors), errors + servers[0].log()
             pair.undisturbed = out.splitlines()
             yield pair
     finally:
@@ -115,28 +121,52 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         database.close()
 
 
-def test_nginx_with_the_configuration_of_the_guide_needs_not_know_who_leads(
-    pair: Pair, tmp_path: Path
-) -> None:
-    nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-    if nginx is None:
+def nginx(pair: Pair, folder: Path, port: int) -> list[str]:
+    """The command that runs it with the configuration of the guide."""
+    program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if program is None:
         pytest.skip("nginx is not installed (Debian: apt install nginx-light)")
+    text = _of_the_guide("nginx.conf", pair, port)
+    (folder / "nginx.conf").write_text(
+        f"daemon off; pid {folder}/pid; error_log {folder}/errors;\n"
+        + text.replace("http {", f"http {{ access_log off; client_body_temp_path {folder}/body;", 1)
+    )
+    return [program, "-p", str(folder), "-c", str(folder / "nginx.conf")]
+
+
+def caddy(pair: Pair, folder: Path, port: int) -> list[str]:
+    """The same of Caddy, without its own port for orders."""
+    program = shutil.which("caddy")
+    if program is None:
+        pytest.skip("Caddy is not installed (Debian: apt install caddy)")
+    (folder / "Caddyfile").write_text(
+        "{\n\tadmin off\n}\n" + _of_the_guide("Caddyfile", pair, port)
+    )
+    return [program, "run", "--config", str(folder / "Caddyfile"), "--adapter", "caddyfile"]
+
+
+def _of_the_guide(title: str, pair: Pair, port: int) -> str:
+    """An example of the guide, with the ports of this run."""
     guide = Path(__file__).parents[2] / "docs" / "how-to" / "several-servers.md"
-    found = re.search(r"```text title=\"nginx.conf\"\n(.*?)```", guide.read_text(), re.DOTALL)
+    found = re.search(rf"```text title=\"{title}\"\n(.*?)```", guide.read_text(), re.DOTALL)
     assert found is not None
+    ports = {"8001": pair.servers[0].port, "8002": pair.servers[1].port, "8000": port}
+    return re.sub(r"127\.0\.0\.1:(\d+)", lambda m: f"127.0.0.1:{ports[m[1]]}", found[1])
+
+
+@pytest.mark.parametrize("balancer", [nginx, caddy])
+def test_a_balancer_with_the_configuration_of_the_guide_needs_not_know_who_leads_or_lives(
+    balancer: Callable[[Pair, Path, int], list[str]], pair: Pair, tmp_path: Path
+) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ports = {"8001": pair.servers[0].port, "8002": pair.servers[1].port, "8000": port}
-    text = re.sub(r"127\.0\.0\.1:(\d+)", lambda m: f"127.0.0.1:{ports[m[1]]}", found[1])
-    (tmp_path / "nginx.conf").write_text(
-        f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/errors;\n"
-        + text.replace(
-            "http {", f"http {{ access_log off; client_body_temp_path {tmp_path}/body;", 1
-        )
+    process = subprocess.Popen(
+        balancer(pair, tmp_path, port),
+        env=os.environ | {"HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
-    command = [nginx, "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, follower = pair.by_role()
     before = _forwarded(follower)
     try:
@@ -145,14 +175,21 @@ def test_nginx_with_the_configuration_of_the_guide_needs_not_know_who_leads(
             headers={"x-api-key": pair.servers[0].key},
             transport=httpx.HTTPTransport(retries=8),
         ) as api:
-            for _ in range(10):
-                assert api.get("/training_runs").status_code == 200
-                body = {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}
-                assert api.post("/create_session", json=body).status_code == 200
+
+            def ask() -> None:
+                for _ in range(10):
+                    assert api.get("/training_runs").status_code == 200
+                    body = {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}
+                    assert api.post("/create_session", json=body).status_code == 200
+
+            ask()
+            assert _forwarded(follower) > before, "the other server was asked, too"
+            follower.kill()
+            ask()
     finally:
         process.terminate()
         process.wait(30)
-    assert _forwarded(follower) > before, "the other server was asked, too"
+    follower.start()
 
 
 def _forwarded(server: ServerProcess) -> float:
@@ -193,3 +230,4 @@ def test_a_server_that_was_stopped_past_its_lease_and_wakes_doubles_nothing(pair
     pair.check(child, lines)
     assert pair.by_role() == (follower, leader), "it goes on as one that follows"
     assert "another server has taken over" in leader.log()
+    assert "wait: another server" not in leader.log(), "it is said once, not for every model"

@@ -143,6 +143,22 @@ def test_the_anthropic_client_gets_tool_uses_whole_and_streamed(claude: Any, pat
     assert counted.input_tokens == len('s:be u:hi a:{"a": "<1>"} t:3 a:')
 
 
+def test_an_answer_that_is_cut_behind_a_call_says_so(gpt: Any, claude: Any, path: str) -> None:
+    most = {"model": path, "messages": MESSAGES, "max_tokens": len(ANSWER)}
+    theirs = {**most, "tools": [ANTHROPIC_TOOL], "extra_body": GREEDY}
+    cut = claude.messages.create(**theirs)
+    assert (cut.content[0].name, cut.stop_reason) == ("add", "max_tokens")
+    one = {"type": "auto", "disable_parallel_tool_use": True}
+    assert claude.messages.create(**theirs, tool_choice=one).stop_reason == "tool_use"
+    ours = {**most, "tools": [OPENAI_TOOL], "temperature": 0}
+    cut = gpt.chat.completions.create(**ours).choices[0]
+    assert (cut.message.tool_calls[0].function.name, cut.finish_reason) == ("add", "length")
+    *_, last = gpt.chat.completions.create(**ours, stream=True)
+    assert last.choices[0].finish_reason == "length"
+    single = gpt.chat.completions.create(**ours, parallel_tool_calls=False).choices[0]
+    assert single.finish_reason == "tool_calls"
+
+
 def test_the_anthropic_client_gets_text_whole_and_streamed(claude: Any, path: str) -> None:
     ask = {"model": path, "messages": MESSAGES, "max_tokens": 12, "extra_body": GREEDY}
     whole = claude.messages.create(**ask)
@@ -152,6 +168,11 @@ def test_the_anthropic_client_gets_text_whole_and_streamed(claude: Any, path: st
     assert text == whole.content[0].text == final.content[0].text
     assert final.stop_reason == whole.stop_reason in ("max_tokens", "end_turn")
     assert final.usage.output_tokens == whole.usage.output_tokens
+    begun = next(text[:size] for size in range(1, len(text)) if text[size - 1] != " ")
+    told = [*MESSAGES, {"role": "assistant", "content": begun}]
+    went_on = claude.messages.create(**{**ask, "messages": told})
+    assert went_on.usage.input_tokens == len("u:hi a:" + begun)
+    assert (begun + went_on.content[0].text).startswith(text)
     stop = text[2:4]
     stopped = claude.messages.create(**ask, stop_sequences=[stop])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)

@@ -249,7 +249,5 @@ async def test_what_stays_of_an_end_is_read_as_it_was_recorded(store: Store) -> 
     end = Finish(request_id="r0", status="done", finished_at=5.5, step=step)
     ((number, told),) = await store.log.finish([end])
     assert told == step
-    assert await store.steps.newest(MODEL.model_id, 1, 10) == [
-        dataclasses.replace(step, entry_id=number)
-    ]
+    assert await store.steps.newest(MODEL.model_id, 1, 10) == [StepRecord(*step[:-1], number)]
     assert await store.log.finish([end]) == [], "once"

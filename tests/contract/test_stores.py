@@ -16,6 +16,7 @@ from tinsmith.server.store import schema
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.errors import (
     OverQuotaError,
+    StoreConflictError,
     StoreInUseError,
     StoreUnavailableError,
 )
@@ -26,6 +27,7 @@ from tinsmith.server.store.records import (
     Finish,
     KeyRecord,
     SamplerRecord,
+    StepRecord,
     UsageRecord,
 )
 from tinsmith.server.store.store import Store
@@ -319,6 +321,23 @@ async def test_a_full_disk_takes_back_no_write_that_was_answered(tmp_path: Path)
     await store.database.write(lambda c: c.exec_driver_sql("PRAGMA max_page_count = 100000"))
     await store.sessions.add(dataclasses.replace(SESSION, session_id="after"))
     assert await store.sessions.get("after") is not None
+    await store.close()
+
+
+async def test_a_step_on_a_full_disk_is_no_other_trouble_than_the_rest(tmp_path: Path) -> None:
+    """Steps go past SQLAlchemy to the driver; who reads the error must not notice."""
+    store = Store(sqlite_url(tmp_path / "store.db"), tmp_path / "blobs")
+    steps = [StepRecord(model_id="m", source="posted", seq_id=n, at=1.0, kind="") for n in (1, 2)]
+    await store.steps.post(steps[0], {"reward": 1.0})
+    await store.database.write(lambda c: c.exec_driver_sql("PRAGMA max_page_count = 1"))
+    many = {"x" * 100 + str(number): 1.0 for number in range(60)}
+    with pytest.raises(StoreUnavailableError, match="full"):
+        await store.steps.post(steps[1], many)
+    await store.database.write(lambda c: c.exec_driver_sql("PRAGMA max_page_count = 100000"))
+    await store.steps.post(steps[1], many)
+    assert [point.x for point in await store.curves.read("m", "posted", -1, 10)] == [1, 2]
+    with pytest.raises(StoreConflictError):
+        await store.database.write(lambda connection: store.steps.add(connection, steps[0]))
     await store.close()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tinsmith.errors import ValidationError
 from tinsmith.server.config import load_config
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
@@ -50,6 +51,16 @@ def _add(found: Any, patch: dict[str, Any]) -> None:
     found[last] = patch["value"]
 
 
+def pods(overlay: str) -> list[dict[str, Any]]:
+    """The pod templates of what an overlay makes; those of a RayCluster, too."""
+    found = []
+    for each in resources(overlay):
+        spec = each["spec"]
+        groups = [spec.get("headGroupSpec"), *spec.get("workerGroupSpecs", ()), spec]
+        found += [group["template"] for group in groups if group and "template" in group]
+    return found
+
+
 @pytest.mark.parametrize("overlay", ["base", "cuda"])
 def test_the_manifests_are_what_kubernetes_takes(overlay: str) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -82,6 +93,14 @@ def test_the_service_finds_the_pods_and_the_pods_their_settings(tmp_path: Path) 
     settings = FOLDER / "base" / generated["files"][0]
     config = load_config(settings, {})
     assert config.public_url == tomllib.loads(settings.read_text("utf-8"))["public_url"]
+
+
+@pytest.mark.parametrize("overlay", ["base", "cuda", "ray"])
+def test_variables_that_kubernetes_makes_of_a_services_name_are_no_settings(overlay: str) -> None:
+    with pytest.raises(ValidationError, match="port"):
+        load_config(None, {}, {"TINSMITH_PORT": "tcp://10.0.0.1:8000"})
+    assert pods(overlay)
+    assert not any(pod["spec"].get("enableServiceLinks", True) for pod in pods(overlay))
 
 
 def test_the_gpu_is_asked_for_where_there_is_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,21 @@ def test_drafts_are_known_by_their_names(tmp_path: Path) -> None:
         assert disk.is_draft(draft)
     assert not disk.is_draft(tmp_path / "done")
     assert [p.name for p in tmp_path.iterdir()] == ["done"]
+
+
+def test_a_files_record_is_that_of_what_it_holds_however_its_parts_come(tmp_path: Path) -> None:
+    """Large views are read by a thread, and those after them in their turn."""
+    parts = [b"head", bytes(range(256)) * 1024, b"", b"tail" * 100]
+    views = [parts[0], memoryview(bytearray(parts[1])), memoryview(parts[2]), parts[3]]
+    path = tmp_path / "file"
+    assert disk.write_file(path, views) == disk.describe_file(path)
+    assert path.read_bytes() == b"".join(parts)
+
+
+def test_a_file_that_cannot_be_synced_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", _full)
+    with pytest.raises(OSError, match="No space"):
+        disk.write_file(tmp_path / "file", [memoryview(bytearray(2**20))])
+    assert "checksum" not in [thread.name for thread in threading.enumerate()]

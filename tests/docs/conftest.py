@@ -22,8 +22,3 @@ def shared_server(
     server = Served("tinsmith serve", home, tmp_path_factory.mktemp("server"))
     yield home | server.exports
     server.stop()
-
-
-@pytest.fixture(scope="session")
-def served() -> type[Served]:
-    return Served

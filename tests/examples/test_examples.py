@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.child import ended_well
+
 if TYPE_CHECKING:
     from tests.examples.conftest import Server
 
@@ -101,7 +103,7 @@ def test_existing_code_runs_on_both_clients(client: str, server: Server) -> None
         env=os.environ | {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.key},
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert ended_well(done.returncode, done.stderr), done.stderr
     losses = numbers(r"loss ([\d.]+)", done.stdout)
     assert losses[1] < losses[0]
     assert done.stdout.splitlines()[-1] == f"client: {client}"

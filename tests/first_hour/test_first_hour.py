@@ -1,13 +1,14 @@
 """The first hour, played: what README, tutorial and guides tell a newcomer to type.
 
 From the wheel, in a terminal of 80 columns, without a hub. What a command must not do is in
-`tests/support/terminal.py`.
+`tests/support/terminal.py`, what the blocks of a page need in `tests/support/pages.py`.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -39,12 +40,16 @@ class Newcomer:
         self._folder = folder
         self._server: Served | None = None
         self._python: subprocess.Popen[str] | None = None
+        self._shown = ""
 
     def follow(self, part: Part) -> None:
         if part.mark == "stop":
             self._stop_server()
-        elif part.mark.startswith(("no-run:", "check:")):
+        elif part.mark.startswith("no-run:"):
             return
+        elif part.mark.startswith("check:"):
+            expression = part.mark.removeprefix("check:").strip()
+            self._execute(f"output = {self._shown!r}\nassert {expression}")
         elif part.mark.startswith("needs:"):
             self._need(part.mark.removeprefix("needs:").strip())
         elif part.mark == "serve":
@@ -70,10 +75,10 @@ class Newcomer:
     def type(self, commands: str) -> str:
         after = self._folder / ".environment"
         line = ["bash", "-euo", "pipefail", "-c", f"{commands}\nenv -0 > {after}"]
-        shown = terminal.run(line, env=self._environment, cwd=self._folder)
+        self._shown = terminal.run(line, env=self._environment, cwd=self._folder)
         pairs = (entry.partition("=") for entry in after.read_text().split("\0") if entry)
         self._environment = {name: value for name, _, value in pairs}
-        return shown
+        return self._shown
 
     def leave(self) -> None:
         if self._python is not None:
@@ -85,7 +90,8 @@ class Newcomer:
         if self._python is None:
             with (self._folder / "errors.txt").open("w") as errors:
                 self._python = subprocess.Popen(
-                    ["python", "-c", _INTERPRETER],
+                    # A warning about what a block itself does is a mistake of the page.
+                    ["python", "-W", "error:::__main__", "-c", _INTERPRETER],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
@@ -148,6 +154,7 @@ def is_installed(name: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_can_be_followed(page: str, shared_server: dict[str, str], tmp_path: Path) -> None:
+    """S45, S117: every block runs, against a real server."""
     found = parts((ROOT / page).read_text("utf-8"))
     environment = dict(shared_server)
     if any(part.mark == "serve" for part in found):
@@ -159,6 +166,20 @@ def test_a_page_can_be_followed(page: str, shared_server: dict[str, str], tmp_pa
             newcomer.follow(part)
     finally:
         newcomer.leave()
+
+
+def test_a_page_fails_with_its_block(tmp_path: Path) -> None:
+    newcomer = Newcomer(dict(os.environ), tmp_path)
+    newcomer.follow(Part("", "bash", "export WORD=tin; echo $WORD", 1))
+    newcomer.follow(Part("", "bash", 'test "$WORD" = tin', 2))
+    with pytest.raises(AssertionError, match="exit code 1"):
+        newcomer.follow(Part("", "bash", "false", 3))
+    newcomer.follow(Part("", "bash", "echo $WORD", 4))
+    newcomer.follow(Part("", "python", "a = 1", 5))
+    newcomer.follow(Part("check: a == 1 and 'tin' in output", "", "", 6))
+    with pytest.raises(AssertionError, match="assert a == 2"):
+        newcomer.follow(Part("check: a == 2", "", "", 7))
+    newcomer.leave()
 
 
 def test_what_somebody_looks_at_who_has_trained_something(

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 DRIVER = Path(__file__).parents[2] / "benchmarks" / "load.py"
 CLIENTS, POLLS, RATE = 40, 400, 300
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 DRIVER = Path(__file__).parents[2] / "benchmarks" / "neighbours.py"
 BOUND = 10.0
 """Times the p99 without the attack. The aim is 3, on a quiet machine; without bounds it was 40."""

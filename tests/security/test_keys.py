@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import inspect
+import random
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +121,47 @@ async def test_a_flood_of_wrong_keys_is_not_a_flood_of_readings(server: TestServ
     wrong = [guarded.resolve(f"tml-wrong-{number}") for number in range(500)]
     assert await asyncio.gather(*wrong) == [None] * 500
     assert counted.readings <= 2, "those who ask together share a reading"
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_who_has_a_good_key_waits_for_two_readings_at_most_whatever_others_send(
+    server: TestServer, seed: int
+) -> None:
+    """The one that is under way, and the next. Others send wrong keys all the time, and lose good
+    ones, which are refused from then on."""
+    rng, store = random.Random(seed), server.service.store
+    key, _ = await create_key(store, "modest", "k")
+    theirs = dict([await create_key(store, "greedy", f"{n}") for n in range(5)])
+    slow = _Counting(store)
+    guarded = Auth(slow, b"s", is_required=True)  # type: ignore[arg-type]
+    revoked: set[str] = set()
+    is_over = False
+
+    async def flood() -> None:
+        while not is_over:
+            sent = rng.choice([*theirs, "tml-wrong"])
+            must_fail = sent in revoked or sent not in theirs
+            found = await guarded.resolve(sent)
+            assert found is None if must_fail else found is None or found.owner == "greedy"
+            await asyncio.sleep(0)
+
+    async def revoke() -> None:
+        for each, record in theirs.items():
+            await asyncio.sleep(0.01)
+            await store.keys.revoke(record.key_id, time.time())
+            guarded.forget_keys()
+            revoked.add(each)
+
+    others = [asyncio.create_task(flood()) for _ in range(50)]
+    revoking = asyncio.create_task(revoke())
+    while not revoking.done():
+        before = slow.readings
+        caller = await guarded.resolve(key)
+        assert caller is not None and caller.owner == "modest"
+        assert slow.readings - before <= 2
+        await asyncio.sleep(0.001)
+    is_over = True
+    await asyncio.gather(revoking, *others)
 
 
 async def test_a_reading_that_began_before_a_revocation_does_not_bring_the_key_back(

@@ -3,11 +3,15 @@
 Prints a line after the first; the test then kills the server while the others are under way.
 """
 
+import os
+
 import tinker
 
+MODEL = os.environ.get("MODEL", "tinsmith/fake")
+NEW_TOKENS = int(os.environ.get("NEW_TOKENS", "400"))
 PROMPT = tinker.ModelInput.from_ints([1, 2, 3])
 
-sampler = tinker.ServiceClient().create_sampling_client(base_model="tinsmith/fake")
+sampler = tinker.ServiceClient().create_sampling_client(base_model=MODEL)
 
 
 def sample(max_tokens):
@@ -17,9 +21,9 @@ def sample(max_tokens):
 
 for _ in range(5):
     sample(4).result()
-waiting = [sample(400) for _ in range(3)]
+waiting = [sample(NEW_TOKENS) for _ in range(3)]
 print("under way", flush=True)
 for future in waiting:
-    assert len(future.result().sequences[0].tokens) == 400
+    assert len(future.result().sequences[0].tokens) == NEW_TOKENS
 assert len(sample(4).result().sequences[0].tokens) == 4
 print("ok")

@@ -6,7 +6,7 @@ import tinker
 from tinker import types
 
 MODEL = os.environ.get("MODEL", "tinsmith/fake")
-COUNT = int(os.environ.get("COUNT", "2500"))
+COUNT = int(os.environ.get("COUNT", "2500"))  # several chunks of 1,024
 
 
 def datum(tokens: list[int]) -> types.Datum:
@@ -27,7 +27,7 @@ assert number == "0" and session_id, client.model_id
 info = client.get_info()
 assert (info.model_name, info.lora_rank, info.is_lora) == (MODEL, 4, True), info
 
-data = [datum([1 + i % 50, 60, 30 + i % 50]) for i in range(COUNT)]  # several chunks of 1,024
+data = [datum([1 + i % 50, 60, 30 + i % 50]) for i in range(COUNT)]
 first = client.forward(data, "cross_entropy").result()
 assert len(first.loss_fn_outputs) == COUNT
 
