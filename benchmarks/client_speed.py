@@ -1,10 +1,10 @@
 """The client's speed beside the official one's, on one machine, against one stub server.
 
-    python benchmarks/client_speed.py [--rounds 3] [--output FILE]
+    python benchmarks/client_speed.py [--rounds 3] [--measures sampling] [--tokens 256] [--out FILE]
 
 Runs `tinker` and `tinsmith` in turn, each measurement in a process of its own, and prints the
 medians and their ratios as JSON, or writes them to a file. A ratio above 1 means that ours is
-better.
+better. `--tokens` are those of a sample.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--samples", type=int, default=2000)
+    options.add_argument("--measures", nargs="+", choices=MEASURES, default=MEASURES)
+    options.add_argument("--tokens", type=int, default=16, help="of each sample")
     options.add_argument("--out", type=Path, help="write the result to this file")
     options.add_argument("--worker", nargs=3, metavar=("PACKAGE", "MEASURE", "PORT"))
     arguments = options.parse_args()
@@ -48,13 +50,15 @@ def main() -> None:
         package, measure, port = arguments.worker
         print(json.dumps(work(package, measure, f"http://127.0.0.1:{port}", arguments.samples)))
         return
-    write_report(arguments.out, compare(arguments.rounds, arguments.samples))
+    measures = [measure for measure in MEASURES if measure in arguments.measures]
+    found = compare(arguments.rounds, arguments.samples, measures, arguments.tokens)
+    write_report(arguments.out, found)
 
 
-def compare(rounds: int, samples: int) -> dict[str, Any]:
+def compare(rounds: int, samples: int, measures: list[str], num_tokens: int) -> dict[str, Any]:
     found: dict[str, dict[str, list[float]]] = {"tinker": {}, "tinsmith": {}}
     stub = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("client_stub.py"))],
+        [sys.executable, str(Path(__file__).with_name("client_stub.py")), str(num_tokens)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -63,7 +67,7 @@ def compare(rounds: int, samples: int) -> dict[str, Any]:
         assert stub.stdout is not None
         port = stub.stdout.readline().strip()
         for _ in range(rounds):
-            for measure in MEASURES:
+            for measure in measures:
                 for package in found:
                     for name, value in run(package, measure, port, samples).items():
                         found[package].setdefault(name, []).append(value)

@@ -1,7 +1,7 @@
 """A service that answers at once and knows nothing: what a client is measured against.
 
 Prints its port and serves until its standard input closes. Answers are prepared beforehand, so that
-the time measured is the client's.
+the time measured is the client's. Its argument says how many tokens a sample has.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def pass_result(num_datums: int, num_tokens: int) -> bytes:
     return answer(proto.encode_output(output), "application/x-protobuf")
 
 
-def sample_result() -> bytes:
-    tokens = np.arange(16, dtype=np.int32)
-    logprobs = np.full(16, -1.0, dtype=np.float32)
+def sample_result(num_tokens: int) -> bytes:
+    tokens = np.arange(num_tokens, dtype=np.int32)
+    logprobs = np.full(num_tokens, -1.0, dtype=np.float32)
     response = SampleResponse([SampledSequence("length", "", tokens, logprobs)])
     return answer(proto.encode_sample(response), "application/x-protobuf")
 
@@ -62,7 +62,7 @@ RESULTS = {
     b"model": as_json({"model_id": "s:train:0"}),
     b"pass": pass_result(64, 1024),
     b"step": as_json({"metrics": {}}),
-    b"sample": sample_result(),
+    b"sample": sample_result(int(sys.argv[1]) if sys.argv[1:] else 16),
 }
 
 

@@ -1,15 +1,17 @@
 """What it costs that a run can be looked at: recording its curves, and tabs that are open.
 
-    python benchmarks/console.py [--seconds 4] [--rounds 12] [--rate 1000] [--tabs 200]
+    python benchmarks/console.py [--seconds 120] [--rate 1000] [--tabs 200]
 
-Two servers over the fake engine take the same small operations at the same rate in turns, round by
-round; one of them records no steps (this file starts it, with what records them taken out). The
-cost is the server's processor time for an operation, with recording over without: that of the
-event loop's thread, which bounds the throughput, and that of all threads together, of which the
-store's writes in SQLite go on beside the loop. The figures are medians over pairs of rounds.
+A server over the fake engine takes small operations at a given rate, and records no steps in every
+other quarter of a second (`console_server` starts it so). The cost is the processor time that an
+operation needs more for it: what is spent on the event loop, timed there; what a commit takes
+longer for each step in it, by least squares over all commits; and drawing curves together. It is
+given in percent of what an operation costs without: that of the loop, which bounds the throughput,
+in percent of the loop's time, and all of it in percent of all threads' time. The difference between
+the two kinds of blocks says the same as the last, with a much wider interval.
 
 Then tabs are opened: streams of live events of a run that goes on training, five operations a
-second. Their cost is the server's processor time with them less that without, again in turns.
+second. Their cost is the server's processor time with them less that without, in turns.
 """
 
 from __future__ import annotations
@@ -17,37 +19,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import orjson
 import uvloop
 
+from console_server import BLOCK_SECONDS
 from load import Client, Connection, Measured, Server
 from reports import write_report
 
 NUM_CLIENTS = 50
 TAB_ROUNDS = 4
 TAB_OPERATIONS_PER_SECOND = 5.0
-_FORGETFUL = "--serve-without-recording"
+WARM_UP_SECONDS = 2.0
+DRAWS = 1000
+"""Of the blocks, with some twice and some not at all: how far figures vary by chance."""
 
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """What was done, and the server's processor time for an operation."""
-
-    per_second: float
-    cpu_ms: float
-    """Of all threads: the store writes in one of its own."""
-
-    loop_ms: float
-    """Of the thread with the event loop, which is what bounds the throughput."""
+COLUMNS = ("is_recording", "operations", "process", "loop", "on_loop", "drawing")
+Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Trainer(Client):
@@ -56,16 +51,24 @@ class Trainer(Client):
     def __init__(self, address: tuple[str, int], key: str, measured: Measured) -> None:
         super().__init__(address, key, measured)
         self._seq_id = 0
+        self._requests: list[bytes] = []
 
-    async def operations(self, count: int, per_second: float) -> None:
-        """So many passes and steps, by turns, at an even pace; then their results."""
+    def prepare(self, count: int) -> None:
+        """Encode so many passes and steps, by turns, as the next ones."""
+        for number in range(count):
+            self._seq_id += 1
+            self._requests.append(self._operation(self._seq_id, is_pass=number % 2 == 0))
+
+    async def operations(self, per_second: float) -> None:
+        """What was prepared, at an even pace; then the results."""
+        requests, self._requests = self._requests, []
         sending, polling = await self._connection(), await self._connection()
         due = time.perf_counter()
         asked: asyncio.Queue[str] = asyncio.Queue()
-        answers = asyncio.create_task(self._answers(polling, asked, count))
-        for number in range(count):
-            self._seq_id += 1
-            await asked.put(await self._submit(sending, self._seq_id, is_pass=number % 2 == 0))
+        answers = asyncio.create_task(self._answers(polling, asked, len(requests)))
+        for request in requests:
+            promise = await self._ask(sending, "operation", request)
+            await asked.put(str(promise["request_id"]))
             due += 1 / per_second
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
         await answers
@@ -77,36 +80,72 @@ class Trainer(Client):
             await self._result(polling, await asked.get())
 
 
-async def recording_cost(
-    recording: Server, forgetful: Server, *, seconds: float, rounds: int, rate: float
-) -> dict[str, Any]:
-    servers = {"with": recording, "without": forgetful}
-    trainers = {name: await _start(server) for name, server in servers.items()}
-    found: dict[str, list[Round]] = {name: [] for name in servers}
-    for number in range(rounds + 1):
-        for name in sorted(servers, reverse=number % 2 == 0):
-            measured = await _round(servers[name], trainers[name], seconds, rate)
-            if number > 0:  # the first round warms up
-                found[name].append(measured)
+async def train_at(server: Server, *, seconds: float, rate: float) -> None:
+    """Small operations at an even pace, of which each second's are encoded before it begins."""
+    trainers = await _start(server)
+    per_trainer = rate / len(trainers)
+    for _ in range(max(1, round(seconds))):
+        for trainer in trainers:
+            trainer.prepare(max(2, round(per_trainer)))
+        await asyncio.gather(*(trainer.operations(per_trainer) for trainer in trainers))
+
+
+def recording_cost(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What recording adds to an operation, of blocks that record and others that do not, and the
+    interval in which each figure lies in 95 of 100 draws of the blocks."""
+    busy = [block for block in blocks if block["operations"] > 0]
+    busy = busy[round(WARM_UP_SECONDS / BLOCK_SECONDS) :]
+    totals = np.array([[block[name] for name in COLUMNS] for block in busy], float)
+    commits = [np.array(block["commits"], float).reshape(-1, 4) for block in busy]
+    chance = np.random.default_rng(0)
+    drawn = []
+    for _ in range(DRAWS):
+        picked = chance.integers(len(busy), size=len(busy))
+        drawn.append(_costs(totals[picked], np.concatenate([commits[i] for i in picked])))
     return {
-        "operations_per_second": round(
-            statistics.median(r.per_second for r in itertools.chain(*found.values()))
-        ),
-        "loop": _compared(found, lambda r: r.loop_ms),
-        "all_threads": _compared(found, lambda r: r.cpu_ms),
-        "rounds": rounds,
+        "blocks": len(busy),
+        "operations_per_second": round(totals[:, 1].sum() / len(busy) / BLOCK_SECONDS),
+        "ends_per_commit": round(float(np.concatenate(commits)[:, 2].mean()), 2),
+        **{
+            name: {
+                "estimate": round(float(value), 2),
+                "interval": [
+                    round(float(end), 2)
+                    for end in np.percentile([each[name] for each in drawn], [2.5, 97.5])
+                ],
+            }
+            for name, value in _costs(totals, np.concatenate(commits)).items()
+        },
     }
 
 
-def _compared(found: dict[str, list[Round]], read: Callable[[Round], float]) -> dict[str, Any]:
-    costs = {name: [read(each) for each in rounds] for name, rounds in found.items()}
-    pairs = zip(costs["with"], costs["without"], strict=True)
-    more = statistics.quantiles([100 * (one / other - 1) for one, other in pairs], n=4)
-    medians = {f"{name}_ms": round(statistics.median(each), 4) for name, each in costs.items()}
+def _costs(totals: Array, commits: Array) -> dict[str, float]:
+    """In microseconds of processor time for an operation, and in percent of what it costs without.
+    The columns of `totals` are `COLUMNS`, those of `commits` are a `Block`'s."""
+    is_recording, operations, process, loop, on_loop, drawing = totals.T
+    recorded = (is_recording * operations).sum()
+    # A commit takes so much, and so much for each write, for each end, and for each step.
+    causes = np.column_stack([np.ones(len(commits)), commits[:, 1:]])
+    writing = float(np.linalg.lstsq(causes, commits[:, 0], rcond=None)[0][3])
+    added = {
+        "on_loop_us": 1e6 * on_loop.sum() / recorded,
+        "writing_us": 1e6 * writing,
+        "drawing_us": 1e6 * drawing.sum() / recorded,
+    }
+    recording = sum(added.values())
+    operation = 1e6 * process.sum() / operations.sum() - recording * is_recording.mean()
+    loop_alone = 1e6 * (loop - on_loop).sum() / operations.sum()
+    with_, without = (
+        process[is_recording == kind].sum() / operations[is_recording == kind].sum()
+        for kind in (1, 0)
+    )
     return {
-        **medians,
-        "percent_more": round(more[1], 2),
-        "percent_more_quartiles": [round(more[0], 2), round(more[2], 2)],
+        **added,
+        "recording_us": recording,
+        "operation_us": operation,
+        "percent_more_on_loop": 100 * added["on_loop_us"] / loop_alone,
+        "percent_more": 100 * recording / operation,
+        "percent_more_by_difference": 100 * (with_ / without - 1),
     }
 
 
@@ -119,7 +158,8 @@ async def tabs_cost(server: Server, *, seconds: float, num_tabs: int) -> dict[st
             async with _open_tabs(server, num_tabs if name == "with" else 0) as heard:
                 cpu, began = server.cpu_seconds(), time.perf_counter()
                 count = round(seconds * TAB_OPERATIONS_PER_SECOND)
-                await trainer.operations(count, TAB_OPERATIONS_PER_SECOND)
+                trainer.prepare(count)
+                await trainer.operations(TAB_OPERATIONS_PER_SECOND)
                 elapsed = time.perf_counter() - began
                 shares[name].append((server.cpu_seconds() - cpu) / elapsed)
             num_events += sum(heard)
@@ -136,19 +176,6 @@ async def _start(server: Server, count: int = NUM_CLIENTS) -> list[Trainer]:
     trainers = [Trainer(server.address, key, Measured()) for key in server.keys[:count]]
     await asyncio.gather(*(trainer.start() for trainer in trainers))
     return trainers
-
-
-async def _round(server: Server, trainers: list[Trainer], seconds: float, rate: float) -> Round:
-    per_trainer = rate / len(trainers)
-    count = max(2, round(seconds * per_trainer))
-    began, cpu, loop = time.perf_counter(), server.cpu_seconds(), server.loop_seconds()
-    await asyncio.gather(*(trainer.operations(count, per_trainer) for trainer in trainers))
-    total = count * len(trainers)
-    return Round(
-        per_second=total / (time.perf_counter() - began),
-        cpu_ms=1e3 * (server.cpu_seconds() - cpu) / total,
-        loop_ms=1e3 * (server.loop_seconds() - loop) / total,
-    )
 
 
 @contextlib.asynccontextmanager
@@ -181,53 +208,42 @@ async def _open_tabs(server: Server, count: int) -> AsyncIterator[list[int]]:
         await asyncio.gather(*tabs, return_exceptions=True)
 
 
-async def measure(recording: Server, forgetful: Server, options: Any) -> dict[str, Any]:
-    result = {
-        "recording": await recording_cost(
-            recording,
-            forgetful,
-            seconds=options.seconds,
-            rounds=options.rounds,
-            rate=options.rate,
-        ),
-        "tabs": await tabs_cost(recording, seconds=10.0, num_tabs=options.tabs),
-    }
-    for what, figures in result.items():
-        print(f"{what:10}", figures)
-    return result
+def measure_recording(seconds: float, rate: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as folder:
+        report = Path(folder) / "blocks.json"
+        program = (str(Path(__file__).with_name("console_server.py")), str(report))
+        server = Server(Path(folder), NUM_CLIENTS, program=program)
+        try:
+            uvloop.run(train_at(server, seconds=seconds, rate=rate))
+        finally:
+            server.stop()
+        return recording_cost(orjson.loads(report.read_bytes()))
 
 
-def serve_without_recording(arguments: list[str]) -> None:
-    """`tinsmith serve` whose operations end without a step for the curves."""
-    from tinsmith.cli.__main__ import main as command
-    from tinsmith.server.operations import finishes
-
-    finishes._step = lambda *_, **__: None  # type: ignore[assignment]  # no setting turns it off
-    finishes.observed = lambda item, output: {}
-    command(arguments)
+def measure_tabs(seconds: float, num_tabs: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as folder:
+        server = Server(Path(folder), 1)
+        try:
+            return uvloop.run(tabs_cost(server, seconds=seconds, num_tabs=num_tabs))
+        finally:
+            server.stop()
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--seconds", type=float, default=4.0)
-    options.add_argument("--rounds", type=int, default=12)
+    options.add_argument("--seconds", type=float, default=120.0)
     options.add_argument("--rate", type=float, default=1000.0)
     options.add_argument("--tabs", type=int, default=200)
+    options.add_argument("--tab-seconds", type=float, default=10.0)
     options.add_argument("--out", type=Path, help="write the result to this file")
     arguments = options.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as folder:
-        recording = Server(Path(folder, "recording"), NUM_CLIENTS)
-        forgetful = Server(Path(folder, "forgetful"), NUM_CLIENTS, program=(__file__, _FORGETFUL))
-        try:
-            found = uvloop.run(measure(recording, forgetful, arguments))
-        finally:
-            recording.stop()
-            forgetful.stop()
+    found = {"recording": measure_recording(arguments.seconds, arguments.rate)}
+    print("recording", found["recording"], flush=True)
+    if arguments.tabs:
+        found["tabs"] = measure_tabs(arguments.tab_seconds, arguments.tabs)
+        print("tabs", found["tabs"], flush=True)
     write_report(arguments.out, found)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [_FORGETFUL]:
-        serve_without_recording(sys.argv[2:])
-    else:
-        main()
+    main()

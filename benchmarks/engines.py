@@ -1,12 +1,15 @@
 """What several engines give, and what the death of one costs.
 
-    python benchmarks/engines.py [--rounds 3] [--only fake local death placement] [--out FILE]
+    python benchmarks/engines.py [--rounds 3] [--out FILE]
+        [--only fake local death node wire placement operations]
 
 Eight tenants train through the server: on four fake engines that take a fixed time for each pass,
 against one; on two local engines of one thread each, against one of one thread. Then one of two
 local engines is killed (SIGKILL) while its models train: the seconds until each has answered
-again, and whether all answers are those of an undisturbed run. Last, what it takes to choose
-a slot among 64 that have 2,000 models.
+again, and whether all answers are those of an undisturbed run. The same when the node of an engine
+is lost that Ray has placed. Then what TCP with TLS adds to a call, what it takes to choose a slot
+among 64 that have 2,000 models, and what the server takes of a core when these are sent 1,000
+operations a second.
 """
 
 from __future__ import annotations
@@ -35,6 +38,11 @@ from tinsmith import AdamParams, Datum, ModelInput
 
 TENANTS = 8
 FAKE_PASS_SECONDS = 0.05
+MODELS = 2000
+OFFERED_A_SECOND = 1000
+OFFERED = 8000
+ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
+CHAOS = Path(__file__).parents[1] / "tools" / "chaos"
 ENGINE = b"tinsmith.engine.local.boundary.process"
 
 
@@ -43,21 +51,27 @@ def main() -> None:
         "fake": fake,
         "local": local,
         "death": death,
+        "node": node,
+        "wire": wire,
         "placement": placement,
+        "operations": operations,
     }
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--only", nargs="+", choices=parts, default=list(parts))
     options.add_argument("--out", type=Path, help="write the result to this file")
     arguments = options.parse_args()
-    result = {name: parts[name](arguments.rounds) for name in arguments.only}
+    result = {}
+    for name in arguments.only:
+        result[name] = parts[name](arguments.rounds)
+        print(name, result[name], flush=True)
     write_report(arguments.out, result)
 
 
 def fake(rounds: int) -> dict[str, Any]:
     """Four engines against one, each with a fixed service time."""
     options = ["--engine", "fake", "--set", f"fake_pass_seconds={FAKE_PASS_SECONDS}"]
-    return _compared(rounds, 4, options, num_steps=10, lengths=[12])
+    return _compared(rounds, 4, options, num_steps=20, lengths=[12])
 
 
 def local(rounds: int) -> dict[str, Any]:
@@ -73,12 +87,7 @@ def death(rounds: int) -> dict[str, Any]:
     """From the kill of one of two engines until each of its models has answered."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "chaos"))
-        import tiny_model
-
-        tiny_model.build(folder / "tiny")
-        options = ["--engine", "local", "--device", "cpu", "--model", f"tiny={folder / 'tiny'}"]
-        options += ["--deterministic", "--engines", "2"]
+        options = [*_tiny_options(folder), "--engines", "2"]
         with _serving(folder / "data", options) as (server, service):
             undisturbed = _tenants(service)
             asyncio.run(_train(undisturbed, 3, [12]))
@@ -96,6 +105,34 @@ def death(rounds: int) -> dict[str, Any]:
     return {"models": TENANTS, "all_answered_after_kill_s": [round(w, 2) for w in waits]}
 
 
+def node(rounds: int) -> dict[str, Any]:
+    """From the loss of a node of a Ray cluster until the models of its engine have answered."""
+    sys.path.insert(0, str(CHAOS))
+    from ray_nodes import engines, ray_nodes
+
+    waits = []
+    with ray_nodes(3, dict(os.environ)) as nodes, tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        options = [*_tiny_options(folder), "--engines", "1", "--cluster", nodes.address]
+        with _serving(folder / "data", options, nodes.environment) as (_, service):
+            for _ in range(rounds):
+                clients = _tenants(service)
+                asyncio.run(_train(clients, 3, [12]))
+                nodes.lose_node_of(engines(folder / "data")[0])
+                lost = time.perf_counter()
+                asyncio.run(_train(clients, 1, [12]))
+                waits.append(time.perf_counter() - lost)
+                nodes.add()
+    return {"models": TENANTS, "all_answered_after_loss_s": [round(w, 2) for w in waits]}
+
+
+def wire(rounds: int) -> dict[str, Any]:
+    """Milliseconds that TCP with TLS adds to a call."""
+    from engine_wire import added_milliseconds
+
+    return dict(added_milliseconds(rounds))
+
+
 def placement(rounds: int) -> dict[str, Any]:
     """Milliseconds for one choice among 64 slots with 2,000 models, in the real pool."""
     from placements import decision_seconds
@@ -104,6 +141,53 @@ def placement(rounds: int) -> dict[str, Any]:
     ms = sorted(1e3 * each for each in seconds)
     p99 = ms[int(0.99 * len(ms))]
     return {"median_ms": round(statistics.median(ms), 3), "p99_ms": round(p99, 3)}
+
+
+def operations(rounds: int) -> dict[str, Any]:
+    """Cores that the server takes, engines that compute nothing included; and milliseconds of one
+    for an operation, which is the same where not all that was offered could be sent."""
+    from serving import serve
+
+    with serve("--engine", "fake", "--engines", "64") as server:
+        rates = asyncio.run(_offer(server, rounds))
+    return {
+        "models": MODELS,
+        "recorded_s": round(statistics.median(rate for rate, _ in rates)),
+        "cores": round(statistics.median(cores for _, cores in rates), 3),
+        "cpu_ms": round(statistics.median(1e3 * cores / rate for rate, cores in rates), 3),
+    }
+
+
+async def _offer(server: Any, rounds: int) -> list[tuple[float, float]]:
+    """Steps of one model after the other, so many a second, as if clients sent them on time."""
+    from pyqwest import Client, HTTPTransport
+
+    from server_overhead import IN_FLIGHT, new_model, poster
+
+    async with HTTPTransport() as transport:
+        post = poster(Client(transport), server)
+        models = [m for _ in range(MODELS // 50) for m in await _gathered(50, new_model, post)]
+
+        async def send(numbers: Iterator[int], began: float) -> None:
+            for number in numbers:
+                due = began + number % OFFERED / OFFERED_A_SECOND
+                await asyncio.sleep(due - time.perf_counter())
+                seq_id, place = divmod(number, MODELS)
+                body = {"model_id": models[place], "adam_params": ADAM, "seq_id": seq_id + 1}
+                await post("/api/v1/optim_step", body)
+
+        found = []
+        for each in range(rounds):
+            numbers = iter(range(each * OFFERED, (each + 1) * OFFERED))
+            cpu, began = server.cpu_seconds(), time.perf_counter()
+            await _gathered(IN_FLIGHT, send, numbers, began)
+            elapsed = time.perf_counter() - began
+            found.append((OFFERED / elapsed, (server.cpu_seconds() - cpu) / elapsed))
+    return found
+
+
+async def _gathered(count: int, make: Any, *arguments: Any) -> list[Any]:
+    return await asyncio.gather(*(make(*arguments) for _ in range(count)))
 
 
 def _compared(
@@ -126,6 +210,15 @@ def _compared(
         **{f"steps_s_{n}_engines": round(statistics.median(r), 2) for n, r in rates.items()},
         "ratio": round(statistics.median(many / one for many, one in pairs), 2),
     }
+
+
+def _tiny_options(folder: Path) -> list[str]:
+    sys.path.insert(0, str(CHAOS))
+    import tiny_model
+
+    tiny_model.build(folder / "tiny")
+    engine = ["--engine", "local", "--device", "cpu", "--deterministic"]
+    return [*engine, "--model", f"tiny={folder / 'tiny'}"]
 
 
 def _tenants(service: Any) -> list[Any]:
@@ -175,11 +268,16 @@ def _build_model(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _serving(data: Path, options: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+def _serving(
+    data: Path, options: Sequence[str], environment: dict[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], Any]]:
     """A server whose engines are all up, and a client of it."""
     command = [sys.executable, "-m", "tinsmith.cli", "--json", "serve", "--port", "0"]
     server = subprocess.Popen(
-        [*command, "--data-dir", str(data), *options], stdout=subprocess.PIPE, text=True
+        [*command, "--data-dir", str(data), *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     assert server.stdout is not None
     try:

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -143,6 +143,8 @@ class Connection(asyncio.Protocol):
 
     async def ask(self, request: bytes) -> tuple[int, bytes]:
         assert self._transport is not None
+        if self._transport.is_closing():
+            raise ConnectionResetError("the server has closed the connection")
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return await self._answer
@@ -240,15 +242,18 @@ class Client:
 
     async def _submit(self, connection: Connection, seq_id: int, *, is_pass: bool) -> str:
         """A small pass or a step; the id of its promise."""
+        kind = "forward_backward" if is_pass else "optim_step"
+        promise = await self._ask(connection, kind, self._operation(seq_id, is_pass=is_pass))
+        return str(promise["request_id"])
+
+    def _operation(self, seq_id: int, *, is_pass: bool) -> bytes:
         if is_pass:
             inputs = ForwardBackwardInput([_DATUM], "cross_entropy")
             body = proto.encode_pass(ForwardBackwardRequest(inputs, self._model_id, seq_id))
-            promise = await self._send(connection, "forward_backward", "/forward_backward", body)
-        else:
-            adam = {"learning_rate": 1e-3}
-            step = {"model_id": self._model_id, "seq_id": seq_id, "adam_params": adam}
-            promise = await self._post(connection, "optim_step", "/optim_step", step)
-        return str(promise["request_id"])
+            return self._request("/forward_backward", body, PROTO)
+        adam = {"learning_rate": 1e-3}
+        step = {"model_id": self._model_id, "seq_id": seq_id, "adam_params": adam}
+        return self._request("/optim_step", orjson.dumps(step))
 
     async def _result(self, connection: Connection, request_id: str) -> None:
         body = orjson.dumps({"request_id": request_id})
@@ -378,9 +383,14 @@ class Server:
         num_clients: int,
         *,
         program: Sequence[str] = ("-m", "tinsmith.cli"),
+        keys: Sequence[str] | None = None,
         **settings: object,
     ) -> None:
-        *self.keys, self.harmful_key = asyncio.run(_make_keys(folder, num_clients + 1))
+        """`keys` are those of another server that shares the folder."""
+        if keys is None:
+            database = settings.get("database_url")
+            keys = asyncio.run(_make_keys(folder, num_clients + 1, database))
+        *self.keys, self.harmful_key = keys
         options = {
             "engine": "fake",
             "port": 0,
@@ -392,12 +402,15 @@ class Server:
         command = [sys.executable, *program, "serve", "--data-dir", str(folder)]
         for name, value in options.items():
             command += ["--set", f"{name}={value}"]
+        self._start(command)
+
+    def _start(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._folder = Path(f"/proc/{self._process.pid}")
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         host, _, port = line.split()[-1].removeprefix("http://").rpartition(":")
         self.address = (host, int(port))
-        self._folder = Path(f"/proc/{self._process.pid}")
 
     def memory_mb(self) -> float:
         pages = int((self._folder / "statm").read_text().split()[1])
@@ -414,6 +427,18 @@ class Server:
         """Processor time of the main thread alone, which has the event loop."""
         return int((self._folder / "schedstat").read_text().split()[0]) / 1e9
 
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def start_again(self) -> None:
+        """After it was killed, at the same address."""
+        words = cast("list[str]", self._process.args)
+        self._start([f"port={self.address[1]}" if word == "port=0" else word for word in words])
+
     def stop(self) -> None:
         self._process.terminate()
         try:
@@ -423,8 +448,8 @@ class Server:
             self._process.wait()
 
 
-async def _make_keys(folder: Path, count: int) -> list[str]:
-    store = open_store(build_config({"data_dir": folder}))
+async def _make_keys(folder: Path, count: int, database_url: object) -> list[str]:
+    store = open_store(build_config({"data_dir": folder, "database_url": database_url}))
     try:
         made = await asyncio.gather(
             *(create_key(store, f"user-{number}", "load") for number in range(count))
@@ -442,10 +467,13 @@ async def drive(
     rate: float,
     token_seconds: float = TOKEN_SECONDS,
     beside: str | None = None,
+    new_client: Callable[[tuple[str, int], str, Measured], Client] = Client,
+    meanwhile: Coroutine[Any, Any, None] | None = None,
 ) -> dict[str, Any]:
-    """Put a server under load and measure; `beside` names a way of harm that is done meanwhile."""
+    """Put a server under load and measure; `beside` names a way of harm that is done meanwhile, and
+    `meanwhile` is anything else that happens from the beginning of the measuring on."""
     measured = Measured()
-    clients = [Client(server.address, key, measured) for key in server.keys]
+    clients = [new_client(server.address, key, measured) for key in server.keys]
     for start in range(0, len(clients), 50):
         await asyncio.gather(*(client.start() for client in clients[start : start + 50]))
     harm = None if beside is None else Harm(server.address, server.harmful_key, measured)
@@ -465,6 +493,9 @@ async def drive(
             await guard  # raises what went wrong
         begun, cpu, own = time.perf_counter(), server.cpu_seconds(), time.process_time()
         measured.is_on = True
+        if meanwhile is not None:
+            happening = asyncio.create_task(meanwhile)
+            tasks.append(happening)
         if harm is not None and beside is not None:
             ways = harm.ways()
             tasks += [asyncio.create_task(work) for work in ways.pop(beside)]
@@ -477,6 +508,8 @@ async def drive(
             before = time.perf_counter()
             await asyncio.sleep(min(1.0, seconds - elapsed))
             measured.lag_seconds.append(time.perf_counter() - before - min(1.0, seconds - elapsed))
+        if meanwhile is not None and happening.done():
+            await happening  # raises what went wrong
         measured.is_on = False
         elapsed = time.perf_counter() - begun
         cpu, own = server.cpu_seconds() - cpu, time.process_time() - own

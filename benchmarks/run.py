@@ -27,14 +27,17 @@ PARTS: dict[str, tuple[str, ...]] = {
     "neighbours": ("neighbours.py",),
     "sampling": ("sampling.py",),
     "service": ("service.py",),
+    "on_policy": ("on_policy.py",),
     "loop": ("whole_loop.py",),
     "growth": ("growth.py",),
     "recovery": ("recovery.py",),
     "engines": ("engines.py",),
+    "elsewhere": ("elsewhere.py",),
+    "replicas": ("replicas.py",),
 }
 ON_CUDA: dict[str, tuple[str, ...]] = {
     f"{part}-cuda-{shape}": (f"{part}.py", "--device", "cuda", "--shape", shape)
-    for part in ("training", "tenants", "sampling", "service")
+    for part in ("training", "tenants", "sampling", "service", "on_policy")
     for shape in ("qwen3-0.6b", "qwen3-4b")
 }
 

@@ -73,19 +73,8 @@ def main() -> None:
         parser.error(f"no case called {', '.join(unknown)}; there are {', '.join(CASES)}")
     sizes = SIZES[arguments.device]
     with model_source(arguments.device, arguments.shape) as (model, source):
-        errand = EngineErrand(
-            device=arguments.device,
-            model=model,
-            source=source,
-            cases=cases,
-            samples=arguments.samples or list(sizes.samples),
-            prompt_tokens=sizes.prompt_tokens,
-            new_tokens=sizes.new_tokens,
-            tenants=TENANTS,
-            tenant_batch=sizes.tenant_batch,
-            train_batch=sizes.train_batch,
-            rounds=arguments.rounds,
-        )
+        samples = arguments.samples or list(sizes.samples)
+        errand = engine_errand(arguments.device, model, source, cases, samples, arguments.rounds)
         engine = run_engine(errand)
         say("engine", engine["found"])
         options = ["--model", f"{model}={source}", "--device", arguments.device]
@@ -114,6 +103,25 @@ def model_source(device: str, shape: str | None) -> Iterator[tuple[str, str]]:
         write_random_model(Path(folder), shape, device)
         say("model", f"written in {time.perf_counter() - started:.0f} s")
         yield f"random/{shape}", folder
+
+
+def engine_errand(
+    device: str, model: str, source: str, cases: list[str], samples: list[int], rounds: int
+) -> EngineErrand:
+    sizes = SIZES[device]
+    return EngineErrand(
+        device=device,
+        model=model,
+        source=source,
+        cases=cases,
+        samples=samples,
+        prompt_tokens=sizes.prompt_tokens,
+        new_tokens=sizes.new_tokens,
+        tenants=TENANTS,
+        tenant_batch=sizes.tenant_batch,
+        train_batch=sizes.train_batch,
+        rounds=rounds,
+    )
 
 
 def run_engine(errand: EngineErrand) -> dict[str, Any]:

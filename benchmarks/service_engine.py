@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
 from tinsmith.types import (
     AdamParams,
+    Datum,
     ForwardBackwardOutput,
     LoraConfig,
     ModelInput,
@@ -49,6 +50,7 @@ class EngineErrand:
     """Sequences and tokens of each."""
     train_batch: tuple[int, int]
     rounds: int
+    on_policy: Literal["close", "exact"] = "close"
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -64,6 +66,8 @@ def main() -> None:
         result["tenants"] = side.train(errand.tenants, *errand.tenant_batch)
     if "train" in errand.cases:
         result["train"] = side.train(1, *errand.train_batch)
+    if "difference" in errand.cases:
+        result["difference"] = side.difference(errand.samples[0])
     print(json.dumps({"machine": side.machine, "vocab_size": side.vocab_size, "found": result}))
 
 
@@ -80,6 +84,7 @@ class EngineSide:
             models={errand.model: errand.source},
             device="cuda" if errand.device == "cuda" else "cpu",
             verify_models=False,
+            on_policy=errand.on_policy,
         )
         self._core = EngineCore(config)
         (info,) = self._core.capabilities().models
@@ -94,25 +99,58 @@ class EngineSide:
         return {"tokens_per_s": round(statistics.median(rates[1:]), 1)}
 
     def _sample_once(self, count: int) -> float:
-        core, num_tokens = self._core, 0
-        prompts = self._random.integers(3, self.vocab_size, (count, self._errand.prompt_tokens))
         started = time.perf_counter()
-        for number, prompt in enumerate(prompts):
+        sampled = self._sampled(count)
+        return sum(len(tokens) for _, tokens, _ in sampled) / (time.perf_counter() - started)
+
+    def _sampled(self, count: int) -> list[tuple[list[int], list[int], np.ndarray]]:
+        """Prompts with the tokens that were sampled, and their log-probabilities."""
+        core, found = self._core, []
+        prompts = self._random.integers(3, self.vocab_size, (count, self._errand.prompt_tokens))
+        by_id: dict[str, list[int]] = {}
+        for number, prompt in enumerate(prompts.tolist()):
             self._num_jobs += 1
+            by_id[str(self._num_jobs)] = prompt
             job = SampleJob(
                 job_id=str(self._num_jobs),
                 base_model=self._errand.model,
                 weights_id=None,
-                prompt=ModelInput.from_ints(prompt.tolist()),
+                prompt=ModelInput.from_ints(prompt),
                 params=SamplingParams(max_tokens=self._errand.new_tokens, stop=[], seed=number),
             )
             failure = core.submit_sample(job)
             assert failure is None, failure
         while core.is_sampling:
-            for _, event in core.sampling_turn():
+            for job_id, event in core.sampling_turn():
                 assert isinstance(event, SampleResponse), event
-                num_tokens += sum(len(sequence.tokens) for sequence in event.sequences)
-        return num_tokens / (time.perf_counter() - started)
+                (sequence,) = event.sequences
+                found.append((by_id[job_id], sequence.tokens, sequence.logprobs_np))
+        return found
+
+    def difference(self, count: int) -> dict[str, float]:
+        """How far log-probabilities of sampled tokens are from what the trainer says of them."""
+        lora = LoraConfig(rank=RANK, seed=0)
+        failure = self._core.create_adapter("none", self._errand.model, lora)
+        assert failure is None, failure
+        differences = []
+        for prompt, tokens, ours in self._sampled(count):
+            whole = prompt + tokens
+            datum = Datum(
+                model_input=ModelInput.from_ints(whole[:-1]),
+                loss_fn_inputs={"target_tokens": np.array(whole[1:])},
+            )
+            one = Pass(adapter_id="none", data=[datum], loss_fn="cross_entropy", forward_only=True)
+            for finished in self._core.run_passes([one]):
+                if finished is not None:
+                    assert isinstance(finished.result, ForwardBackwardOutput), finished.result
+                    theirs = finished.result.loss_fn_outputs[0]["logprobs"].numpy
+                    differences.append(np.abs(ours - theirs[-len(ours) :]))
+        every = np.concatenate(differences)
+        return {
+            "mean": float(every.mean()),
+            "largest": float(every.max()),
+            "equal_bits": round(float((every == 0).mean()), 4),
+        }
 
     def train(self, num_models: int, sequences: int, length: int) -> dict[str, float]:
         """All models' passes in one call and then their steps; beside it the passes alone."""

@@ -139,11 +139,7 @@ class Ours:
 
     def base_weights(self) -> list[torch.Tensor]:
         """Those that every token is multiplied with."""
-        linears = [
-            linear
-            for layer in self.decoder.layers
-            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
-        ]
+        linears = [linear for layer in self.decoder.layers for linear in layer.linears]
         return [self.decoder.head.weight, *(linear.weight for linear in linears)]
 
 
@@ -220,15 +216,16 @@ class Peft:
         return torch.from_numpy(values).to(self.device)
 
 
-class _RandomWeights:
+class RandomWeights:
     """Stands where a model's files would be."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, is_tied: bool = True) -> None:
         self._device, self._dtype = device, dtype
+        self._is_tied = is_tied
         torch.manual_seed(0)
 
     def __contains__(self, name: str) -> bool:
-        return name != "lm_head.weight"
+        return name != "lm_head.weight" or not self._is_tied
 
     def get(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
@@ -245,7 +242,7 @@ def _load_decoder(device: torch.device, shape: str | None) -> Decoder:
         decoder.allow_packing()
         return decoder
     with _config_folder(shape) as folder:
-        return build(read_config(folder), _RandomWeights(device, torch.bfloat16))
+        return build(read_config(folder), RandomWeights(device, torch.bfloat16))
 
 
 def load_transformers(device: torch.device, shape: str | None) -> Any:

@@ -26,9 +26,9 @@ options = parser.parse_args()
 
 
 def prompt(question: str, system: str | None = None) -> list[int]:
-    turns = [{"role": "system", "content": system}] if system else []
-    turns.append({"role": "user", "content": question})
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": question})
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return tokens
 

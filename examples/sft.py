@@ -23,8 +23,8 @@ options = parser.parse_args()
 
 
 def prompt(question: str) -> list[int]:
-    turn = [{"role": "user", "content": question}]
-    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    messages = [{"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return tokens
 
