@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from starlette.datastructures import Headers
+from tinker._constants import DEFAULT_MAX_RETRIES
+
+from tinsmith.server.edge.http import WAIT, with_pause
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,3 +62,33 @@ async def test_names_cannot_lead_out_of_the_data_folder(
 async def test_files_are_served_to_signed_urls_only(api: Api, path: str) -> None:
     response = await api.http.get(f"/api/v1{path}?expires=99999999999&signature=x")
     assert response.status_code in (403, 404)
+
+
+async def test_all_tries_of_the_official_client_together_last_for_a_minute(
+    start_server: StartServer,
+) -> None:
+    """A database that is started again may be away for longer than ten pauses of a second."""
+    api = (await start_server(key_max_queued_operations=1)).api
+    model = await api.model()
+    await api.send_step(model, 3)  # waits for 1 and 2
+    pauses = []
+    for tries in range(DEFAULT_MAX_RETRIES):
+        api.headers["x-stainless-retry-count"] = str(tries)
+        refused = await api.post_pass(model, 4, [])
+        assert refused.status_code == 429
+        pauses.append(int(refused.headers["retry-after"]))
+        assert refused.headers["retry-after-ms"] == f"{pauses[-1]}000"
+    assert pauses[:5] == [1] * 5 and pauses == sorted(pauses)
+    assert sum(pauses) >= 60 and max(pauses) <= 60, "the client heeds no longer pause"
+
+
+@pytest.mark.parametrize("tries", ["", "-1", "x", "1e9", "0x1", "9" * 5000])
+def test_whatever_a_client_says_of_its_tries_there_is_a_pause(tries: str) -> None:
+    told = with_pause(Headers({"x-stainless-retry-count": tries}), WAIT)
+    assert 1 <= int(told["retry-after"]) <= 60
+
+
+def test_a_refusal_that_does_not_ask_for_another_try_stays_as_it_is() -> None:
+    asked = Headers({"x-stainless-retry-count": "7"})
+    assert with_pause(asked, None) == {}
+    assert with_pause(asked, {"location": "/"}) == {"location": "/"}

@@ -17,10 +17,12 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterator,
+    Mapping,
 )
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -47,6 +49,27 @@ FOR_BROWSERS, _BODY_START = "tinsmith.for_browsers", "tinsmith.body_start"
 the body was given, and whether a browser's cookie counts."""
 
 COOKIE = "tinsmith_session"
+
+
+_TRIES = "x-stainless-retry-count"
+"""How often a client has tried before, by its own account."""
+
+_SHORT_PAUSES, _LONGEST_PAUSE = 5, 32
+
+
+def with_pause(asked: Headers, headers: Mapping[str, str] | None) -> dict[str, str]:
+    """Headers of a refusal; those that tell when to try again ask for more patience each time.
+
+    The official client tries eleven times, as long apart as it is told. With a second each it gave
+    up after ten, while a database was being started again; now the last tries are further apart,
+    and together they last for a minute.
+    """
+    told = dict(headers or {})
+    tries = asked.get(_TRIES, "")
+    if tries.isdecimal() and told.keys() & WAIT.keys():
+        seconds = min(2 ** max(0, int(tries[:2]) + 1 - _SHORT_PAUSES), _LONGEST_PAUSE)
+        told |= {"retry-after-ms": str(1000 * seconds), "retry-after": str(seconds)}
+    return told
 
 
 class Refusal(Exception):
@@ -288,7 +311,7 @@ async def guarded(
     finally:
         _give_memory_back(service, request)
     service.metrics.count("refusals", status=str(status))
-    return answer(errors(status, detail), status, headers)
+    return answer(errors(status, detail), status, with_pause(request.headers, headers))
 
 
 def query_int(request: Request, name: str, default: int, *, least: int = 0, most: int) -> int:

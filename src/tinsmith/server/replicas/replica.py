@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from tinsmith.server.edge.answer_headers import with_defaults
 from tinsmith.server.edge.auth import credential_in, hash_key
 from tinsmith.server.edge.connections import CONNECTION
-from tinsmith.server.edge.http import WAIT, answer, detail_body
+from tinsmith.server.edge.http import WAIT, answer, detail_body, with_pause
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.replicas.body import Body, ClientGoneError, Memory
 from tinsmith.server.replicas.forwarding import HOP, NOT_HERE, Forwarding
@@ -227,7 +227,8 @@ class Replica:
                 return
             if other is not None:
                 if not self._name(scope, headers):
-                    refusal = _refusal(429, "you have too many connections; close some", close=True)
+                    detail = "you have too many connections; close some"
+                    refusal = _refusal(headers, 429, detail, close=True)
                     await refusal(scope, body.receive, send)
                     return
                 sent_at = loop.time()
@@ -246,14 +247,14 @@ class Replica:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(AGAIN_SECONDS):
                     await change.wait()
-        await self._away()(scope, body.receive, send)
+        await self._away(headers)(scope, body.receive, send)
 
-    def _away(self) -> Response:
+    def _away(self, headers: Headers) -> Response:
         other = self._lease.view.other
         if self._is_draining:
-            return _refusal(503, "the server is stopping; send this again", close=True)
+            return _refusal(headers, 503, "the server is stopping; send this again", close=True)
         where = "no server runs the engines" if other is None else f"{other.url} does not answer"
-        return _refusal(503, f"{where} now; send this again")
+        return _refusal(headers, 503, f"{where} now; send this again")
 
     def _name(self, scope: Scope, headers: Headers) -> bool:
         """Count the connection as that of an owner whose credentials the holder has accepted
@@ -275,9 +276,9 @@ class Replica:
             self._known.add(hash_key(credential))
 
 
-def _refusal(status: int, detail: str, *, close: bool = False) -> Response:
+def _refusal(asked: Headers, status: int, detail: str, *, close: bool = False) -> Response:
     headers = WAIT | ({"connection": "close"} if close else {})
-    return answer(detail_body(status, detail), status, headers)
+    return answer(detail_body(status, detail), status, with_pause(asked, headers))
 
 
 def _not_here() -> Response:
