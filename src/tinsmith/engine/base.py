@@ -135,6 +135,10 @@ class Pass:
     scope: str = ""
     """As in `SampleJob`: what was made of an image is cached for passes and jobs of one scope."""
 
+    choices: Sequence[np.ndarray | None] = ()
+    """For each datum the experts that its tokens go to, as `expert_choices` has them; None, and an
+    empty sequence, leave it to the routers."""
+
     is_replay: bool = False
     """Whether it replays a pass that ran before: an uploaded loss then has no time limit."""
 
@@ -234,6 +238,10 @@ class SampleJob:
     stream: bool = False
     """Whether to report tokens as they are decoded (`TokensSampled`)."""
 
+    reports_experts: bool = False
+    """Whether to report the experts that tokens went to (`ExpertsChosen`), before the response. An
+    engine that keeps none reports none."""
+
     scope: str = ""
     """An opaque name. Only jobs of one scope share cached prompts, so that neither an answer nor
     its speed reveals another scope's prompts; and scopes that have work share the device evenly."""
@@ -250,7 +258,21 @@ class TokensSampled:
     """The likeliest tokens at each position, where the job asked for them."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsChosen:
+    """Which experts the tokens of a job went to, as `expert_choices` has them; the last token of a
+    sample went to none yet."""
+
+    prompt: np.ndarray
+    """Of the prompt's tokens, which all samples share; the last may be among the samples' own."""
+
+    samples: tuple[np.ndarray, ...]
+    """Of the tokens behind these, by sample."""
+
+
 SampleEvent = TokensSampled | SampleResponse | Failure
+
+EngineSampleEvent = SampleEvent | ExpertsChosen
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -336,7 +358,7 @@ class Engine:
     async def unload_sampler(self, weights_id: str) -> None:
         raise NotImplementedError
 
-    def sample(self, job: SampleJob) -> AsyncIterator[SampleEvent]:
+    def sample(self, job: SampleJob) -> AsyncIterator[EngineSampleEvent]:
         """Run one job. The last event is a `SampleResponse` or a `Failure`; none follows it."""
         raise NotImplementedError
 

@@ -180,7 +180,7 @@ def test_shares_that_are_read_otherwise_than_transformers_reads_them_are_found(
     save_tiny("qwen3_moe", tmp_path, **MANY)
     forward = Router.forward
     monkeypatch.setattr(
-        Router, "forward", lambda self, x: forward(replace(self, is_normalized=False), x)
+        Router, "forward", lambda self, *args: forward(replace(self, is_normalized=False), *args)
     )
     difference = verification.compare(tmp_path, read_config(tmp_path))
     assert difference > 100 * verification.TOLERANCE

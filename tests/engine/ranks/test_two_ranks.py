@@ -23,7 +23,14 @@ from tests.engine.conftest import build_reference, save_tokenizer
 from tests.engine.train.test_pass_time import sorting_loss
 from tests.support.engine_calls import datum
 from tests.support.tiny_families import save_tiny
-from tinsmith.engine.base import Failure, FinishedPass, Pass, SampleJob, Step
+from tinsmith.engine.base import (
+    ExpertsChosen,
+    Failure,
+    FinishedPass,
+    Pass,
+    SampleJob,
+    Step,
+)
 from tinsmith.engine.local.boundary.worker import Later
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
@@ -86,6 +93,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> LocalEngineConfig:
         device="cpu",
         deterministic=True,
         custom_loss_seconds=0.2,
+        router_replay=True,
         verify_models=False,
         cache_folder=folder,
     )
@@ -129,6 +137,12 @@ async def run(engine: Some, *passes: Pass) -> list[Any]:
 
 
 async def sampled(engine: Some, job: SampleJob) -> SampleResponse:
+    answer = (await events_of(engine, job))[-1]
+    assert isinstance(answer, SampleResponse), answer
+    return answer
+
+
+async def events_of(engine: Some, job: SampleJob) -> list[Any]:
     if isinstance(engine, LocalEngine):
         events: list[Any] = [event async for event in engine.sample(job)]
     else:
@@ -136,8 +150,7 @@ async def sampled(engine: Some, job: SampleJob) -> SampleResponse:
         events = []
         while engine.is_sampling:
             events += [event for _, event in engine.sampling_turn()]
-    assert isinstance(events[-1], SampleResponse), events[-1]
-    return events[-1]
+    return events
 
 
 async def taught(engine: Some, base_model: str, num_steps: int = 3) -> tuple[str, list[Any]]:
@@ -221,6 +234,33 @@ async def test_two_ranks_report_and_learn_what_one_does(
         await tensors(one, expected, tmp_path / "one"),
         3 * TOLERANCE if base_model in ELSEWHERE else TOLERANCE,
     )
+
+
+@pytest.mark.parametrize("base_model", EXPERTS)
+async def test_two_ranks_report_experts_and_go_to_those_that_they_are_given(
+    one: EngineCore, two: LocalEngine, base_model: str, tmp_path: Path
+) -> None:
+    """To the next ones after those that a sampler chose."""
+    job = SampleJob(
+        job_id="j",
+        base_model=base_model,
+        weights_id=None,
+        prompt=ModelInput.from_ints(SENTENCES[0][:3]),
+        params=SamplingParams(max_tokens=5, seed=1, stop=[]),
+        reports_experts=True,
+    )
+    reported, losses, states = [], [], []
+    for number, engine in enumerate((two, one)):
+        chosen, _ = await events_of(engine, replace(job, job_id=f"experts {number}"))
+        assert isinstance(chosen, ExpertsChosen)
+        reported.append(np.concatenate([chosen.prompt, *chosen.samples]))
+        name = await created(engine, base_model)
+        item = replace(passed(name), choices=((reported[0] + 1) % 4, None, None))
+        losses.append(flat(await run(engine, item)))
+        states.append(await tensors(engine, name, tmp_path / str(number)))
+    assert (reported[0] == reported[1]).all()
+    np.testing.assert_allclose(*losses, atol=TOLERANCE, rtol=1e-5)
+    assert_close(*states)
 
 
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo"])

@@ -23,6 +23,7 @@ from tinsmith.engine.base import (
     BaseModelInfo,
     Capabilities,
     Engine,
+    EngineSampleEvent,
     Failure,
     FinishedPass,
     Health,
@@ -275,7 +276,7 @@ class FakeEngine(Engine):
 
     # Sampling
 
-    def sample(self, job: SampleJob) -> AsyncIterator[SampleEvent]:
+    def sample(self, job: SampleJob) -> AsyncIterator[EngineSampleEvent]:
         self._check_alive()
         try:
             model = self._model(job.base_model)

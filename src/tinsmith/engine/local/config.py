@@ -67,6 +67,11 @@ class LocalEngineConfig:
     the same weights and tokens, at temperature 1, whatever else runs; slower, on the CPU in float32
     or on CUDA in bfloat16, for models of our own decoder."""
 
+    router_replay: bool = False
+    """Whether samples report the experts that each token went to, which are kept beside keys and
+    values, and passes count the tokens whose experts they were given. A model whose
+    routers cannot be told where to send tokens is named in the log, and routes by itself."""
+
     num_threads: int | None = None
     """Threads for the mathematics on the CPU; None leaves torch's choice, and is one thread in
     deterministic mode and with `on_policy` "exact"."""

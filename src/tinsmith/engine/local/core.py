@@ -24,13 +24,14 @@ from tinsmith.detokenizer import read_detokenize
 from tinsmith.engine import checks
 from tinsmith.engine.base import (
     Capabilities,
+    EngineSampleEvent,
+    ExpertsChosen,
     Failure,
     FinishedPass,
     Health,
     ImportedAdapter,
     Pass,
     RefusedModel,
-    SampleEvent,
     SampleJob,
     SnapshotInfo,
     SnapshotKind,
@@ -45,6 +46,8 @@ from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.memory_plan import MemoryPlan, plan_memory
 from tinsmith.engine.local.model.base_models import BaseModels, device_of, dtype_of
 from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.experts.steering import check_choices
+from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool
 from tinsmith.engine.local.ranks import adapters as cut_adapters
 from tinsmith.engine.local.ranks.adapters import adapter_pool
@@ -110,6 +113,8 @@ class EngineCore:
         for name in self._models.names:
             try:
                 infos.append(self._models.info(name))
+                if self._config.router_replay and _routes_itself(self._models.config(name)):
+                    logger.warning("%r routes by itself: router_replay does nothing for it", name)
             except Exception as error:  # whatever is wrong with one model, others are served
                 logger.warning("base model %r cannot be served: %s", name, error)
                 refused.append(RefusedModel(name=name, reason=_without_paths(str(error))))
@@ -177,6 +182,7 @@ class EngineCore:
                     max_context_length=config.max_context_length,
                     images=config.images,
                 )
+                _check_choices(checked, config)
             except (ValidationError, EngineError) as error:
                 refused.append(FinishedPass(index, _failure(error), 0.0))
             else:
@@ -363,7 +369,7 @@ class EngineCore:
             self._generators[base_model].cancel(job_id)
             self._finish_job(job_id)
 
-    def sampling_turn(self, *, ahead: bool = True) -> list[tuple[str, SampleEvent]]:
+    def sampling_turn(self, *, ahead: bool = True) -> list[tuple[str, EngineSampleEvent]]:
         """One decoding step of every generator that has work; (job id, event) in order.
 
         With `ahead` the device may go on with what the next turn reports.
@@ -375,7 +381,7 @@ class EngineCore:
                 events += generator.step(ahead=ahead)
                 self._num_decoded += generator.num_decoded - before
         for job_id, event in events:
-            if not isinstance(event, TokensSampled):
+            if not isinstance(event, TokensSampled | ExpertsChosen):
                 self._finish_job(job_id)
         return events
 
@@ -491,9 +497,24 @@ def _describe(device: torch.device, dtype: torch.dtype, num_ranks: int) -> str:
     return ", ".join(words if num_ranks == 1 else [*words, f"{num_ranks} ranks"])
 
 
+def _routes_itself(config: DecoderConfig) -> bool:
+    """Whether the model has experts, and routers that cannot be told where to send tokens."""
+    has_experts = any(projection.experts is not None for projection in config.projections)
+    return has_experts and config.routed is None
+
+
 def _without_paths(text: str) -> str:
     """A text for those who may not know where files lie on this machine: names without folders."""
     return re.sub(r"(?<![\w.~])/(?:[^\s/'\":;,()]+/)+", "", text)
+
+
+def _check_choices(request: Pass, config: DecoderConfig) -> None:
+    for index, (datum, choices) in enumerate(zip(request.data, request.choices, strict=False)):
+        if choices is not None:
+            try:
+                check_choices(choices, datum.model_input.length, config.routed)
+            except ValidationError as error:
+                raise error.under(f"data[{index}]") from None
 
 
 def _failure(error: ValidationError | EngineError) -> Failure:

@@ -29,11 +29,12 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from tinsmith.engine.base import (
+    EngineSampleEvent,
+    ExpertsChosen,
     Failure,
     FinishedPass,
     Health,
     Pass,
-    SampleEvent,
     SampleJob,
     TokensSampled,
 )
@@ -113,7 +114,7 @@ class Core(Protocol):
         """Forget a job without a further event. Unknown ids are ignored."""
         ...
 
-    def sampling_turn(self, *, ahead: bool) -> list[tuple[str, SampleEvent]]:
+    def sampling_turn(self, *, ahead: bool) -> list[tuple[str, EngineSampleEvent]]:
         """Decode a little for the jobs under way; (job id, event) in order.
 
         With `ahead` the device may go on with what the next turn reports.
@@ -468,7 +469,7 @@ class Worker:
             if job_number is None:
                 continue
             replies.append(Item(job_number, _packed(event)))
-            if not isinstance(event, TokensSampled):
+            if not isinstance(event, TokensSampled | ExpertsChosen):
                 del self._jobs[job_id]
                 replies.append(Done(job_number))
         if replies:
@@ -546,6 +547,6 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _packed(event: SampleEvent) -> SampleEvent | Packed:
+def _packed(event: EngineSampleEvent) -> EngineSampleEvent | Packed:
     is_large = isinstance(event, SampleResponse) and len(event.sequences) >= _MANY_SEQUENCES
     return Packed.of(event) if is_large else event

@@ -11,6 +11,7 @@ Shapes: N tokens, d hidden size; `decoder` has the rest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from tinsmith.engine.local.model import adapted_linear
 from tinsmith.engine.local.model.adapted_linear import Inner
 from tinsmith.engine.local.model.experts.mlp import ExpertMlp, ExpertPass
 from tinsmith.engine.local.model.experts.mlp import Kept as KeptExperts
+from tinsmith.engine.local.model.experts.steering import Steering
 from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
@@ -145,9 +147,11 @@ class Block:
         attention: Attention,
         adapters: AdapterSegments,
         ranks: Ranks = ALONE,
+        steering: Steering | None = None,
     ) -> None:
         """`ranks` are those among which heads and inner columns are divided: the products that
-        join the residual stream are summed over them, and so is the gradient on its way back."""
+        join the residual stream are summed over them, and so is the gradient on its way back.
+        `steering` hears what routers choose, and may choose otherwise."""
         self._config = config
         self._ranks = ranks
         self._index = index
@@ -155,6 +159,7 @@ class Block:
         self._rotation = rotation
         self._attention = attention
         self._adapters = adapters
+        self._steering = steering
 
     def run(self, x: Tensor, *, recompute: bool = False) -> Tensor:
         """The residual stream (N, d) after the block.
@@ -193,7 +198,8 @@ class Block:
         return y, _KeptMlp(gate_up, gate_up_inner, down_inner, part)
 
     def _experts(self, mlp: ExpertMlp) -> ExpertPass:
-        return ExpertPass(mlp, self._index, self._config.activation, self._adapters)
+        steer = None if self._steering is None else partial(self._steering, self._index)
+        return ExpertPass(mlp, self._index, self._config.activation, self._adapters, steer)
 
     def _backward(self, grad: Tensor, kept: _Kept, *, needs_input: bool) -> Tensor | None:
         """The gradient for the block's input; those of adapters go to their buffers."""

@@ -24,6 +24,7 @@ from tinsmith.engine.local.model.adapted_linear import lora_linear, lora_linear_
 from tinsmith.engine.local.model.blocks import Attention, Block, DenseMlp, Layer
 from tinsmith.engine.local.model.experts.mlp import ExpertMlp, SharedExpert
 from tinsmith.engine.local.model.experts.router import Router
+from tinsmith.engine.local.model.experts.steering import Steering
 from tinsmith.engine.local.model.experts.weights import ExpertWeights
 from tinsmith.engine.local.model.families import DecoderConfig, ExpertsSpec, read_config
 from tinsmith.engine.local.model.images.vision import Vision
@@ -143,10 +144,12 @@ class Decoder:
         *,
         checkpoint_layers: bool = False,
         seen: Seen | None = None,
+        steering: Steering | None = None,
     ) -> Tensor:
         """Hidden states (N, d) after the final norm, for tokens (N,) at positions (N,).
 
-        `seen` are the rows that are parts of images, where the model has `vision`.
+        `seen` are the rows that are parts of images, where the model has `vision`. `steering` is
+        for routers, where `config.routed` has them.
         With `checkpoint_layers` the backward pass computes each block's activations again
         instead of keeping them.
         """
@@ -159,7 +162,9 @@ class Decoder:
             x = x * self._embedding_scale
         for index, layer in enumerate(self.layers):
             rotation = rotations[self.config.layers[index].rope]
-            block = Block(self.config, index, layer, rotation, attention, adapters, self.ranks)
+            block = Block(
+                self.config, index, layer, rotation, attention, adapters, self.ranks, steering
+            )
             x = block.run(x, recompute=checkpoint_layers)
         return differentiable_rms_norm(x, self.final_norm, self.config.norm_eps)
 

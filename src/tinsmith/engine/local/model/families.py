@@ -96,6 +96,17 @@ class ExpertsSpec:
     stored_as: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
+@dataclass(frozen=True, slots=True)
+class RoutedLayers:
+    """Layers whose routers can be told where to send tokens."""
+
+    layers: tuple[int, ...]
+    """Their numbers, in order."""
+
+    num_experts: int
+    per_token: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """The shape of one model."""
@@ -145,6 +156,14 @@ class DecoderConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def routed(self) -> RoutedLayers | None:
+        """Where experts can be chosen for tokens."""
+        experts = self.experts
+        if experts is None:
+            return None
+        return RoutedLayers(tuple(sorted(experts.layers)), experts.num_experts, experts.per_token)
 
 
 def read_config(folder: Path) -> DecoderConfig:

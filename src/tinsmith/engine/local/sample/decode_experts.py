@@ -19,6 +19,7 @@ from tinsmith.engine.local.kernels.decode_lora import TiledAdapters
 from tinsmith.engine.local.kernels.experts import Matrices, Sorted
 from tinsmith.engine.local.model.experts.mlp import ExpertMlp
 from tinsmith.engine.local.model.experts.routing import Owners, Routing
+from tinsmith.engine.local.model.experts.steering import Steer
 from tinsmith.engine.local.model.families import Projection
 from tinsmith.engine.local.model.pointwise import Activation, swiglu
 
@@ -75,10 +76,14 @@ class ExpertAdapters(NamedTuple):
 
 
 def run_experts(
-    x: Tensor, mlp: ExpertMlp, activation: Activation, adapters: ExpertAdapters | None
+    x: Tensor,
+    mlp: ExpertMlp,
+    activation: Activation,
+    adapters: ExpertAdapters | None,
+    steer: Steer | None = None,
 ) -> Tensor:
     """(B, d) of x (B, d), without the shared expert."""
-    _, choices, shares = mlp.router.forward(x)
+    _, choices, shares = mlp.router.forward(x, steer)
     routing = Routing(choices, len(mlp.router.weight))
     # Up: (B, d) to (S, 2 I), sorted by expert, to (S, I).
     z = mlp.gate_up.gathered_product(x, routing, routing.tokens)

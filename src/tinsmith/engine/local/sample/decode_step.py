@@ -14,6 +14,7 @@ it on the device, in the row's seat.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from tinsmith.engine.local.model.blocks import DenseMlp
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.experts.mlp import ExpertMlp, SharedExpert
 from tinsmith.engine.local.model.experts.routing import Owners
+from tinsmith.engine.local.model.experts.steering import Steer
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.model.rope import Rope
@@ -186,6 +188,7 @@ class DecodeStep:
             x = x * self._embedding_scale
         tiles = tiles_of_rows(rows, self._group) if decoder.is_invariant else None
         owners = Owners(self._table.slots[:count], count) if shape.num_tiles else None
+        choices = self._table.choices(count)
         y: Tensor | None = None
         for index, layer in enumerate(decoder.layers):
             spec = config.layers[index]
@@ -214,7 +217,8 @@ class DecodeStep:
             # MLP, or experts: (B, hidden) to (B, hidden).
             z = self._add_and_norm(x, y, layer.mlp_norm)
             if isinstance(layer.mlp, ExpertMlp):
-                y = self._experts(z, layer.mlp, index, shape, owners)
+                steer = None if choices is None else functools.partial(choices, index)
+                y = self._experts(z, layer.mlp, index, shape, owners, steer)
             else:
                 y = self._mlp(z, layer.mlp, index, shape)
             if layer.post_mlp_norm is not None:
@@ -241,14 +245,20 @@ class DecodeStep:
         return self._product(z, mlp.down, index, "down", shape)
 
     def _experts(
-        self, x: Tensor, mlp: ExpertMlp, index: int, shape: StepShape, owners: Owners | None
+        self,
+        x: Tensor,
+        mlp: ExpertMlp,
+        index: int,
+        shape: StepShape,
+        owners: Owners | None,
+        steer: Steer | None,
     ) -> Tensor:
         """`owners` are the adapter slots of the rows, where there is any."""
         adapters = None
         if owners is not None:
             up, down = (self._projections[index, name] for name in ("experts_up", "experts_down"))
             adapters = ExpertAdapters(self._tiled(shape), owners, up, down)
-        y = run_experts(x, mlp, self._decoder.config.activation, adapters)
+        y = run_experts(x, mlp, self._decoder.config.activation, adapters, steer)
         if mlp.shared is None:
             return y
         return torch.addcmul(y, self._mlp(x, mlp.shared, index, shape), mlp.shared.shares(x))

@@ -17,6 +17,7 @@ from tinsmith.engine.local.kernels.decode_attention import RowBlocks
 from tinsmith.engine.local.kernels.decode_lora import NUM_ADDRESSES, NUM_TILE_FIELDS, TILE_ROWS
 from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.lora import Adapter, LowRank
+from tinsmith.engine.local.sample.cached_choices import CachedChoices, places_of_rows
 from tinsmith.engine.local.sample.choosing import uniforms
 from tinsmith.engine.local.sample.kvcache import BlockTable, KVCache
 from tinsmith.engine.local.sample.sequences import Sequence
@@ -59,6 +60,15 @@ class StepTable:
         keys, values = self._cache.keys, self._cache.values
         lengths, firsts = self._lengths[:count], self._firsts[:count]
         return RowBlocks(keys, values, lengths, firsts, self._on_device)
+
+    def choices(self, count: int) -> CachedChoices | None:
+        """What notes the experts of the first so many rows, where the cache keeps them."""
+        cached, routed = self._cache.choices, self._cache.shape.routed
+        if cached is None or routed is None:
+            return None
+        lengths, firsts = self._lengths[:count], self._firsts[:count]
+        places = places_of_rows(lengths, firsts, self._on_device, cached)
+        return CachedChoices(cached, routed.layers, places)
 
     def fill(
         self,

@@ -27,7 +27,13 @@ import numpy as np
 import torch
 
 from tinsmith.detokenizer import Detokenize
-from tinsmith.engine.base import Failure, FailureCategory, SampleEvent, SampleJob, TokensSampled
+from tinsmith.engine.base import (
+    EngineSampleEvent,
+    Failure,
+    FailureCategory,
+    SampleJob,
+    TokensSampled,
+)
 from tinsmith.engine.grammar import CompiledGrammar, Tokens
 from tinsmith.engine.local import kernels
 from tinsmith.engine.local.config import LocalEngineConfig
@@ -86,7 +92,9 @@ class Generator:
         is_cuda = decoder.device.type == "cuda"
         uses_kernels = _can_use_kernels(decoder, config)
         self._cache = KVCache(
-            CacheShape.of(decoder.config, decoder.device, decoder.dtype),
+            CacheShape.of(
+                decoder.config, decoder.device, decoder.dtype, keeps_choices=config.router_replay
+            ),
             cache_bytes or _planned_bytes(decoder, config),
             has_padding=not uses_kernels,
         )
@@ -106,7 +114,7 @@ class Generator:
             tokens or Tokens(None, decoder.config.vocab_size), decoder.ranks
         )
         self._requests: dict[str, Request] = {}
-        self._events: list[tuple[str, SampleEvent]] = []
+        self._events: list[tuple[str, EngineSampleEvent]] = []
 
     @property
     def busy(self) -> bool:
@@ -179,7 +187,7 @@ class Generator:
             self._decode.forget(adapter)
         self._scheduler.forget(adapter)
 
-    def step(self, *, ahead: bool = True) -> list[tuple[str, SampleEvent]]:
+    def step(self, *, ahead: bool = True) -> list[tuple[str, EngineSampleEvent]]:
         """Schedule, run, settle; the answer is what there is to report, by job.
 
         What is launched `ahead` is read by the next step, which should then follow soon.
@@ -299,6 +307,9 @@ class Generator:
         for request in requests:
             if request.job.job_id in self._requests and request.is_finished:
                 del self._requests[request.job.job_id]
+                chosen = request.experts_chosen()
+                if chosen is not None:
+                    self._events.append((request.job.job_id, chosen))
                 self._events.append((request.job.job_id, request.response()))
 
     # Leaving

@@ -5,14 +5,16 @@ all layers. A sequence has a *table* of the blocks it reads, in order; it grows 
 and nothing is ever moved. A block may be in several tables: samples share their prompt's blocks,
 and a prompt those of one that begins alike (`prefixes`). What is shared is never written to. The
 last block of a prompt, which its samples would go on filling, is copied when the first of them does
-(copy on write). For models with recurrent layers a table also has a *state*, which stands for all
-tokens up to its end and is shared and copied in the same way.
+(copy on write). Where it is asked for, the experts that tokens went to lie beside their keys
+(`cached_choices`). For models with recurrent layers a table also has a *state*, which stands for
+all tokens up to its end and is shared and copied in the same way.
 
 This module hands out blocks and states and counts who reads them; who gives way when there are none
 left is the scheduler's affair.
 
 Shapes: L layers that attend, N blocks, K key/value heads, S tokens of a block, D head size,
-P recurrent layers, R states, n numbers in the state of one layer.
+P recurrent layers, R states, n numbers in the state of one layer, E layers with experts, k experts
+of a token.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.engine.local.model.families import DecoderConfig
+from tinsmith.engine import expert_choices
+from tinsmith.engine.local.model.families import DecoderConfig, RoutedLayers
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.model.recurrent.recurrence import StateShape
 from tinsmith.engine.local.sample.pages import Pages
@@ -54,9 +57,18 @@ class CacheShape:
     device: torch.device
     dtype: torch.dtype
     state: StateShape | None = None
+    routed: RoutedLayers | None = None
+    """Given where the experts that tokens went to are kept too."""
 
     @classmethod
-    def of(cls, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> CacheShape:
+    def of(
+        cls,
+        config: DecoderConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        keeps_choices: bool = False,
+    ) -> CacheShape:
         return cls(
             config.num_layers,
             config.num_kv_heads,
@@ -65,6 +77,7 @@ class CacheShape:
             device,
             dtype,
             config.state,
+            config.routed if keeps_choices else None,
         )
 
     @property
@@ -74,7 +87,16 @@ class CacheShape:
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        keys = self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * keys + self._choices_bytes
+
+    @property
+    def _choices_bytes(self) -> int:
+        """What the experts of a token take."""
+        if self.routed is None:
+            return 0
+        size = expert_choices.dtype_for(self.routed.num_experts).itemsize
+        return len(self.routed.layers) * self.routed.per_token * size
 
     @property
     def block_bytes(self) -> int:
@@ -97,6 +119,14 @@ class CacheShape:
         """(L, N, K, S, D)."""
         size = (self.num_layers, num_blocks, self.num_kv_heads, self.block_tokens, self.head_dim)
         return _zeros(size, self.dtype, self.device)
+
+    def zero_choices(self, num_blocks: int) -> Tensor | None:
+        """(E, N, S, k), where they are kept."""
+        if self.routed is None:
+            return None
+        is_small = expert_choices.dtype_for(self.routed.num_experts).itemsize == 1
+        size = (len(self.routed.layers), num_blocks, self.block_tokens, self.routed.per_token)
+        return _zeros(size, torch.uint8 if is_small else torch.int16, self.device)
 
     def zero_states(self, num_states: int) -> Tensor:
         """(P, R, n)."""
@@ -142,6 +172,8 @@ class KVCache:
         self.keys = shape.zero_blocks(self._blocks.count)
         self.values = shape.zero_blocks(self._blocks.count)
         self.states = shape.zero_states(self._states.count)
+        self.choices = shape.zero_choices(self._blocks.count + 1)
+        """Where they are kept; the last block is for rows that are padding."""
         self._remembered: Prefixes | WholePrompts
         if shape.state is None:
             self._remembered = Prefixes(self._blocks, shape.block_tokens)
@@ -169,6 +201,20 @@ class KVCache:
     def close(self) -> None:
         """Free the memory, whoever still refers to the cache."""
         self.keys = self.values = self.states = torch.empty(0)
+        self.choices = None
+
+    def read_choices(self, table: BlockTable, start: int, stop: int) -> np.ndarray:
+        """(stop - start, E, k): the experts that these tokens of a table went to; waits for the
+        device."""
+        assert self.choices is not None, "they are kept"
+        size = self.shape.block_tokens
+        blocks = table.blocks[start // size : self.shape.blocks_for(stop)]
+        # (E, blocks, S, k) to (E, tokens, k), to (tokens, E, k).
+        found = self.choices[:, torch.tensor(blocks, device=self.shape.device)].flatten(1, 2)
+        first = start - start % size
+        found = found[:, start - first : stop - first].transpose(0, 1).contiguous().cpu()
+        # Torch counts in few types; no expert has a number that needs a sign.
+        return found.numpy().view(np.uint8 if found.dtype == torch.uint8 else np.uint16)
 
     # Tables
 
@@ -252,6 +298,8 @@ class KVCache:
             old, new = table.blocks[at], self._blocks.take()
             self.keys[:, new] = self.keys[:, old]
             self.values[:, new] = self.values[:, old]
+            if self.choices is not None:
+                self.choices[:, new] = self.choices[:, old]
             self._blocks.leave(old)
             table.blocks[at] = new
         if self._is_state_shared(table):

@@ -18,6 +18,7 @@ from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.inputs import Seen
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments
 from tinsmith.engine.local.sample.cached_attention import CachedAttention, Rows
+from tinsmith.engine.local.sample.cached_choices import CachedChoices
 from tinsmith.engine.local.sample.next_tokens import NextToken, next_tokens
 from tinsmith.engine.local.sample.sequences import Prefill, Request, Sequence
 from tinsmith.errors import ValidationError
@@ -96,11 +97,9 @@ class MixedStep:
         if not len(self._tokens):
             return  # only prompts of which the cache knew everything
         device = self._decoder.device
+        prompts, running = self._prompt_rows(), self._running_rows()
         attention = CachedAttention(
-            self._decoder.config,
-            self._prompt_rows(),
-            self._running_rows(),
-            is_invariant=self._decoder.is_invariant,
+            self._decoder.config, prompts, running, is_invariant=self._decoder.is_invariant
         )
         # (N,) to (N, hidden); attention writes the KV cache and reads it.
         self._hidden = self._decoder.hidden(
@@ -109,6 +108,7 @@ class MixedStep:
             attention,
             self._segments,
             seen=self._seen,
+            steering=CachedChoices.of([*prompts, *running]),
         )
         for chunk in self.chunks:
             chunk.prefill.num_done += chunk.num_tokens

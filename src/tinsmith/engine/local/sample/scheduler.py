@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.fair_queue import FairQueue
-from tinsmith.engine.local.sample.kvcache import KVCache
+from tinsmith.engine.local.sample.kvcache import BlockTable, KVCache
 from tinsmith.engine.local.sample.mixed_step import Chunk
 from tinsmith.engine.local.sample.prefixes import NOTHING, shared_prefix
 from tinsmith.engine.local.sample.sequences import Prefill, Request, Sequence
@@ -202,6 +202,7 @@ class Scheduler:
         table = prefill.table
         assert table is not None
         self.prefilling.remove(prefill)
+        self._note_choices(prefill.request, table)
         common: tuple[int, ...] = ()
         if prefill.num_sequences > 1 and not self._is_deterministic:
             common = self._cache.full_blocks(table)
@@ -215,6 +216,12 @@ class Scheduler:
         if prefill.is_fresh and not self._is_deterministic:
             self._cache.remember(prefill.request.realm, prefill.tokens, table)
         self._abandon(prefill)
+
+    def _note_choices(self, request: Request, table: BlockTable) -> None:
+        is_wanted = request.job.reports_experts and self._cache.choices is not None
+        if is_wanted and request.prompt_choices is None:
+            stop = min(table.num_tokens, len(request.prompt))
+            request.prompt_choices = self._cache.read_choices(table, 0, stop)
 
     # Sequences into rows
 
@@ -358,6 +365,7 @@ class Scheduler:
         return held
 
     def _requeue(self, sequence: Sequence) -> None:
+        sequence.note_choices()
         self._vacate(sequence)
         self._waiting.append_left(Prefill(sequence.request, sequence))
 
@@ -365,6 +373,7 @@ class Scheduler:
 
     def end(self, sequence: Sequence) -> None:
         """A sequence has its last token; it may have been paused meanwhile."""
+        sequence.note_choices()
         self.running = [other for other in self.running if other is not sequence]
         self._parked.keep(lambda other: other is not sequence)
         self._vacate(sequence)

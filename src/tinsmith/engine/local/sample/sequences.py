@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 
 from tinsmith.detokenizer import Detokenize
-from tinsmith.engine.base import SampleJob
+from tinsmith.engine.base import ExpertsChosen, SampleJob
 from tinsmith.engine.grammar import CompiledGrammar
 from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.inputs import Input
@@ -67,6 +67,9 @@ class Request:
         self.seed = fresh_seed() if job.params.seed is None else job.params.seed % 2**64
         self.scores = PromptScores(job, self.prompt, self.seed)
         self.num_cache_hits = 0
+        self.prompt_choices: np.ndarray | None = None
+        """The experts that its prompt's tokens went to, once prefill has read them, where the job
+        asks for them: (T, E, k)."""
         params = job.params
         is_cut = 0 < params.top_k < config.vocab_size or params.top_p < 1.0
         is_small = 0 < params.temperature < SMALL_TEMPERATURE
@@ -110,6 +113,13 @@ class Request:
     def is_finished(self) -> bool:
         return all(sequence.stop_reason is not None for sequence in self.sequences)
 
+    def experts_chosen(self) -> ExpertsChosen | None:
+        """What the job asked to be told about experts; None where the model has none to tell of."""
+        prompt = self.prompt_choices
+        if prompt is None:
+            return None
+        return ExpertsChosen(prompt, tuple(each.choices_after(prompt) for each in self.sequences))
+
     def response(self) -> SampleResponse:
         return SampleResponse(
             sequences=[sequence.result() for sequence in self.sequences],
@@ -139,6 +149,8 @@ class Sequence:
         """Counts how often it lost its blocks: what was asked for before that is void."""
         self.table: BlockTable | None = None
         """What the cache holds for it, once its prompt has been read."""
+        self._choices: list[np.ndarray] = []
+        """The experts that tokens behind the prompt's went to, of those that were noted."""
         self._watch = watch
         self._top: list[tuple[SequenceOf[int], SequenceOf[float]]] = []
 
@@ -175,6 +187,22 @@ class Sequence:
     def position(self) -> int:
         """Where the token is that the next decode step reads."""
         return self.num_past + self.request.input.shift
+
+    def note_choices(self) -> None:
+        """Take down the experts of its tokens, before it leaves its blocks. Those that it had been
+        to before it gave way stay: with these its tokens were drawn."""
+        prompt, table = self.request.prompt_choices, self.table
+        if prompt is None or table is None:
+            return
+        known = len(prompt) + sum(map(len, self._choices))
+        # A device that is ahead may have read the last token too.
+        stop = min(table.num_tokens, len(self.request.prompt) + len(self.tokens) - 1)
+        if stop > known:
+            self._choices.append(table.cache.read_choices(table, known, stop))
+
+    def choices_after(self, prompt: np.ndarray) -> np.ndarray:
+        """The experts of its tokens behind those of the prompt."""
+        return np.concatenate([prompt[:0], *self._choices])
 
     def add(
         self, token: int, logprob: float, top: tuple[SequenceOf[int], SequenceOf[float]] | None

@@ -34,11 +34,13 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.base import Failure, FinishedPass, Pass
+from tinsmith.engine.expert_choices import are_known
 from tinsmith.engine.local import device_memory
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.adapted_linear import finish_gradients
 from tinsmith.engine.local.model.batch import Item, PackedAttention, plan
 from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.experts.steering import GivenChoices
 from tinsmith.engine.local.model.inputs import Input, Seen
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments, GradientBuffer, Run
 from tinsmith.engine.local.model.unembedding import TargetLogprobs
@@ -56,6 +58,9 @@ CPU_WORK = 2**33
 FEWEST_TOKENS = 512
 """... and how many it has at least: with two threads 256 take a tenth longer than 2,048, token by
 token, and 512 as long."""
+
+REPLAYED = "experts/replayed_tokens:sum"
+"""The metric that says how many tokens went to experts that were given, not chosen anew."""
 
 _LOSS_THREADS = 4
 """Uploaded losses that run at a time, each of another call."""
@@ -200,7 +205,8 @@ def _finished(
     """Take out the passes that are done."""
     for index in [index for index, state in progress.items() if state.is_done]:
         state = progress.pop(index)
-        result, seconds = state.finish(decoder.ranks), state.seconds
+        result = state.finish(decoder.ranks, counts_replayed=config.router_replay)
+        seconds = state.seconds
         if state.is_gradient_broken and state.had_company:
             # Passes that share products share an overflow, too; alone it shows whose it was.
             (again,) = filter(None, run_passes([state.request], adapters, decoder, config))
@@ -295,17 +301,23 @@ class _Progress:
             self.failure = Failure(message, "user" if category == "user" else "server")
         self.gradient = None
 
-    def finish(self, ranks: Ranks) -> ForwardBackwardOutput | Failure:
+    def finish(
+        self, ranks: Ranks, *, counts_replayed: bool = False
+    ) -> ForwardBackwardOutput | Failure:
         """Let the gradient take effect and put the result together."""
         if self.failure is None and self.gradient is not None:
             self._commit(self.gradient.flat, ranks)
         if self.failure is not None:
             return self.failure
         order = range(len(self.request.data))
+        metrics = combine_metrics([self.stats[i] for i in order])
+        if counts_replayed:
+            given = [each for each in self.request.choices if each is not None]
+            metrics[REPLAYED] = float(sum(are_known(each).sum() for each in given))
         return ForwardBackwardOutput(
             loss_fn_output_type="ArrayRecord",
             loss_fn_outputs=[{"logprobs": _tensor_data(self.logprobs[i])} for i in order],
-            metrics=combine_metrics([self.stats[i] for i in order]),
+            metrics=metrics,
         )
 
     def _commit(self, flat: Tensor, ranks: Ranks) -> None:
@@ -339,6 +351,7 @@ def run_batch(
     seen = _seen(items, inputs, progress, decoder)
     attention = PackedAttention(decoder.config, lengths, is_invariant=decoder.is_invariant)
     adapters = _segments(items, progress)
+    steering = _steering(items, progress, decoder)
     with torch.set_grad_enabled(needs_gradient):
         hidden = decoder.hidden(
             torch.from_numpy(tokens.astype(np.int64)).to(decoder.device),
@@ -347,6 +360,7 @@ def run_batch(
             adapters,
             checkpoint_layers=limits.checkpoint_layers,
             seen=seen,
+            steering=steering,
         )
     hidden_grad = yield from _score(items, progress, hidden.detach(), decoder, adapters, limits)
     if hidden.requires_grad:
@@ -371,6 +385,21 @@ def _seen(
             raise error.under(f"data[{item.datum}].model_input") from None
         row += item.length
     return Seen.joined(parts)
+
+
+def _steering(
+    items: Sequence[Item], progress: Mapping[int, _Progress], decoder: Decoder
+) -> GivenChoices | None:
+    """The experts that the tokens of a micro-batch were given; None where there are none."""
+    given: list[tuple[int, np.ndarray | None]] = []
+    for item in items:
+        choices = progress[item.pass_index].request.choices
+        given.append((item.length, choices[item.datum] if choices else None))
+    if all(choices is None for _, choices in given):
+        return None
+    routed = decoder.config.routed
+    assert routed is not None, "checked before"
+    return GivenChoices(given, routed, decoder.device)
 
 
 def _datum(item: Item, progress: Mapping[int, _Progress]) -> Datum:

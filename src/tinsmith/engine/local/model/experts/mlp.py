@@ -16,6 +16,7 @@ from tinsmith.engine.local.model.adapted_linear import Inner
 from tinsmith.engine.local.model.experts.products import Batch, Down, Up
 from tinsmith.engine.local.model.experts.router import Routed, Router
 from tinsmith.engine.local.model.experts.routing import Routing
+from tinsmith.engine.local.model.experts.steering import Steer
 from tinsmith.engine.local.model.experts.weights import ExpertWeights
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
@@ -86,17 +87,23 @@ class ExpertPass:
     """A layer of experts under the adapters of one batch."""
 
     def __init__(
-        self, mlp: ExpertMlp, layer: int, activation: Activation, adapters: AdapterSegments
+        self,
+        mlp: ExpertMlp,
+        layer: int,
+        activation: Activation,
+        adapters: AdapterSegments,
+        steer: Steer | None = None,
     ) -> None:
         self._mlp = mlp
         self._layer = layer
         self._activation = activation
         self._adapters = adapters
+        self._steer = steer
 
     def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
         """(T, d) of x (T, d)."""
         mlp = self._mlp
-        routed = mlp.router.forward(x)
+        routed = mlp.router.forward(x, self._steer)
         batch = Batch(Routing(routed.choices, len(mlp.router.weight)), self._adapters)
         # Dispatch and up: (T, d) to (S, 2 I), sorted by expert.
         gate_up, gate_up_inner = self._up(x, batch).forward(x)

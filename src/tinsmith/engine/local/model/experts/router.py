@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinsmith.engine.local.model.experts.steering import Steer
+
 
 class Routed(NamedTuple):
     probabilities: Tensor
@@ -36,10 +38,13 @@ class Router:
     is_normalized: bool
     """Whether the shares of a token sum up to one."""
 
-    def forward(self, x: Tensor) -> Routed:
-        """From x (T, d)."""
+    def forward(self, x: Tensor, steer: Steer | None = None) -> Routed:
+        """From x (T, d). `steer` may have tokens go to other experts, by the shares of these."""
         probabilities = F.linear(x, self.weight).softmax(dim=-1, dtype=torch.float32)
         shares, choices = probabilities.topk(self.per_token, dim=-1)
+        if steer is not None:
+            choices = steer(choices)
+            shares = probabilities.gather(1, choices)
         if self.is_normalized:
             shares = shares / shares.sum(dim=-1, keepdim=True)
         return Routed(probabilities, choices, shares)

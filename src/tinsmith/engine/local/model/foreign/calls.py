@@ -7,7 +7,7 @@ call that is under way, which computes, or only watches.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -20,11 +20,13 @@ from tinsmith.engine.local.config import BaseWeights
 from tinsmith.engine.local.model.adapted_linear import lora_linear
 from tinsmith.engine.local.model.blocks import Attention
 from tinsmith.engine.local.model.experts.foreign import Experts, is_experts
+from tinsmith.engine.local.model.experts.steering import Steering
 from tinsmith.engine.local.model.families import (
     AttentionSpec,
     Projection,
 )
 from tinsmith.engine.local.model.foreign.config import ForeignConfig
+from tinsmith.engine.local.model.foreign.routers import ForeignRouters, ShareRule
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.quantized import quantize
@@ -48,6 +50,10 @@ class Call(Protocol):
         """From x (T, d), and the experts of each token and their shares (T, k)."""
         ...
 
+    def route(self, number: int, rule: ShareRule, routed: Any) -> Any:
+        """What a router says: logits, shares and choices; or others in their place."""
+        ...
+
     def recur(self, layer: RecurrentLayer, module: nn.Module, x: Tensor) -> Tensor: ...
 
 
@@ -60,11 +66,13 @@ class ForwardCall:
         attention: Attention,
         adapters: AdapterSegments,
         ranks: Ranks,
+        steering: Steering | None = None,
     ) -> None:
         self.config = config
         self.attention = attention
         self.adapters = adapters
         self.ranks = ranks
+        self.steering = steering
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
@@ -76,6 +84,18 @@ class ForwardCall:
 
     def run_experts(self, experts: Experts, x: Tensor, choices: Tensor, shares: Tensor) -> Tensor:
         return experts.run(x, choices, shares, self.adapters, self.ranks)
+
+    def route(self, number: int, rule: ShareRule, routed: Any) -> Any:
+        if self.steering is None:
+            return routed
+        logits, own_shares, own = routed
+        choices = self.steering(number, own)
+        if choices is own:
+            return routed
+        shares = rule.shares(logits, choices).to(own_shares.dtype)
+        # Where both agree, the router's own numbers, to the last bit.
+        is_own = (choices == own).all(dim=-1, keepdim=True)
+        return logits, torch.where(is_own, own_shares, shares), choices
 
     def recur(self, layer: RecurrentLayer, module: nn.Module, x: Tensor) -> Tensor:
         place = self.config.recurring.index(_number(module))
@@ -120,6 +140,9 @@ class ProbeCall:
     def run_experts(self, experts: Experts, x: Tensor, choices: Tensor, shares: Tensor) -> Tensor:
         # Which experts are chosen depends on numbers that are not there.
         return torch.empty_like(x)
+
+    def route(self, number: int, rule: ShareRule, routed: Any) -> Any:
+        return routed
 
     def recur(self, layer: RecurrentLayer, module: nn.Module, x: Tensor) -> Tensor:
         self.states[_number(module)] = layer.state_shape(module)
@@ -200,6 +223,19 @@ def replace_experts(model: nn.Module) -> list[Experts]:
 def _experts_forward(experts: Experts, x: Tensor, choices: Tensor, shares: Tensor) -> Tensor:
     """In the form in which `transformers` calls a layer of experts."""
     return _CURRENT.get().run_experts(experts, x, choices, shares)
+
+
+def replace_routers(model: nn.Module, routers: ForeignRouters) -> None:
+    for number, name in enumerate(routers.names):
+        module: Any = model.get_submodule(name)
+        module.forward = functools.partial(_router_forward, module.forward, number, routers.rule)
+
+
+def _router_forward(
+    forward: Callable[..., Any], number: int, rule: ShareRule, *args: Any, **options: Any
+) -> Any:
+    """In the form in which `transformers` calls a router."""
+    return _CURRENT.get().route(number, rule, forward(*args, **options))
 
 
 def replace_recurrent_layers(model: nn.Module) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinsmith.engine.local.model.families import (
-    DecoderConfig,
-)
+from tinsmith.engine.local.model.families import DecoderConfig, RoutedLayers
+from tinsmith.engine.local.model.foreign.routers import ForeignRouters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +17,13 @@ class ForeignConfig(DecoderConfig):
 
     recurring: tuple[int, ...]
     """Those of the recurrent layers."""
+
+    routers: ForeignRouters | None = None
+    """None where the model has none, or routes by itself."""
+
+    @property
+    def routed(self) -> RoutedLayers | None:
+        return None if self.routers is None else self.routers.layers
 
 
 def is_foreign(config: DecoderConfig) -> bool:

@@ -13,6 +13,7 @@ from tinsmith.engine.local.model.blocks import Attention
 from tinsmith.engine.local.model.comparison import agree, our_logits, own_logits
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.experts.foreign import Experts, is_experts
+from tinsmith.engine.local.model.experts.steering import Steering
 from tinsmith.engine.local.model.families import (
     FAMILIES,
 )
@@ -24,6 +25,7 @@ from tinsmith.engine.local.model.foreign.calls import (
     calling,
     replace_experts,
     replace_recurrent_layers,
+    replace_routers,
 )
 from tinsmith.engine.local.model.foreign.config import ForeignConfig
 from tinsmith.engine.local.model.images.settings import model_class
@@ -116,6 +118,8 @@ class ForeignDecoder(Decoder):
             if projection.part != "unembed" and projection.experts is None
         ]
         self._experts = replace_experts(model)
+        if config.routers is not None:
+            replace_routers(model, config.routers)
         replace_recurrent_layers(model)
 
     @property
@@ -153,6 +157,7 @@ class ForeignDecoder(Decoder):
         *,
         checkpoint_layers: bool = False,
         seen: Seen | None = None,
+        steering: Steering | None = None,
     ) -> Tensor:
         """As in `Decoder`; activations are kept whether or not layers are to be checkpointed."""
         inputs: dict[str, Any]
@@ -160,7 +165,7 @@ class ForeignDecoder(Decoder):
             inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
         else:
             inputs = self._with_images(tokens, positions, seen)
-        with calling(ForwardCall(self.config, attention, adapters, self.ranks)):
+        with calling(ForwardCall(self.config, attention, adapters, self.ranks, steering)):
             output = self._text(**inputs, use_cache=False)
         return output.last_hidden_state[0]
 

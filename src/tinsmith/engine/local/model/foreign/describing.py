@@ -20,6 +20,7 @@ from tinsmith.engine.local.model.families import (
 from tinsmith.engine.local.model.foreign.building import build_empty, text_model
 from tinsmith.engine.local.model.foreign.calls import ProbeCall, calling
 from tinsmith.engine.local.model.foreign.config import ForeignConfig
+from tinsmith.engine.local.model.foreign.routers import find_routers
 from tinsmith.engine.local.model.images.settings import read_image_rules
 from tinsmith.engine.local.model.model_types import nearest_type, needed_transformers
 from tinsmith.engine.local.model.recurrent.layers import recurrent_layer
@@ -87,6 +88,7 @@ def _describe(model: Any, architecture: str) -> ForeignConfig:
         is_tied=bool(model.config.tie_word_embeddings),
         final_softcap=getattr(settings, "final_logit_softcapping", None),
         projections=projections,
+        routers=find_routers(model),
     )
 
 
