@@ -101,6 +101,7 @@ def _local_factory(config: ServerConfig, cluster: RemoteCluster | None) -> Engin
         "base_weights": config.base_weights,
         "deterministic": config.deterministic,
         "on_policy": config.on_policy,
+        "router_replay": config.router_replay,
         "ranks": config.ranks,
         **({"models": config.models} if config.models else {}),
     }

@@ -10,7 +10,8 @@ import numpy as np
 import orjson
 
 from history.listening import Exchange
-from tinsmith.server.operations.codecs import PassCodec, PassRequest
+from tinsmith.server.operations.codecs import PassCodec
+from tinsmith.server.operations.recorded_pass import PassRequest, RecordedPass
 from tinsmith.types import (
     ForwardBackwardRequest,
     ForwardRequest,
@@ -110,8 +111,8 @@ class Recorder:
                     kind=kind,
                     whose=str(request.model_id),
                     seq_id=request.seq_id,
-                    body=codec.digest(request),
-                    asks=codec.digest(same),
+                    body=codec.digest(RecordedPass(request)),
+                    asks=codec.digest(RecordedPass(same)),
                     request_id=request_id,
                     is_repeatable=inputs.loss_fn != "custom",
                 )

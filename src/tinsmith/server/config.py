@@ -134,6 +134,17 @@ class ServerConfig:
     on_policy: Literal["close", "exact"] = "close"
     """With exact, log-probabilities of sampler and trainer are the same bits; slower."""
 
+    router_replay: bool = False
+    """Whether a pass whose data say which samples their tokens came from sends these tokens to the
+    experts that the sampler chose; for models with experts."""
+
+    router_replay_bytes: int = 256 * 1024 * 1024
+    """Most memory for the experts of sampled tokens; where it is full, the owner who takes most
+    gives way first."""
+
+    router_replay_seconds: float = 3600.0
+    """How long the experts of sampled tokens are kept for the passes that follow."""
+
     seed: int | None = None
     """Seed for adapters that are created without one: the same order of creations gives the same
     adapters."""

@@ -61,6 +61,7 @@ GAUGES: dict[str, str] = {
     "engine_up": "1 while an engine serves, 0 while none does.",
     "event_loop_lag_seconds": "How late the event loop lately was.",
     "event_streams": "Streams of events that are open.",
+    "kept_experts_bytes": "Experts of sampled tokens in memory, for passes with `router_replay`.",
     "leads": "1 while this server runs the engines, 0 while it passes requests on to the one that "
     "does; of servers on Postgres.",
     "lease_epoch": "How often the lease to run the engines was taken; of servers on Postgres.",

@@ -399,6 +399,9 @@ class Service:
             "loaded_models": lambda: sum(model.is_loaded for model in self.models),
             "running_samples": lambda: self.sampling.num_running,
             "sample_result_bytes": lambda: self.sampling.promises.nbytes,
+            "kept_experts_bytes": lambda: (
+                0 if self.sampling.experts is None else self.sampling.experts.num_bytes
+            ),
             "event_streams": lambda: self.events.num_readers,
             "engine_up": lambda: float(self.engines.is_up),
             "engine_restarts": lambda: self.engines.num_restarts,

@@ -8,13 +8,16 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from tinsmith.server.operations import recorded_pass
 from tinsmith.server.operations.codecs import PassCodec
 from tinsmith.server.operations.gaps import GapWatch
 from tinsmith.server.operations.kinds import KINDS, operation_of
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.queue import SequenceQueue
+from tinsmith.server.operations.recorded_pass import RecordedPass
 from tinsmith.server.store.records import ModelRecord, OperationRecord
 from tinsmith.types import (
     Datum,
@@ -23,6 +26,8 @@ from tinsmith.types import (
     ModelInput,
     SaveWeightsForSamplerRequest,
 )
+from tinsmith.wire import proto
+from tinsmith.wire.limits import DEFAULT_LIMITS
 
 if TYPE_CHECKING:
     from tests.support.in_process_server import Api, StartServer
@@ -100,11 +105,15 @@ def test_a_digest_does_not_depend_on_how_the_request_was_written() -> None:
     )
     digests = {
         PassCodec(forward_only=False).digest(
-            ForwardBackwardRequest(
-                ForwardBackwardInput([datum], "cross_entropy", config), "model", 1
+            RecordedPass(
+                ForwardBackwardRequest(
+                    ForwardBackwardInput([datum], "cross_entropy", config), "model", 1
+                ),
+                choices,
             )
         )
         for datum, config in [(plain, {"a": 1.0, "b": 2.0}), (turned, {"b": 2.0, "a": 1.0})]
+        for choices in [(), (np.zeros((2, 1, 1), np.uint8),)]
     }
     assert len(digests) == 1
 
@@ -116,7 +125,8 @@ def test_a_digest_depends_on_everything_else() -> None:
     passes = [ForwardBackwardInput(each, "cross_entropy") for each in data]
     passes.append(ForwardBackwardInput(data[0], "ppo"))
     passes.append(ForwardBackwardInput(data[0], "cross_entropy", {"a": 1.0}))
-    assert len({digest(ForwardBackwardRequest(each, "m", 1)) for each in passes}) == len(passes)
+    requests = [ForwardBackwardRequest(each, "m", 1) for each in passes]
+    assert len({digest(RecordedPass(request)) for request in requests}) == len(passes)
     saves = [SaveWeightsForSamplerRequest(model_id="m", seq_id=1, path=path) for path in "xy"]
     codec = KINDS["save_weights_for_sampler"].codec
     assert codec.digest(saves[0]) != codec.digest(saves[1])
@@ -249,3 +259,20 @@ def test_time_in_which_the_server_did_not_run_keeps_nobody_waiting() -> None:
     for elapsed in (1.0, 36_000.0, 1.0):
         clock[0] += elapsed
         assert watch.over([model]) == []
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_a_pass_is_read_with_the_experts_that_it_was_recorded_with(dtype: Any) -> None:
+    """Each array with its datum; one has none."""
+    inputs = ForwardBackwardInput([_datum(1, 2, 3)] * 3, "cross_entropy")
+    request = ForwardBackwardRequest(inputs, "m", 1)
+    first = np.arange(12, dtype=dtype).reshape(2, 3, 2)
+    choices = (first, None, (first + np.iinfo(dtype).max - 11).astype(dtype))
+    body = recorded_pass.encode(proto.encode_pass(request), "application/x-protobuf", choices)
+    codec = PassCodec(forward_only=False)
+    found = codec.decode(body, recorded_pass.WITH_EXPERTS, DEFAULT_LIMITS)
+    assert found.request == request
+    for one, other in zip(found.choices, choices, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert one.dtype == other.dtype and (one == other).all()

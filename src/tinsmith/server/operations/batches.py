@@ -23,6 +23,7 @@ from tinsmith.server.operations.execution import DiskTroubleError
 from tinsmith.server.operations.finishes import failed, pass_done, step_done
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.operation import Operation, PassKind, SingleKind, StepKind
+from tinsmith.server.operations.recorded_pass import RecordedPass
 from tinsmith.server.operations.runner import STORE_PAUSE_SECONDS, OperationsWork, Parts
 from tinsmith.server.operations.shares import moved
 from tinsmith.server.store.errors import StoreDamagedError, StoreUnavailableError
@@ -118,7 +119,9 @@ class _Batch(OperationsWork):
 def _is_at_hand(operation: Operation) -> bool:
     """Whether nothing has to be read for it: neither its request nor an uploaded loss."""
     request = operation.request
-    return request is not None and not (operation.is_pass and pass_data(request)[1] == "custom")
+    if isinstance(request, RecordedPass):
+        return pass_data(request.request)[1] != "custom"
+    return request is not None
 
 
 async def _read_all(

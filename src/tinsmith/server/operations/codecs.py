@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import orjson
 
+from tinsmith.server.operations import recorded_pass
+from tinsmith.server.operations.recorded_pass import WITH_EXPERTS, PassRequest, RecordedPass
 from tinsmith.types import (
     Datum,
     ForwardBackwardInput,
@@ -24,8 +26,6 @@ from tinsmith.types.model import Model
 from tinsmith.types.weights import LoadWeightsRequest
 from tinsmith.wire import dialects, json, proto
 from tinsmith.wire.limits import Limits
-
-PassRequest = ForwardBackwardRequest | ForwardRequest
 
 
 class Codec(Protocol):
@@ -55,12 +55,19 @@ class JsonCodec:
 class PassCodec:
     forward_only: bool
 
-    def decode(self, body: bytes, content_type: str, limits: Limits) -> PassRequest:
-        return dialects.decode_pass(
-            body, content_type, forward_only=self.forward_only, limits=limits
-        )
+    def decode(self, body: bytes, content_type: str, limits: Limits) -> RecordedPass:
+        def decode_request(body: bytes, content_type: str) -> PassRequest:
+            return dialects.decode_pass(
+                body, content_type, forward_only=self.forward_only, limits=limits
+            )
 
-    def digest(self, request: PassRequest) -> str:
+        if content_type == WITH_EXPERTS:
+            return recorded_pass.decode(body, decode_request)
+        return RecordedPass(decode_request(body, content_type))
+
+    def digest(self, recorded: RecordedPass) -> str:
+        """Of the request: the same one, sent again later, may find other experts or none."""
+        request = recorded.request
         data, loss_fn, config, forward_only = pass_data(request)
         inputs = ForwardBackwardInput(
             [_in_order(datum) for datum in data], loss_fn, dict(sorted(config.items()))

@@ -18,10 +18,11 @@ from tinsmith.engine.base import Engine, Failure, Pass, SnapshotInfo, SnapshotKi
 from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.server.checkpoints import Checkpoints, checkpoint_name, expiry
 from tinsmith.server.encryption import ENCRYPTED, encrypt_folder
-from tinsmith.server.operations.codecs import LoadRequest, PassRequest, pass_data
+from tinsmith.server.operations.codecs import LoadRequest, pass_data
 from tinsmith.server.operations.finishes import done, failed
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.operation import Operation
+from tinsmith.server.operations.recorded_pass import RecordedPass
 from tinsmith.server.operations.uploaded_losses import UploadedLosses
 from tinsmith.server.store.errors import OverQuotaError, StoreDamagedError
 from tinsmith.server.store.records import (
@@ -75,8 +76,8 @@ class Executor:
         return operation.request
 
     async def pass_of(self, model: LiveModel, operation: Operation) -> Pass | Failure:
-        request: PassRequest = await self.request_of(operation, PassRequest)  # type: ignore[arg-type]  # a union is no type
-        data, loss_fn, config, forward_only = pass_data(request)
+        recorded = await self.request_of(operation, RecordedPass)
+        data, loss_fn, config, forward_only = pass_data(recorded.request)
         custom_loss = None
         if loss_fn == "custom":
             loss_id = config.pop("loss_id", None)
@@ -95,6 +96,7 @@ class Executor:
             forward_only=forward_only,
             custom_loss=custom_loss,
             scope=model.owner,
+            choices=recorded.choices,
         )
 
     async def step_of(self, model: LiveModel, operation: Operation) -> Step:

@@ -7,8 +7,8 @@ behind it must not wait for one that will never come.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.responses import Response
 
@@ -33,6 +33,14 @@ by more than are on their way at a time."""
 
 _SEARCH_IN_THREAD_BYTES = 256 * 1024
 _RETRY_AFTER_MS = "1000"
+
+
+class Recorded(NamedTuple):
+    """What the log keeps of a request."""
+
+    request: Any  # of the type that the kind's codec decodes
+    body: bytes
+    content_type: str
 
 
 async def refuse_unread(service: Service, caller: Caller, start: bytes, reason: str) -> None:
@@ -60,12 +68,12 @@ async def submit(
     content_type: str,
     decode: Callable[[], R],
     check: Callable[[R, int], Any] | None = None,
-    encode: Callable[[R], bytes] | None = None,
+    record: Callable[[LiveModel, R], Awaitable[Recorded]] | None = None,
 ) -> Response:
     """Decode and check an operation on an existing model, record it, and answer its promise.
 
-    `check` may refuse it (it hears the request and its number) and may be asynchronous; `encode`
-    gives the body to record where that differs from the one that came.
+    `check` may refuse it (it hears the request and its number) and may be asynchronous; `record`
+    says what to record where that differs from what came.
     """
     if len(body) > _SEARCH_IN_THREAD_BYTES:
         model_id, seq_id = await service.workers.run(
@@ -98,14 +106,17 @@ async def submit(
     except (ValidationError, Refusal) as error:
         await service.recorder.refuse(caller.owner, model_id, seq_id, str(error))
         raise
+    recorded = Recorded(request, body, content_type)
+    if record is not None:
+        recorded = await record(model, request)
     request_id = await service.recorder.submit(
         owner=caller.owner,
         kind=name,
         model_id=model_id,
         seq_id=seq_id,
-        body=body if encode is None else encode(request),
-        content_type=content_type,
-        request=request,
+        body=recorded.body,
+        content_type=recorded.content_type,
+        request=recorded.request,
         num_tokens=num_tokens,
     )
     return answer(UntypedAPIFuture(request_id=request_id, model_id=model_id))

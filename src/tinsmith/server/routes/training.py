@@ -13,8 +13,11 @@ from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, body_start, read_body
 from tinsmith.server.edge.routing import bare_route, route
-from tinsmith.server.operations.codecs import PassRequest, pass_data
-from tinsmith.server.operations.intake import owned_model, refuse_unread, submit
+from tinsmith.server.operations.codecs import pass_data
+from tinsmith.server.operations.intake import Recorded, owned_model, refuse_unread, submit
+from tinsmith.server.operations.live_model import LiveModel
+from tinsmith.server.operations.recorded_pass import PassRequest, RecordedPass
+from tinsmith.server.operations.sampled_experts import named_sequences, with_experts
 from tinsmith.server.routes.futures import UNLOAD_PREFIX
 from tinsmith.server.routes.sessions import active_session
 from tinsmith.server.seeds import draw_seed
@@ -128,6 +131,16 @@ async def _pass(
             _check_losses_are_run(service)
             await service.losses.note_use(str(config.get("loss_id")), caller.owner)
 
+    async def record(model: LiveModel, message: PassRequest) -> Recorded:
+        kept, base_model = service.sampling.experts, model.record.base_model
+        known = named_sequences(message, kept, caller.owner, base_model) if kept else {}
+        if not known:
+            return Recorded(RecordedPass(message), body, content_type)
+        found = await service.workers.run(
+            caller.owner, with_experts, message, body, content_type, known
+        )
+        return Recorded(*found)
+
     return await submit(
         service,
         caller,
@@ -138,6 +151,7 @@ async def _pass(
             body, content_type, forward_only=forward_only, limits=service.limits
         ),
         check=check,
+        record=record,
     )
 
 

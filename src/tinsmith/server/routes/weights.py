@@ -12,7 +12,8 @@ from tinsmith.server.edge.http import Refusal, answer, not_found, read_body
 from tinsmith.server.edge.routing import bare_route, route
 from tinsmith.server.encryption import read_recipients
 from tinsmith.server.operations.codecs import LoadCodec, LoadRequest
-from tinsmith.server.operations.intake import submit
+from tinsmith.server.operations.intake import Recorded, submit
+from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.routes.sessions import active_session
 from tinsmith.server.routes.training import (
     check_base_model,
@@ -91,6 +92,9 @@ async def load_weights(service: Service, caller: Caller, request: Request) -> Re
         if load.request.optimizer_config is not None:
             check_optimizer(load.request.optimizer_config)
 
+    async def record(model: LiveModel, load: LoadRequest) -> Recorded:
+        return Recorded(load, LoadCodec().encode(load), JSON)
+
     reader = await _reader(service, caller, json.parse(body).get("weights_access_token"))
     return await submit(
         service,
@@ -102,7 +106,7 @@ async def load_weights(service: Service, caller: Caller, request: Request) -> Re
             dialects.decode(LoadWeightsRequest, body, service.limits), reader
         ),
         check=check,
-        encode=LoadCodec().encode,
+        record=record,
     )
 
 

@@ -13,11 +13,11 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinsmith.engine.base import Engine, Failure, SampleEvent, SampleJob
+from tinsmith.engine.base import Engine, ExpertsChosen, Failure, SampleEvent, SampleJob
 from tinsmith.errors import EngineError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.console.sample_examples import SampledExamples
@@ -27,6 +27,7 @@ from tinsmith.server.engines.slot import Slot
 from tinsmith.server.futures import Outcome, Promise, Promises
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.sampling.completions import Completions
+from tinsmith.server.sampling.kept_experts import KeptExperts
 from tinsmith.server.sampling.stats import SamplerStats
 from tinsmith.server.sampling.stream_buffer import Patience, buffered
 from tinsmith.server.store.errors import StoreUnavailableError
@@ -98,6 +99,10 @@ class Sampling:
         self._by_key: dict[tuple[str, int], Promise] = {}
         journal = Path(config.data_dir) / JOURNAL if config.sample_use_retrieve_futures else None
         self.completions = Completions(journal)
+        self.experts: KeptExperts | None = None
+        """The experts that sampled tokens went to, where passes are to use them."""
+        if config.router_replay:
+            self.experts = KeptExperts(config.router_replay_bytes, config.router_replay_seconds)
         self._jobs = Shares(config.max_queued_samples)
         self._prompt_bytes = Shares(config.max_queued_sample_bytes)
         self.patience = Patience()
@@ -127,9 +132,9 @@ class Sampling:
         running = self._running[request_id] = _Running(promise, sampler, key, request.prompt.nbytes)
         self._enter(sampler.owner, running.num_bytes)
         self.completions.promise(running.client, request_id)
-        running.task = asyncio.create_task(
-            self._run(running, sample_job(request_id, sampler, request))
-        )
+        job = sample_job(request_id, sampler, request)
+        job = replace(job, reports_experts=self.experts is not None)
+        running.task = asyncio.create_task(self._run(running, job))
         return promise
 
     async def cancel(self, request_id: str) -> None:
@@ -228,11 +233,17 @@ class Sampling:
         self, engine: Engine, sampler: SamplerRecord, job: SampleJob
     ) -> AsyncGenerator[SampleEvent, None]:
         is_over = False
+        chosen: ExpertsChosen | None = None
         try:
             async for event in engine.sample(job):
+                if isinstance(event, ExpertsChosen):
+                    chosen = event
+                    continue
                 is_over = isinstance(event, SampleResponse | Failure)
                 if isinstance(event, SampleResponse):
                     self._count(sampler, job, event)
+                    if chosen is not None and self.experts is not None:
+                        self.experts.keep(sampler.owner, job, event, chosen)
                 yield event
         except EngineError:
             is_over = True
@@ -245,6 +256,8 @@ class Sampling:
 
     def expire(self) -> None:
         now = time.time()
+        if self.experts is not None:
+            self.experts.expire()
         self.promises.expire(
             retrieved_before=now - 60.0, finished_before=now - self._config.sample_retention_seconds
         )
