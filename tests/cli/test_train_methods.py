@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tinsmith.cli.training import rewards
+from tinsmith.cli.training.forms import Prompt
+from tinsmith.cli.training.methods import rollouts
+from tinsmith.cli.training.methods.rollouts import Answer
 from tinsmith.cli.training.rewards import Case
 from tinsmith.cli.training.run_folder import RunFolder
 from tinsmith.errors import TinkerError, ValidationError
+from tinsmith.types import PromptProvenanceSpan, ProvenanceSpans, SampledProvenanceSpan
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Run
@@ -77,6 +81,23 @@ def test_a_reward_rises(train: Train) -> None:
     facts, lines = train("rl", PROMPTS, *options, "--check", "regex:a", "--eval-every", "5")
     assert mean(lines[-3:], "reward") > mean(lines[:3], "reward") + 0.15
     assert facts["best_checkpoint"]
+
+
+def test_an_answer_says_which_sample_its_tokens_came_from() -> None:
+    """Every token that is read, and every one that is scored."""
+    prompt = Prompt([1, 2, 3], "text", None, {})
+    datum = rollouts.datum(prompt, Answer([4, 5], [-1.0, -2.0], "", "sample-1:0"), [1.0, 1.0])
+    whole = {PromptProvenanceSpan: [1, 2, 3], SampledProvenanceSpan: [4, 5]}
+
+    def named(spans: ProvenanceSpans | None) -> list[int]:
+        assert spans is not None and {span.sequence_id for span in spans} == {"sample-1:0"}
+        runs = [whole[type(span)][span.offset :][: span.length] for span in spans]
+        return [token for run in runs for token in run]
+
+    assert named(datum.model_input_spans) == datum.model_input.to_ints() == [1, 2, 3, 4]
+    assert named(datum.loss_fn_input_spans) == [2, 3, 4, 5]
+    unnamed = rollouts.datum(prompt, Answer([4, 5], [-1.0, -2.0], ""), [1.0, 1.0])
+    assert unnamed.model_input_spans is None
 
 
 def test_rewards_and_evaluations_are_among_the_run_s_curves_on_the_server(

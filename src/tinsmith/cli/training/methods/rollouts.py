@@ -16,7 +16,13 @@ from tinsmith.cli.training.forms import Prompt
 from tinsmith.cli.training.methods.base import Method
 from tinsmith.cli.training.records import Record
 from tinsmith.cli.training.settings import SampledSettings
-from tinsmith.types import Datum, ModelInput, SamplingParams
+from tinsmith.types import (
+    Datum,
+    ModelInput,
+    PromptProvenanceSpan,
+    SampledProvenanceSpan,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
     from tinsmith.client.sampling import SamplingClient
@@ -30,6 +36,8 @@ class Answer:
     logprobs: list[float]
     """As the sampler saw them."""
     text: str
+    sequence_id: str | None = None
+    """What the service calls it."""
 
 
 class SampledMethod(Method[Prompt, S]):
@@ -67,6 +75,7 @@ class SampledMethod(Method[Prompt, S]):
                     list(each.tokens),
                     list(each.logprobs or []),
                     conversation.reply_text(self.world.tokenizer, each.tokens),
+                    each.sequence_id,
                 )
                 for each in future.result().sequences
             ]
@@ -78,13 +87,27 @@ def datum(prompt: Prompt, answer: Answer, advantages: Sequence[float]) -> Datum:
     """A sampled answer to learn from; the prompt has no part in the gradient."""
     tokens = prompt.tokens + answer.tokens
     nothing = [0.0] * (len(prompt.tokens) - 1)
-    return Datum(
+    learned = Datum(
         model_input=ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={
             "target_tokens": tokens[1:],
             "logprobs": nothing + answer.logprobs,
             "advantages": nothing + list(advantages),
         },
+    )
+    name, num_prompt, num_sampled = answer.sequence_id, len(prompt.tokens), len(answer.tokens)
+    if name is None or not answer.tokens:
+        return learned
+    # With this a service can send tokens to the experts that they went to when they were sampled.
+    return learned.with_provenance(
+        [
+            PromptProvenanceSpan(sequence_id=name, length=num_prompt),
+            SampledProvenanceSpan(sequence_id=name, length=num_sampled - 1),
+        ],
+        [
+            PromptProvenanceSpan(sequence_id=name, offset=1, length=num_prompt - 1),
+            SampledProvenanceSpan(sequence_id=name, length=num_sampled),
+        ],
     )
 
 
