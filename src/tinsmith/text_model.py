@@ -21,6 +21,10 @@ from tinsmith.errors import ValidationError
 _NO_TEXT = "\ufffd"
 """What tokenizers write for bytes that are not a character."""
 
+_HERE = "\ue000\ue001"
+"""Where an answer is to go on, in characters that no template writes. The answer itself may also
+stand in what a template puts behind it."""
+
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 """A byte as byte-fallback tokenizers (Llama 2, Mistral) name it."""
 
@@ -125,14 +129,16 @@ class TextModel:
         self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any] | None = None
     ) -> list[int]:
         """The prompt that asks the model to go on with the last message."""
-        text = self.render(messages, options, is_open=False)
         begun = messages[-1]["content"]
-        start = text.rfind(begun)
-        if start < 0:
+        marked = {**messages[-1], "content": begun + _HERE}
+        text, mark, _ = self.render([*messages[:-1], marked], options, is_open=False).rpartition(
+            _HERE
+        )
+        if not mark or not text.endswith(begun):
             raise ValidationError(
                 f"the chat template of {self.name} changes the beginning of the answer", "messages"
             )
-        return self.encode(text[: start + len(begun)], add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

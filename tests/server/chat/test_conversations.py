@@ -22,7 +22,7 @@ GENERIC = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
 )
-KNOWS_DEVELOPERS = GENERIC + "{# developer #}"
+KNOWS_DEVELOPERS = GENERIC + "{{ '' if 'developer' }}"
 SHOUTS = GENERIC.replace("m.content", "m.content | upper")
 
 TOLD = {"role": "developer", "content": "be"}
@@ -68,12 +68,17 @@ def test_a_role_that_the_template_does_not_know_is_refused_by_name(tmp_path: Pat
     ask = read_chat({"model": "m", "messages": [ASKED, {"role": "wizard", "content": "x"}]})
     with pytest.raises(ValidationError, match=r"messages\[1\]\.role: .* knows no role 'wizard'"):
         rendered(ask, tmp_path)
-    assert "[wizard]x" in rendered(ask, tmp_path, GENERIC + "{# wizard #}")
+    assert "[wizard]x" in rendered(ask, tmp_path, GENERIC + '{{ "" if "wizard" }}')
+    for word in ("", "e", "messages"):  # in every template, and none of its roles
+        ask = read_chat({"model": "m", "messages": [ASKED, {"role": word, "content": "x"}]})
+        with pytest.raises(ValidationError, match=f"knows no role '{word}'"):
+            rendered(ask, tmp_path)
 
 
 def test_a_last_message_of_the_assistant_is_gone_on_with(tmp_path: Path) -> None:
     """As Anthropic's endpoint does: what the template puts before other answers is not there."""
-    assert rendered(begun("He said: be"), tmp_path) == "[user]hi<end>[assistant]He said: be"
+    for said in ("He said: be", "end", "<"):  # also one that stands in the template's own marks
+        assert rendered(begun(said), tmp_path) == f"[user]hi<end>[assistant]{said}"
     with pytest.raises(ValidationError, match="changes the beginning of the answer"):
         rendered(begun("He"), tmp_path, SHOUTS)
     for ending in ("He ", "", "\n"):

@@ -205,7 +205,7 @@ def render(chosen: ChosenModel, ask: Ask) -> ModelInput:
 def _known_role(text: TextModel, message: dict[str, Any], index: int) -> dict[str, Any]:
     """A message of a role that the template knows: most leave out those of others in silence."""
     role = message["role"]
-    if role in _ROLES or role in text.template:
+    if role in _ROLES or any(f"{quote}{role}{quote}" in text.template for quote in "'\""):
         return message
     if role == "developer":
         return {**message, "role": "system"}
