@@ -5,12 +5,21 @@ from __future__ import annotations
 import itertools
 import queue
 import random
+from collections.abc import Callable, Generator, Sequence
 
 import pytest
 
 from tests.engine.boundary.stub_core import StubCore
 from tests.engine.boundary.test_process import LORA, job, passes, work
-from tinsmith.engine.local.boundary.messages import Abandon, Done, Reply, Request, Result
+from tinsmith.engine.base import FinishedPass, Pass
+from tinsmith.engine.local.boundary.messages import (
+    Abandon,
+    Done,
+    Reply,
+    Request,
+    Result,
+    Trouble,
+)
 from tinsmith.engine.local.boundary.worker import Incoming, Worker
 
 
@@ -73,6 +82,51 @@ def test_requests_about_an_adapter_keep_their_order_though_one_waits_for_room() 
         core=core,
     )
     assert core.log[-2:] == ["part", "unload a@modest"]
+
+
+class WideCore(StubCore):
+    """With room for two base models; notices if two calls have passes of one adapter at a time."""
+
+    def __init__(self, begun: Callable[[], None]) -> None:
+        """`begun` is called when the first passes are under way."""
+        super().__init__()
+        self._begun = [begun]
+        self._passing: set[str] = set()
+
+    def has_room_for(self, base_model: str) -> bool:
+        return len(self.in_use.keys() | {base_model}) <= 2
+
+    def run_passes(self, passes: Sequence[Pass]) -> Generator[FinishedPass | None, None, None]:
+        adapter_ids = {item.adapter_id for item in passes}
+        assert not adapter_ids & self._passing, "the adapter has passes under way"
+        self._passing |= adapter_ids
+        for result in super().run_passes(passes):
+            if self._begun:
+                self._begun.pop()()
+            if result is not None:
+                self._passing.remove(passes[result.index].adapter_id)
+            yield result
+
+
+def test_passes_of_an_adapter_do_not_overtake_those_under_way_by_waiting_for_room() -> None:
+    inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
+    replies: list[Reply] = []
+
+    def send(batch: list[Reply]) -> None:
+        replies.extend(batch)
+        if sum(isinstance(reply, Done | Trouble) for reply in replies) == 4:
+            inbox.put(None)
+
+    def go_on() -> None:
+        """Both places are taken; the passes then wait behind a sample that has none."""
+        inbox.put(Request(3, "sample", (job("k", 9, base_model="third"),)))
+        inbox.put(Request(4, "run_passes", (passes("parts:20@second"),)))
+
+    inbox.put(Request(1, "sample", (job("j", 20, base_model="first"),)))
+    inbox.put(Request(2, "run_passes", (passes("parts:20@second"),)))
+    core = WideCore(go_on)
+    Worker(core, inbox, send, core.clock).run()
+    assert sorted(reply.number for reply in replies if isinstance(reply, Done)) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -221,10 +221,13 @@ class Worker:
         return not self._is_held_up() or self._due_passes() is not None
 
     def _is_held_up(self) -> bool:
-        """Whether the next request has to wait for files, or for an adapter's request that waits
-        for room."""
-        return self._waits_for_files() or any(
-            _adapters_of(self._ordered[0]) & _adapters_of(request) for request in self._crowded
+        """Whether the next request has to wait for files, or for an adapter of its own: for passes
+        that are not finished, or a request that waits for room."""
+        adapter_ids = _adapters_of(self._ordered[0])
+        return (
+            self._waits_for_files()
+            or any(adapter_ids & each.adapter_ids for each in self._passes.values())
+            or any(adapter_ids & _adapters_of(request) for request in self._crowded)
         )
 
     def _waits_for_files(self) -> bool:
@@ -406,9 +409,6 @@ class Worker:
 
     def _is_next_request_due(self, passes: _Passes | None) -> bool:
         if not self._ordered or self._is_held_up():
-            return False
-        adapter_ids = _adapters_of(self._ordered[0])
-        if any(adapter_ids & each.adapter_ids for each in self._passes.values()):
             return False
         return passes is None or self._ordered_had <= passes.had
 
