@@ -155,10 +155,10 @@ class PackedFiles:
         dense = packed.dense(read)
         if tuple(dense.shape) != packed.shape:
             raise EngineError(f"{name!r} came out as {tuple(dense.shape)}, not as {packed.shape}")
-        if not dense.isfinite().all():
-            raise EngineError(f"{name!r} has numbers that are not finite")
-        data = dense.to(_TORCH[entry.dtype]).contiguous().view(torch.uint8)
-        return data.numpy().tobytes()
+        written = dense.to(_TORCH[entry.dtype]).contiguous()
+        if not written.isfinite().all():
+            raise EngineError(f"{name!r} has numbers that are not finite in {entry.dtype}")
+        return written.view(torch.uint8).numpy().tobytes()
 
     def _dtype(self) -> str:
         nested = self.settings.get("text_config")

@@ -206,15 +206,17 @@ def _packed_words(stored: _Tensors, plain: str) -> tuple[str, Packed]:
 def _spread(scales: Tensor, shape: tuple[int, ...], read: Mapping[str, Tensor]) -> Tensor:
     """(outputs, inputs) from one number for each group of a row's inputs."""
     scales = scales.float().reshape(-1, 1) if scales.ndim < 2 else scales.float()
-    if "groups" in read:
-        return scales[:, read["groups"].long()]
+    groups = read.get("groups")
+    # A layer that was left out when groups were given in another order has -1 for all of them.
+    if groups is not None and bool((groups >= 0).all()):
+        return scales[:, groups.long()]
     if shape[1] % scales.shape[1]:
         raise EngineError(f"{shape[1]} inputs do not divide into {scales.shape[1]} groups")
     return scales.repeat_interleave(shape[1] // scales.shape[1], dim=1)
 
 
 def _gptq(quantization: Mapping[str, Any], stored: _Tensors) -> _Found:
-    # The older form stores a zero point less one.
+    # The older form stores a zero point less one, which is the greatest code where it is zero.
     above = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
     bits = _bits(quantization)
     for name, tensor in stored.items():
@@ -227,8 +229,8 @@ def _gptq(quantization: Mapping[str, Any], stored: _Tensors) -> _Found:
                 read: Mapping[str, Tensor], inputs: int = inputs, outputs: int = outputs
             ) -> Tensor:
                 numbers = _unpacked(read["codes"].t().contiguous(), bits, inputs).float()
-                zeros = _unpacked(read["zeros"], bits, outputs).float() + above
-                return _of_columns(numbers, zeros, read)
+                zeros = (_unpacked(read["zeros"], bits, outputs) + above) % (1 << bits)
+                return _of_columns(numbers, zeros.float(), read)
 
             yield f"{module}.weight", Packed((outputs, inputs), _columns(stored, module), dense)
 
