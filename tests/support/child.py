@@ -18,8 +18,10 @@ from typing import IO, Any
 def ended_well(code: int, errors: str) -> bool:
     """Whether a program with the official client in it did all it had to do.
 
-    The client's daemon threads now and then bring the interpreter down as it ends, without a word,
-    after the program's last line. What goes wrong before that is said on stderr.
+    The client's HTTP library, pyqwest, hands an answer to Python from a thread of its own. If the
+    interpreter is ending at that moment, CPython before 3.14 ends the thread, and because its code
+    is in Rust the process aborts: without a word, after the program's last line. Ours waits for
+    these threads. What goes wrong before that is said on stderr.
     """
     return code == 0 or (code in (-signal.SIGABRT, -signal.SIGSEGV) and not errors)
 
