@@ -8,20 +8,20 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from sqlalchemy.dialects import sqlite
 
+from tests.contract.store_rows import MODEL, operation
 from tinsmith.server.store import schema
+from tinsmith.server.store.blobs import INLINE_BYTES
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.errors import StoreConflictError
 from tinsmith.server.store.store import Store
 from tinsmith.server.store.weights import unreferenced_query
-
-if TYPE_CHECKING:
-    pass
+from tinsmith.server.store.writer import Writer
 
 
 @contextlib.asynccontextmanager
@@ -88,6 +88,37 @@ async def test_a_caller_who_goes_away_does_not_take_the_write_along(tmp_path: Pa
         await first
         await store.database.write(lambda _: None)
         assert "kept" in await store.database.column(sa.select(schema.secrets.c.name))
+
+
+async def test_who_goes_away_while_a_large_request_is_recorded_leaves_it_whole(
+    tmp_path: Path,
+) -> None:
+    """As when a server is stopped: the row may be written all the same, and names the file."""
+    asked, begun = asyncio.Event(), threading.Event()
+
+    class Noticing(Writer):
+        async def run(self, write: Callable[[sa.Connection], Any]) -> Any:
+            asked.set()
+            return await super().run(write)
+
+    store = Store(sqlite_url(tmp_path / "tinsmith.db"), tmp_path / "blobs", open_writer=Noticing)
+    try:
+        payload = bytes(INLINE_BYTES + 1)
+        first = asyncio.create_task(store.database.write(lambda _: begun.wait()))
+        await asked.wait()
+        asked.clear()
+        row = operation(0, kind="create_model", payload=payload)
+        gone = asyncio.create_task(store.log.record(row, MODEL))
+        await asked.wait()
+        gone.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await gone
+        begun.set()
+        await first
+        await store.database.write(lambda _: None)
+        assert await store.log.read_payload(row.request_id) == payload
+    finally:
+        await store.close()
 
 
 async def test_a_store_that_is_bound_to_no_folder_counts_no_commits(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import math
@@ -105,7 +106,7 @@ class Log:
         is_new = False
         try:
             recorded, is_new = await self._database.write(write)
-        except StoreUnavailableError:
+        except (StoreUnavailableError, asyncio.CancelledError):
             is_new = True  # perhaps: the retry finds it, or the next start does
             raise
         finally:
