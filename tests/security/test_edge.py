@@ -172,7 +172,7 @@ async def test_small_bodies_are_counted_from_their_first_byte(start_server: Star
     assert other.status == 400, "there was room for it; it is nonsense"
     for visitor in visitors:
         visitor.leave()
-        await asyncio.wait_for(visitor.task, 2)
+        await asyncio.wait_for(visitor.task, 30)
     assert server.service.admission.body_bytes.total == 0
 
 
@@ -182,12 +182,12 @@ async def test_a_body_that_trickles_is_not_waited_for(start_server: StartServer)
     flow = Visitor(server, "/api/v1/optim_step")
     for _ in range(10):
         trickle.give(b" ", is_last=False)
-        flow.give(b" " * 300, is_last=False)
+        flow.give(b" " * 3000, is_last=False)
         await asyncio.sleep(0.1)
     assert trickle.task.done() and trickle.status == 400
     assert not flow.task.done()
     flow.leave()
-    await asyncio.wait_for(flow.task, 2)
+    await asyncio.wait_for(flow.task, 30)
 
 
 def test_whoever_asks_may_hold_as_much_as_is_free() -> None:
@@ -352,11 +352,11 @@ async def test_who_leaves_while_waiting_for_a_turn_does_not_hold_it() -> None:
     await asyncio.sleep(0.01)
     for task in tasks[:2]:
         task.cancel()
-    await asyncio.wait_for(workers.run("b", time.sleep, 0), 2)
-    await asyncio.wait_for(tasks[2], 2)
+    await asyncio.wait_for(workers.run("b", time.sleep, 0), 30)
+    await asyncio.wait_for(tasks[2], 30)
     with pytest.raises(ZeroDivisionError):
         await workers.run("a", lambda: 1 // 0)
-    await asyncio.wait_for(workers.run("a", time.sleep, 0), 2)
+    await asyncio.wait_for(workers.run("a", time.sleep, 0), 30)
     workers.close()
 
 

@@ -211,14 +211,17 @@ async def test_an_owner_who_sends_too_fast_waits_alone(
     began = time.monotonic()
     answers = await asyncio.gather(*(server.api.get("/sessions") for _ in range(30)))
     statuses = [answer.status_code for answer in answers]
-    assert statuses.count(200) in range(10, 14) and set(statuses) == {200, 429}
-    assert time.monotonic() - began >= 0.3, "refusals come late, so that they are few"
-    began = time.monotonic()
-    assert (await other.get("/sessions")).status_code == 200
-    assert time.monotonic() - began < 0.3
+    taken = time.monotonic() - began
+    assert 10 <= statuses.count(200) <= 14 + 5 * taken and set(statuses) == {200, 429}
+    assert taken >= 0.3, "refusals come late, so that they are few"
     # A question for a result is late as well, but not refused.
     poll = await server.api.post("/retrieve_future", {"request_id": "x"})
     assert poll.status_code == 404
+    server.service.admission.penalty_seconds = 600.0
+    late = asyncio.gather(*(server.api.get("/sessions") for _ in range(30)))
+    assert (await other.get("/sessions")).status_code == 200
+    assert not late.done()
+    late.cancel()
 
 
 async def test_who_has_much_under_way_is_refused_while_the_loop_is_behind(
@@ -254,7 +257,7 @@ async def test_a_connection_without_a_whole_request_is_closed(
     reader, writer = await asyncio.open_connection(*impatient)
     writer.write(sent)
     with contextlib.suppress(ConnectionResetError):
-        assert await asyncio.wait_for(reader.read(), 2) == b""
+        assert await asyncio.wait_for(reader.read(), 30) == b""
     writer.close()
 
 
@@ -264,8 +267,8 @@ async def test_a_connection_may_be_idle_between_requests(
     reader, writer = await asyncio.open_connection(*impatient)
     for _ in range(2):
         writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert (await asyncio.wait_for(reader.readline(), 2)).endswith(b"200 OK\r\n")
-        await asyncio.wait_for(reader.readuntil(b"}"), 2)
+        assert (await asyncio.wait_for(reader.readline(), 30)).endswith(b"200 OK\r\n")
+        await asyncio.wait_for(reader.readuntil(b"}"), 30)
         await asyncio.sleep(0.4)
     writer.close()
 

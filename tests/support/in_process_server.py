@@ -177,7 +177,7 @@ class TestServer:
         key, _ = await create_key(self.service.store, "somebody-else", "other")
         return self.client(key)
 
-    async def until(self, is_so: Callable[[], bool], seconds: float = 5.0) -> None:
+    async def until(self, is_so: Callable[[], bool], seconds: float = 30.0) -> None:
         """Wait for something that nobody announces."""
         async with asyncio.timeout(seconds):
             while not is_so():  # noqa: ASYNC110  # there is no event to wait for

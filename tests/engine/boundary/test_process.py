@@ -458,7 +458,7 @@ class TestProcess:
                 assert item.index == 0
                 break
             await stream.aclose()  # type: ignore[attr-defined]  # an async generator
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(30):
                 await engine.step([])
             sampling = engine.sample(job("j", max_tokens=100_000, stream=True))
             await anext(sampling)

@@ -63,7 +63,7 @@ async def test_a_samplers_completions_come_with_one_question(api: Api) -> None:
     target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
     found: dict[str, str] = {}
     cursor = 0
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while len(found) < 3:
             answer = await api.ok("/retrieve_futures", {"target": target, "prev_cursor": cursor})
             cursor = answer["cursor"]

@@ -93,7 +93,7 @@ async def test_a_recording_that_only_seemed_to_fail_is_found_by_the_retry(
     body = {"model_id": model, "seq_id": 2, "adam_params": 3}
     assert (await api.post("/optim_step", body)).status_code == 503
     monkeypatch.setattr(Log, "record", record)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await api.result(await api.send_pass(model, 1))
         assert (await api.post("/optim_step", body)).status_code == 400
         assert await api.loss(model, 3) > 0
