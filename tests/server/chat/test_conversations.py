@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.support.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
+from tinsmith.engine.base import BaseModelInfo
 from tinsmith.errors import ValidationError
 from tinsmith.server.chat.answering import ChosenModel, render
 from tinsmith.server.chat.anthropic import read_messages
@@ -37,7 +38,8 @@ def model(folder: Path, template: str, tokenizer: Tokenizer | None = None) -> Te
 
 def rendered(ask: Ask, folder: Path, template: str = GENERIC) -> str:
     text = model(folder, template)
-    return text.decode(render(ChosenModel(text, None), ask).to_ints())
+    base = BaseModelInfo(name="m", max_context_length=4096, vocab_size=512, architecture="")
+    return text.decode(render(ChosenModel(text, base), ask).to_ints())
 
 
 def begun(*parts: Any, **fields: Any) -> Ask:

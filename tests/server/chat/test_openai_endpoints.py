@@ -266,6 +266,31 @@ async def test_chat_and_completions_give_tokens_beside_text(client: openai.Async
         await client.completions.create(model=MODEL, prompt="x", stream=True, extra_body=tokens)
 
 
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"max_completion_tokens": -1}, "max_tokens"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "the model's context holds"),
+    ],
+)
+async def test_a_stream_that_cannot_be_is_refused_before_it_begins(
+    client: openai.AsyncOpenAI, server: TestServer, asked: dict[str, Any], reason: str
+) -> None:
+    """Programs go by the status; one that has read it as 200 takes what follows for an answer."""
+    with pytest.raises(openai.BadRequestError, match=reason):
+        await client.chat.completions.create(**(ASK | asked), stream=True)
+    if "presence_penalty" not in asked:
+        body = {**ASK, "max_tokens": 4, **asked, "stream": True}
+        body["max_tokens"] = body.pop("max_completion_tokens", 4)
+        del body["seed"]
+        answer = await server.api.http.post(
+            "/anthropic/v1/messages", json=body, headers=server.api.headers
+        )
+        assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
+
+
 async def test_a_stream_has_the_offsets_and_the_bytes_that_a_whole_answer_has(
     client: openai.AsyncOpenAI,
 ) -> None:

@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
-from tinsmith.engine.base import Failure, SampleJob, Shaping, TokensSampled
-from tinsmith.engine.images import ImageRules
+from tinsmith.engine import checks
+from tinsmith.engine.base import BaseModelInfo, Failure, SampleJob, Shaping, TokensSampled
 from tinsmith.errors import EngineError, ValidationError
 from tinsmith.server.chat.ask import Ask
 from tinsmith.server.chat.pictures import with_images
@@ -81,13 +81,14 @@ class Answering:
     def __init__(
         self, service: Service, sampler: SamplerRecord, ask: Ask, chosen: ChosenModel
     ) -> None:
-        """Renders and encodes; call it in a thread."""
+        """Renders, encodes and checks, so that a stream that cannot be is refused before it begins;
+        call it in a thread."""
         self.ask = ask
-        self.text = chosen.text
-        self.images = chosen.images
+        self.text, base = chosen
+        self.images = base.images
         prompts = _prompts(chosen, ask)
         self.num_prompt_tokens = sum(prompt.length for prompt in prompts)
-        self.jobs = [_job(ask, sampler, prompt) for prompt in prompts]
+        self.jobs = [_checked(_job(ask, sampler, prompt), base) for prompt in prompts]
         self._service = service
         self._sampler = sampler
 
@@ -139,7 +140,7 @@ class ChosenModel(NamedTuple):
     """What a base model needs to read a conversation."""
 
     text: TextModel
-    images: ImageRules | None
+    base: BaseModelInfo
 
 
 async def find_model(
@@ -151,7 +152,7 @@ async def find_model(
     if base is None:
         raise Refusal(404, f"no base model called {sampler.base_model!r} is served")
     text = await service.texts.run(caller.owner, service.text_models.get, base)
-    return sampler, ChosenModel(text, base.images)
+    return sampler, ChosenModel(text, base)
 
 
 async def find_sampler(service: Service, caller: Caller, model: str) -> SamplerRecord:
@@ -199,7 +200,7 @@ def render(chosen: ChosenModel, ask: Ask) -> ModelInput:
         tokens = text.render_begun(messages, options)
     else:
         tokens = text.render_chat(messages, options, opening=_opening(text, ask))
-    return with_images(tokens, ask.images, chosen.images)
+    return with_images(tokens, ask.images, chosen.base.images)
 
 
 def _known_role(text: TextModel, message: dict[str, Any], index: int) -> dict[str, Any]:
@@ -246,6 +247,19 @@ def _opening(text: TextModel, ask: Ask) -> str:
             f"the chat template of {text.name} does not say how to call tools", "tools"
         )
     return form.forced(ask.tool_use.name) if ask.tool_use.is_forced else ""
+
+
+def _checked(job: SampleJob, base: BaseModelInfo) -> SampleJob:
+    """As the engine checks it, with the status that an engine's refusal has."""
+    try:
+        return checks.check_sample(
+            job,
+            vocab_size=base.vocab_size,
+            max_context_length=base.max_context_length,
+            images=base.images,
+        )
+    except ValidationError as error:
+        raise Refusal(400, str(error)) from None
 
 
 def _shaping(ask: Ask) -> Shaping | None:
