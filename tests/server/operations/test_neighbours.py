@@ -287,7 +287,7 @@ async def test_a_neighbour_gets_the_same_bits_and_waits_no_longer_than_a_bound(
         engine=engine, fake_pass_seconds=0.005, max_queued_memory_bytes=0, gap_timeout_seconds=600
     )
     rude, kind = await server.other_user(), server.api
-    expected, _ = await _train(kind, await kind.model())
+    expected, alone = await _train(kind, await kind.model())
     models = [await kind.model(), await kind.model()]
     _, *trained = await asyncio.gather(
         misbehave(server, rude, tmp_path / "data"), *[_train(kind, model) for model in models]
@@ -297,7 +297,8 @@ async def test_a_neighbour_gets_the_same_bits_and_waits_no_longer_than_a_bound(
     for seen, took in trained:
         assert seen == expected
         longest = max(longest, took)
-    assert longest < 1.5
+    # By what he waited alone, because this machine may be busy.
+    assert longest < 1.5 + 20 * alone
 
 
 @pytest.mark.parametrize("misbehave", [_missing, _damaged])
