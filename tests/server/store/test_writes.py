@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tinsmith.server.store import schema
 from tinsmith.server.store.blobs import INLINE_BYTES
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.errors import StoreConflictError
+from tinsmith.server.store.pacing import APART_SECONDS, MANY
 from tinsmith.server.store.store import Store
 from tinsmith.server.store.weights import unreferenced_query
 from tinsmith.server.store.writer import Writer
@@ -74,6 +76,14 @@ async def test_an_event_loop_is_woken_once_for_all_writes_of_a_commit(
         assert await first is True
         assert await asyncio.gather(*others) == list(range(20))
         assert len(woken) <= 2
+
+
+async def test_commits_are_a_little_apart_while_many_write(tmp_path: Path) -> None:
+    async with _store(tmp_path) as store:
+        write = store.database.write
+        await asyncio.gather(*(write(lambda _: None) for _ in range(2 * MANY)))
+        first, second = [await write(lambda _: time.monotonic()) for _ in range(2)]
+        assert second - first > 0.9 * APART_SECONDS
 
 
 async def test_a_caller_who_goes_away_does_not_take_the_write_along(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """The writing thread: many small writes, one commit.
 
 A commit that reaches the disk takes milliseconds however little it holds. So writes queue up
-while one commit is under way, and the next carries all of them; each caller is answered after the
-commit that contains its write. When one contradicts what is there, which is rare, all are taken
-back and carried out again, each behind a savepoint of its own, so that only the culprit fails. When
-the database is in trouble (a full disk, a lost connection) it may have taken back everything
-without saying so: then the whole batch has failed, and every caller hears it.
+while one commit is under way, and the next carries all of them; when it begins, `pacing` says.
+Each caller is answered after the commit that contains its write. When one contradicts what is
+there, which is rare, all are taken back and carried out again, each behind a savepoint of its own,
+so that only the culprit fails. When the database is in trouble (a full disk, a lost connection) it
+may have taken back everything without saying so: then the whole batch has failed, and every caller
+hears it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 import sqlalchemy as sa
 
 from tinsmith.server.store import schema
+from tinsmith.server.store.pacing import Pacing
 from tinsmith.server.store.statements import Run, prepared
 
 T = TypeVar("T")
@@ -98,6 +100,7 @@ class Writer:
         self._count = CommitCount()
         self._claim: Write | None = None
         self._claimed: object = None
+        self._pacing = Pacing()
         self._queue: queue.SimpleQueue[tuple[Write, Waiter] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._thread.start()
@@ -138,12 +141,15 @@ class Writer:
         is_open = True
         while is_open:
             entries = [self._queue.get()]
+            if pause := self._pacing.wait(time.monotonic()):
+                time.sleep(pause)
             while len(entries) < _MAX_WRITES_PER_COMMIT and not self._queue.empty():
                 entries.append(self._queue.get())
             is_open = None not in entries
             batch = [entry for entry in entries if entry is not None]
             if not batch:
                 continue
+            self._pacing.begin(len(batch), time.monotonic())
             try:
                 connection = connection or self._engine.connect()
                 writes = [write for write, _ in batch]
