@@ -131,6 +131,22 @@ def test_probabilities_sum_to_one_whatever_the_vocabulary(vocab_size: int) -> No
     assert np.exp(row).sum() == pytest.approx(1.0, abs=1e-12)
 
 
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_a_step_before_any_gradient_is_a_step_with_a_gradient_of_zeros(weight_decay: float) -> None:
+    params = AdamParams(learning_rate=0.01, weight_decay=weight_decay)
+    random = np.random.default_rng(2)
+    without, zeros = (BigramAdapter(Bigram("m", 11), LORA) for _ in range(2))
+    start, gradient = random.standard_normal((2, *without.weights.shape))
+    zeros.accumulate(np.zeros_like(start))
+    for adapter in (without, zeros):
+        adapter.weights = start.copy()
+    assert without.take_step(params) == zeros.take_step(params)
+    for adapter in (without, zeros):
+        adapter.accumulate(gradient)
+    assert without.take_step(params) == zeros.take_step(params)
+    assert np.array_equal(without.weights, zeros.weights)
+
+
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling", "ppo", "dro"])
 def test_gradients_are_the_slopes_of_the_loss(loss_fn: str) -> None:
     """Against a difference quotient in float64; cispo and gspo hold parts of theirs constant."""

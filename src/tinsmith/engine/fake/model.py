@@ -107,6 +107,9 @@ class BigramAdapter:
     def take_step(self, params: AdamParams) -> dict[str, float]:
         """AdamW with bias correction, decoupled decay and clipping by the global norm."""
         check_adam_params(params)
+        if self.grad is None and self.exp_avg is None and not params.weight_decay:
+            self.step += 1  # nothing has been learnt yet: nothing moves
+            return step_metrics(params, self.step, 0.0, 0.0)
         grad = np.zeros_like(self.weights) if self.grad is None else self.grad
         grad_norm = float(np.linalg.norm(grad))
         try:
