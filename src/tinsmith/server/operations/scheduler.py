@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 HOUSEKEEPING_SECONDS = 1.0
 """How often all models are looked at: time alone ends gaps and makes snapshots due."""
 
+_EARLY_SECONDS = 0.001
+"""A timer may ring so much too early."""
+
 
 class Scheduler:
     def __init__(
@@ -104,14 +107,17 @@ class Scheduler:
         self._awake.update(self._slot.models)
         self._wake.set()
 
+    def _wake_later(self, seconds: float) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(seconds, self._wake.set)
+
     async def run(self) -> None:
-        loop, watched_at = asyncio.get_running_loop(), 0.0
+        watched_at, timer = 0.0, self._wake_later(self.housekeeping_seconds)
         while True:
-            timer = loop.call_later(self.housekeeping_seconds, self._wake.set)
             await self._wake.wait()
-            timer.cancel()
             if time.monotonic() - watched_at >= self.housekeeping_seconds:
                 watched_at = time.monotonic()
+                timer.cancel()
+                timer = self._wake_later(self.housekeeping_seconds + _EARLY_SECONDS)
                 for model in self._gaps.over(self._slot.models):
                     self._start(None, self._end_gap(model), [model])
                 self._residents.put_away_excess()
@@ -181,7 +187,7 @@ class Scheduler:
                 self._let_go(model)
 
     def _start_ready(self) -> None:
-        ready = [model for model in self._awake if not model.is_busy]
+        ready = [model for model in self._awake if self._is_waiting(model)]
         if not ready:
             self._awake = {}
             return
@@ -241,17 +247,17 @@ class Scheduler:
         is_stepping = any(isinstance(work, StepBatch) for work in self._works.values())
         seconds = self._gathering.hold(time.monotonic(), is_stepping=is_stepping)
         if seconds:
-            asyncio.get_running_loop().call_later(seconds, self._wake.set)
+            self._wake_later(seconds)
         return seconds > 0
 
     def _is_waiting(self, model: LiveModel) -> bool:
-        """Whether the model has something to do that could not start yet."""
+        """Whether the model has something to do that has not begun."""
         if model.is_busy:
             return False
+        if model.queue.head() is not None or (model.failure is not None and len(model.queue)):
+            return True
         wants_save = model.wants_unload or model.next_slot is not None
-        return model.queue.head() is not None or (
-            model.is_loaded and (wants_save or self._snapshots.is_due(model))
-        )
+        return model.is_loaded and (wants_save or self._snapshots.is_due(model))
 
     # Running
 
@@ -265,7 +271,7 @@ class Scheduler:
         if choice.passes:
             self._start_work(self._pass_batch(choice.passes), is_alone=choice.is_alone)
             # By then it is no short one, and others may begin beside it.
-            asyncio.get_running_loop().call_later(SHORT_BATCH_SECONDS, self._wake.set)
+            self._wake_later(SHORT_BATCH_SECONDS)
 
     def _work_of(self, model: LiveModel, move: Move) -> Work | None:
         if move is Move.FAIL:
@@ -345,7 +351,7 @@ class Scheduler:
         for batch in own:
             if batch.first_done_at is None:
                 batch.first_done_at = time.monotonic()
-                asyncio.get_running_loop().call_later(SHORT_BATCH_SECONDS, self._wake.set)
+                self._wake_later(SHORT_BATCH_SECONDS)
         head = model.queue.head()
         is_step = head is not None and head.is_step
         if not (is_step and any(map(_holds_steps, own))):
