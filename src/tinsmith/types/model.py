@@ -245,9 +245,11 @@ def dump(
     Modes: "python" keeps bytes, dates and numbers as they are; "json" makes them JSON-ready;
     "wire" also refuses numbers that JSON cannot carry, and "answer" writes them as words.
     """
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, Enum):
         return value if mode == "python" else value.value
-    if value is None or isinstance(value, (str, int)):
+    if isinstance(value, (str, int)):
         return value
     if isinstance(value, float):
         if mode == "wire" and not math.isfinite(value):
