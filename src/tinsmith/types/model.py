@@ -247,14 +247,14 @@ def dump(
     """
     if type(value) in _PLAIN:
         return value
-    if isinstance(value, Enum):
-        return value if mode == "python" else value.value
-    if isinstance(value, (str, int)):
-        return value
     if isinstance(value, float):
         if mode == "wire" and not math.isfinite(value):
             raise ValidationError(f"{value} cannot be sent as JSON", path)
         return to_json(value) if mode == "answer" else value
+    if isinstance(value, Enum):
+        return value if mode == "python" else value.value
+    if isinstance(value, (str, int)):
+        return value
     if mode in ("wire", "answer") and hasattr(value, "to_wire"):
         try:
             return value.to_wire()

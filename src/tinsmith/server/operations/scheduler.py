@@ -340,7 +340,8 @@ class Scheduler:
             self._gathering.steps_ended(time.monotonic())
         if not self._works:
             self._is_alone = False
-        self._wake.set()
+        if self._awake:
+            self._wake.set()
 
     def _free(self, model: LiveModel) -> None:
         """Nothing of the model is under way any more. Its step waits a moment for those of others
