@@ -181,6 +181,25 @@ async def test_a_gap_is_waited_for_and_then_fails_the_later_operations(
     assert await api.loss(model, 4) > 0
 
 
+async def test_a_gap_that_had_ended_when_the_server_died_is_not_waited_for_again(
+    start_server: StartServer,
+) -> None:
+    """The ends were on disk, and what else is written then was not."""
+    server = await start_server(gap_timeout_seconds=0.5)
+    model = await server.api.model()
+    await server.api.failure(await server.api.send_pass(model, 3))
+    live = server.service.models.find(model)
+    assert live is not None
+    await server.until(lambda: not live.is_busy)
+    await server.service.store.models.update(model, {"closed_seq_id": -1})
+    await server.stop()
+    server = await start_server(gap_timeout_seconds=60)
+    async with asyncio.timeout(10):
+        assert await server.api.loss(model, 4) > 0
+    late = await server.api.post_pass(model, 2, [_datum(DATA[0])])
+    assert late.status_code == 400 and "too late" in late.json()["detail"]
+
+
 async def test_a_failed_operation_does_not_stop_those_behind_it(api: Api) -> None:
     model = await api.model()
     bad = await api.send_pass(model, 1, _datum([1, 2, 5000]))

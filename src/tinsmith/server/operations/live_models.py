@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tinsmith.engine.base import Failure
 from tinsmith.server.futures import Promises
-from tinsmith.server.operations.kinds import changed_model, operation_of
+from tinsmith.server.operations.kinds import REFUSED, changed_model, operation_of
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.queue import SequenceQueue
-from tinsmith.server.store.records import ModelRecord
+from tinsmith.server.store.records import ModelRecord, OperationRecord
 from tinsmith.server.store.store import Store
 
 
@@ -109,6 +110,10 @@ class LiveModels:
         if record is None:
             return None
         log = await self._store.log.read(model_id, record.snapshot_seq_id)
+        closed_seq_id = _closed_seq_id(record, log)
+        if closed_seq_id != record.closed_seq_id:
+            await self._store.models.update(model_id, {"closed_seq_id": closed_seq_id})
+            record = dataclasses.replace(record, closed_seq_id=closed_seq_id)
         first = max(record.snapshot_seq_id, record.closed_seq_id) + 1
         ended = [o.seq_id for o in log if o.status != "pending" and o.seq_id >= first]
         queue = SequenceQueue(first, ended)
@@ -125,3 +130,19 @@ class LiveModels:
         if log and log[0].seq_id == 0 and log[0].status == "failed":
             model.failure = Failure(f"model {model_id} was not created: {log[0].error}", "user")
         return self._models.setdefault(model_id, model)
+
+
+def _closed_seq_id(record: ModelRecord, log: Sequence[OperationRecord]) -> int:
+    """The last number up to which none is waited for.
+
+    What waited for a number in vain has ended first, and then this is noted. Where the server died
+    in between, it follows: operations end in order, so when none is pending, nobody waits for a
+    number below one that has ended.
+    """
+    if any(operation.status == "pending" for operation in log):
+        return record.closed_seq_id
+    last = max((o.seq_id for o in log if o.kind != REFUSED), default=-1)
+    known = {operation.seq_id for operation in log}
+    first = max(record.snapshot_seq_id, record.closed_seq_id) + 1
+    has_gap = any(number not in known for number in range(first, last))
+    return last if has_gap else record.closed_seq_id
