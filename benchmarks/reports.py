@@ -13,6 +13,8 @@ from typing import Any
 LOAD_BEFORE = round(os.getloadavg()[0], 1)
 """How busy the machine was when the run began, by others."""
 
+BUSY_LOAD = 1.5 * (os.cpu_count() or 1)
+
 
 def write_report(path: Path | None, result: dict[str, Any], machine: str | None = None) -> None:
     """One JSON object: in `path`, or on stdout without one."""
@@ -20,7 +22,7 @@ def write_report(path: Path | None, result: dict[str, Any], machine: str | None 
         "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_options()]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": os.environ.get("TINSMITH_COMMIT") or _commit(),
-        "machine": machine or f"{os.cpu_count()} CPU cores",
+        "machine": machine or f"{os.cpu_count()} CPU cores{_load()}",
         "load_before": LOAD_BEFORE,
         "result": result,
     }
@@ -29,6 +31,11 @@ def write_report(path: Path | None, result: dict[str, Any], machine: str | None 
         print(text)
     else:
         path.write_text(text + "\n", "utf-8")
+
+
+def _load() -> str:
+    """Said where others had more to do than there are cores: figures are then of a busy machine."""
+    return f", busy with other work (load {LOAD_BEFORE:g})" if LOAD_BEFORE > BUSY_LOAD else ""
 
 
 def _options() -> list[str]:

@@ -162,9 +162,9 @@ SECTIONS: dict[str, list[Target]] = {
             1,
         ),
         _at_most(
-            "1,000 operations a second of these, engines that pretend included, cores",
-            "engines",
-            lambda r: 1000 * r["operations"]["cores"] / r["operations"]["recorded_s"],
+            "1,000 operations a second of these, pretended engines included, busy machine, cores",
+            "operations",
+            lambda r: r["operations"]["cpu_ms"],  # of 1,000 a second, so as many cores
             0.5,
         ),
     ],
