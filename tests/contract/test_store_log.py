@@ -175,6 +175,14 @@ async def _ended(store: Store, numbers: range, snapshots: tuple[int, int]) -> No
             finished_at=5.0,
             result_type="json",
             result=b"x",
+            step=StepRecord(
+                model_id=MODEL.model_id,
+                seq_id=seq_id,
+                at=5.0,
+                kind="forward_backward",
+                metrics=f'{{"loss": {seq_id}.5}}',
+                made=f"weights/{seq_id}" if seq_id % 10 == 7 else None,
+            ),
         )
         await store.log.finish([end])
     for name, seq_id in zip("ab", snapshots, strict=True):
@@ -232,7 +240,7 @@ async def test_a_trim_stops_at_what_is_still_wanted(store: Store) -> None:
 
 async def test_what_stays_of_an_end_is_read_as_it_was_recorded(store: Store) -> None:
     await store.sessions.add(SESSION)
-    await store.log.record(operation(0), MODEL)
+    await store.log.record(operation(0, num_tokens=7), MODEL)
     step = StepRecord(
         model_id=MODEL.model_id,
         seq_id=0,
@@ -240,7 +248,6 @@ async def test_what_stays_of_an_end_is_read_as_it_was_recorded(store: Store) -> 
         kind="forward_backward",
         loss_fn="cross_entropy",
         num_tokens=7,
-        weight_sum=6.5,
         wait_seconds=0.25,
         run_seconds=0.5,
         metrics='{"loss": 1.5, "50%": 2.0}',
@@ -251,3 +258,40 @@ async def test_what_stays_of_an_end_is_read_as_it_was_recorded(store: Store) -> 
     assert told == step
     assert await store.steps.newest(MODEL.model_id, 1, 10) == [StepRecord(*step[:-1], number)]
     assert await store.log.finish([end]) == [], "once"
+
+
+async def test_what_stays_of_an_end_outlives_its_entry_in_the_log(store: Store) -> None:
+    """Each step is there once, before and after."""
+    await _ended(store, range(30), (10, 20))
+
+    async def seen() -> tuple[object, ...]:
+        return (
+            await store.steps.newest(MODEL.model_id, 1000, 100),
+            await store.steps.newest(MODEL.model_id, 20, 10),
+            await store.steps.made(MODEL.model_id),
+            await store.curves.read(MODEL.model_id, "operation", -1, 100),
+            await store.curves.read(MODEL.model_id, "operation", 12, 3),
+            await store.steps.last_entry(),
+        )
+
+    before = await seen()
+    assert [step.seq_id for step in before[0]] == [*reversed(range(30))]  # type: ignore[attr-defined]
+    assert before[2] == {f"weights/{n}": n for n in (7, 17, 27)}
+    assert await store.log.trim(keep=5, ended_before=6.0) == 15
+    assert await seen() == before
+
+
+async def test_entries_are_read_in_their_order_as_far_as_the_log_has_them(store: Store) -> None:
+    await _ended(store, range(30), (10, 20))
+    post = StepRecord(MODEL.model_id, 3, 6.0, "posted", source="posted")
+    posted = await store.steps.post(post, {"reward": 1.0})
+
+    async def numbers(after: int, owner: str = "o", run: str | None = None) -> list[int] | None:
+        found = await store.steps.since(after, owner, run, 100)
+        return None if found is None else [step.entry_id for step in found]
+
+    assert await numbers(0) == await numbers(0, run=MODEL.model_id) == [*range(1, 32)]
+    assert await numbers(0, owner="another") == await numbers(0, run="another") == []
+    await store.log.trim(keep=5, ended_before=6.0)
+    assert await numbers(16) == [*range(17, 32)] and posted.entry_id == 31
+    assert await numbers(15) is None, "some of them are not looked for in this order any more"

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from tests.contract.store_rows import AUDIT, MODEL, SESSION, checkpoint, operation, weights
 from tinsmith.server.store import schema
-from tinsmith.server.store.database import sqlite_url
+from tinsmith.server.store.database import create_engine, sqlite_url
 from tinsmith.server.store.errors import (
     OverQuotaError,
     StoreConflictError,
@@ -21,6 +22,7 @@ from tinsmith.server.store.errors import (
     StoreUnavailableError,
 )
 from tinsmith.server.store.losses import LossBounds
+from tinsmith.server.store.migrations.migrate import alembic_config
 from tinsmith.server.store.records import (
     CheckpointRecord,
     CustomLossRecord,
@@ -38,6 +40,68 @@ async def test_the_migrated_tables_are_the_declared_ones(store: Store, database_
     with engine.connect() as connection:
         context = MigrationContext.configure(connection)
         assert compare_metadata(context, schema.metadata) == []
+
+
+async def test_curves_of_version_0007_go_on_without_a_gap_or_a_double_point(
+    database_url: str, tmp_path: Path
+) -> None:
+    """Steps lay in a table of their own in the order of their entries, in blocks of 8."""
+    names = "entry_id, model_id, source, seq_id, at, kind, status, num_tokens, wait_seconds"
+    step = sa.text(
+        f"INSERT INTO steps ({names}, run_seconds, metrics, made) VALUES "
+        "(:n, 's:train:0', 'operation', :n, 5, 'forward', 'done', 4, 1, 2, :metrics, :made)"
+    )
+    posted = sa.text(
+        f"INSERT INTO steps ({names}, run_seconds, metrics) VALUES "
+        """(101, 's:train:0', 'posted', 3, 5, 'posted', 'done', 0, 0, 0, '{"reward": 1.5}')"""
+    )
+    block = sa.text(
+        "INSERT INTO step_blocks (model_id, source, size, block, summary) "
+        "VALUES ('s:train:0', 'operation', :size, :block, '[1, 1.0, {}]')"
+    )
+    mark = "INSERT INTO step_marks VALUES ('s:train:0', 'operation', 40)"
+    engine = create_engine(database_url)
+    with engine.begin() as connection:
+        config = alembic_config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0007")
+        for n in range(1, 101):
+            values = {
+                "n": n,
+                "metrics": f'{{"loss": {n}.0}}',
+                "made": "weights/a" if n == 9 else None,
+            }
+            connection.execute(step, values)
+        connection.execute(posted)
+        whole = '[31, 5.0, {"loss": [31, 16.0, 1.0, 31.0]}]'
+        for size, number in ((8, 0), (8, 1), (8, 2), (8, 3), (8, 4), (32, 0)):
+            connection.execute(block, {"size": size, "block": number})
+        connection.execute(
+            sa.text("UPDATE step_blocks SET summary = :whole WHERE size = 32"), {"whole": whole}
+        )
+        connection.execute(sa.text(mark))
+    engine.dispose()
+    store = Store(database_url, tmp_path / "blobs")
+    try:
+        await store.log.record(operation(0), MODEL)
+        await store.log.record(operation(101))
+        end = StepRecord(MODEL.model_id, 101, 6.0, "forward_backward", metrics='{"loss": 101.0}')
+        ends = [
+            Finish(request_id="r0", status="done", finished_at=6.0),
+            Finish(request_id="r101", status="done", finished_at=6.0, step=end),
+        ]
+        ((number, _),) = await store.log.finish(ends)
+        assert number == 102, "entries are counted on"
+        for _ in range(2):
+            (point,) = await store.curves.read(MODEL.model_id, "operation", -1, 1)
+            assert point.ranges == {"loss": [101, 51.0, 1.0, 101.0]}
+            found = await store.curves.read(MODEL.model_id, "operation", -1, 1000)
+            assert [point.x for point in found] == [*range(1, 102)]
+            await store.curves.draw(MODEL.model_id, "operation")
+        assert (await store.curves.read(MODEL.model_id, "posted", -1, 9))[0].x == 3
+        assert await store.steps.made(MODEL.model_id) == {"weights/a": 9}
+    finally:
+        await store.close()
 
 
 async def test_a_secret_is_made_once(store: Store) -> None:
@@ -336,8 +400,9 @@ async def test_a_step_on_a_full_disk_is_no_other_trouble_than_the_rest(tmp_path:
     await store.database.write(lambda c: c.exec_driver_sql("PRAGMA max_page_count = 100000"))
     await store.steps.post(steps[1], many)
     assert [point.x for point in await store.curves.read("m", "posted", -1, 10)] == [1, 2]
+    append = store.database.appender(schema.steps)
     with pytest.raises(StoreConflictError):
-        await store.database.write(lambda connection: store.steps.add(connection, steps[0]))
+        await store.database.write(lambda connection: append(connection, steps[0]))
     await store.close()
 
 

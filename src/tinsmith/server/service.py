@@ -72,8 +72,8 @@ HOUSEKEEPING_SECONDS = 5.0
 _ROUNDS_PER_RESULT_SWEEP = 12
 _FORGET_SECONDS = 300.0
 _DRAIN_SECONDS = 30.0
-_UNDRAWN_STEPS = 2048
-"""Steps that a run has before they are merged into blocks: reading this many takes 20 ms."""
+_UNDRAWN_STEPS = 8192
+"""Steps that a run has before they are merged into blocks: reading this many takes 30 ms."""
 
 _RECENT_RESULT_BYTES = 64 * 1024 * 1024
 """Memory for results of training operations; the store has them all."""
@@ -346,12 +346,12 @@ class Service:
         self.events.recorded(model, number, step)
 
     async def draw_curves(self) -> None:
-        """Merge the steps of runs that have many new ones, or are no longer used, into their
-        curves' blocks. A few are read as they are."""
+        """Merge the steps of runs that have many new ones into their curves' blocks; of those that
+        are no longer used, also what earlier servers left. A few are read as they are."""
         for (model_id, source), count in list(self._undrawn.items()):
             if count >= _UNDRAWN_STEPS or not self.models.is_live(model_id):
                 del self._undrawn[model_id, source]
-                await self.store.curves.draw(model_id, source)
+                await self.store.curves.draw(model_id, source, least=_UNDRAWN_STEPS)
 
     async def tidy_results(self) -> None:
         """What is done every minute or so, because it looks at everything that is kept."""

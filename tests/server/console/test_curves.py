@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import sqlalchemy as sa
 
+from tests.contract.store_rows import MODEL, operation
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.observing.blocks import SIZES
-from tinsmith.server.store.records import StepRecord
+from tinsmith.server.store.records import Finish, StepRecord
 from tinsmith.server.store.store import Store
 
 if TYPE_CHECKING:
@@ -24,33 +26,36 @@ if TYPE_CHECKING:
     from tests.support.in_process_server import Api, TestServer
     from tinsmith.server.store.observing.blocks import Summary
 
-RUN = "a-run:train:0"
+RUN = MODEL.model_id
 Point = tuple[int, dict[str, float | str]]
 
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
     store = Store(sqlite_url(tmp_path / "tinsmith.db"), tmp_path / "blobs")
+    await store.log.record(operation(0), MODEL)
+    await store.log.finish([Finish(request_id="r0", status="done", finished_at=0.0)])
     yield store
     await store.close()
 
 
-async def _record(store: Store, points: Sequence[Point], source: Any = "operation") -> None:
-    def write(connection: sa.Connection) -> None:
-        for number, metrics in points:
-            store.steps.add(
-                connection,
-                StepRecord(
-                    model_id=RUN,
-                    source=source,
-                    seq_id=number,
-                    at=float(number),
-                    kind="forward_backward",
-                    metrics=json.dumps(metrics),
-                ),
-            )
+async def _record(store: Store, points: Sequence[Point]) -> None:
+    """As operations that ended."""
+    numbers = [number for number, _ in points]
+    await asyncio.gather(*(store.log.record(operation(n, payload=None)) for n in numbers))
+    await store.log.finish([_end(number, json.dumps(metrics)) for number, metrics in points])
 
-    await store.database.write(write)
+
+def _end(number: int, metrics: str = "{}", model_id: str = RUN) -> Finish:
+    at = float(number)
+    step = StepRecord(model_id, number, at, "forward_backward", metrics=metrics)
+    return Finish(request_id=f"r{number}", status="done", finished_at=at, step=step)
+
+
+async def _trim(store: Store, up_to: int) -> None:
+    """Let operations leave the log up to a number, as if a snapshot were there."""
+    await store.models.update(RUN, {"previous_snapshot_seq_id": up_to})
+    await store.log.trim(keep=0, ended_before=math.inf)
 
 
 def _check(summaries: list[Summary], points: Sequence[Point], most: int) -> None:
@@ -93,6 +98,8 @@ async def test_a_thinned_curve_has_the_means_and_extremes_of_all_its_points(
         points += added
         if chance.random() < 0.7:
             await store.curves.draw(RUN, "operation")
+        if chance.random() < 0.3:
+            await _trim(store, chance.randrange(number))
         for most in (1, 3, 10, 100, 5000):
             _check(await store.curves.read(RUN, "operation", -1, most), points, most)
         after = chance.randrange(number)
@@ -100,9 +107,50 @@ async def test_a_thinned_curve_has_the_means_and_extremes_of_all_its_points(
         _check(await store.curves.read(RUN, "operation", after, 10), rest, 10)
 
 
+@pytest.mark.parametrize("length", [3000, 15_000])
+async def test_a_run_of_any_length_is_shown_in_a_tenth_of_a_second(
+    store: Store, length: int
+) -> None:
+    """Also where a picture is made of the steps themselves, which are partly in the log."""
+    names = ("loss", *map(str, range(9)))
+    points: list[Point] = [(n, dict.fromkeys(names, float(n))) for n in range(1, length)]
+    for start in range(0, length, 1000):
+        await _record(store, points[start : start + 1000])
+    await _trim(store, length // 2)
+    await store.curves.draw(RUN, "operation")
+    best = math.inf
+    for _ in range(3):
+        began = time.process_time()
+        found = await store.curves.read(RUN, "operation", -1, 500)
+        best = min(best, time.process_time() - began)
+    _check(found, points, 500)
+    assert best < 0.1, f"{best:.3f} s"
+    print(f"{length} steps: {best:.3f} s")
+
+
+async def test_a_few_steps_are_left_as_they_are(store: Store) -> None:
+    """To keep blocks of a short run costs more than to read it."""
+    points: list[Point] = [(number, {"loss": 1.0}) for number in range(1, 101)]
+    await _record(store, points)
+
+    async def num_marks() -> int:
+        return len(await store.database.column(sa.select(schema.step_marks.c.up_to)))
+
+    await store.curves.draw(RUN, "operation", least=102)
+    assert await num_marks() == 0
+    await store.curves.draw(RUN, "operation", least=101)
+    assert await num_marks() == 1
+    _check(await store.curves.read(RUN, "operation", -1, 7), points, 7)
+
+
 async def test_a_posted_step_that_comes_late_changes_the_curve(store: Store) -> None:
     points: list[Point] = [(number, {"reward": float(number)}) for number in range(0, 4000, 2)]
-    await _record(store, points, "posted")
+
+    async def post(number: int, metrics: Any) -> None:
+        step = StepRecord(RUN, number, float(number), "posted", source="posted")
+        await store.steps.post(step, metrics)
+
+    await asyncio.gather(*(post(number, metrics) for number, metrics in points))
     await store.curves.draw(RUN, "posted")
     late = StepRecord(model_id=RUN, source="posted", seq_id=700, at=0.0, kind="posted")
     await store.steps.post(late, {"reward": 1e6})
@@ -121,8 +169,8 @@ async def test_steps_before_a_pending_operation_alone_are_drawn_together(
     for number in range(1, 20):
         await api.result(await api.send_pass(run, number))
     waiting = await api.send_pass(run, 21)
-    failed = StepRecord(model_id=run, seq_id=40, at=0.0, kind="forward", status="failed")
-    await store.database.write(lambda connection: store.steps.add(connection, failed))
+    await store.log.record(operation(40, model_id=run))
+    await store.log.finish([_end(40, model_id=run)])
     await store.curves.draw(run, "operation")
     await api.send_pass(run, 20)
     await api.result(waiting)
@@ -150,15 +198,15 @@ async def test_a_million_steps_are_shown_in_a_tenth_of_a_second(
         "'forward_backward', 'done', 4, 0.0, 0.0, :metrics FROM n"
     )
     metrics = json.dumps(dict.fromkeys(names, 1.5))
-    summary = json.dumps({name: [8, 1.5, 0.5, 2.5] for name in names})
+    summary = json.dumps({name: [32, 1.5, 0.5, 2.5] for name in names})
     # Smaller blocks than these are looked at where the larger ones are not complete, at the end.
     blocks = [
         {"model_id": run, "source": "operation", "size": size, "block": block}
         | {"summary": f"[{(block + 1) * size - 1}, 0.0, {summary}]"}
-        for size in SIZES[3:]
+        for size in SIZES[2:]
         for block in range(MILLION // size)
     ]
-    mark = {"model_id": run, "source": "operation", "up_to": MILLION // SIZES[3] * SIZES[3]}
+    mark = {"model_id": run, "source": "operation", "up_to": MILLION // SIZES[2] * SIZES[2]}
 
     def write(connection: sa.Connection) -> None:
         connection.execute(steps, {"many": MILLION, "run": run, "metrics": metrics})

@@ -41,6 +41,7 @@ DIGESTS = {
     "0004": "58d787e715c059e7",
     "0005": "9a47cb3e0845f70f",
     "0006": "1208afd613cf9598",
+    "0007": "5f2dbcc36cebe786",
 }
 """Of what the store of each earlier version holds, tables and rows."""
 

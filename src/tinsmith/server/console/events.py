@@ -138,7 +138,7 @@ class Events:
         """What was recorded after an entry, and the number of the last one."""
         newest = await self._store.steps.last_entry()
         steps = await self._store.steps.since(after, owner, run, MAX_REPEATED + 1)
-        if len(steps) <= MAX_REPEATED and after <= newest:
+        if steps is not None and len(steps) <= MAX_REPEATED and after <= newest:
             last = steps[-1].entry_id if steps else after
             return last, b"".join(_message(step.entry_id, step) for step in steps)
         # Too much has happened since; or an older copy of the store was brought back, and what

@@ -186,10 +186,7 @@ class Endings:
             finished_at=finish.finished_at,
             error=problem,
             category=category,
-            step=step
-            and step._replace(
-                status="failed", metrics="{}", weight_sum=None, error=problem, made=None
-            ),
+            step=step and step._replace(status="failed", metrics="{}", error=problem, made=None),
         )
 
     def _count_tokens(self, model: LiveModel, operation: Operation) -> None:

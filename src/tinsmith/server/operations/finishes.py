@@ -109,7 +109,6 @@ def _step(
         status=status,
         loss_fn=loss_fn,
         num_tokens=record.num_tokens,
-        weight_sum=metrics.get("weights:sum") if metrics else None,
         wait_seconds=max(0.0, started_at - record.created_at),
         run_seconds=max(0.0, now - started_at),
         metrics=encode_metrics(metrics) if metrics else "{}",

@@ -21,6 +21,7 @@ from tinsmith.server.store.errors import (
     StoreDamagedError,
     StoreUnavailableError,
 )
+from tinsmith.server.store.observing.all_steps import LOGGED_COLUMNS, move_steps
 from tinsmith.server.store.observing.examples import Examples
 from tinsmith.server.store.observing.steps import Steps
 from tinsmith.server.store.records import Finish, ModelRecord, OperationRecord, StepRecord
@@ -40,6 +41,8 @@ _ENDED = sa.update(schema.operations).where(
     schema.operations.c.request_id == sa.bindparam("of_request"),
     schema.operations.c.status == "pending",
 )
+_COLUMNS = [schema.operations.c[f.name] for f in dataclasses.fields(OperationRecord)]
+_LIGHT_COLUMNS = [c for c in _COLUMNS if c.name not in ("payload", "result")]
 _ENDED_COLUMNS = (
     "status",
     "finished_at",
@@ -51,10 +54,11 @@ _ENDED_COLUMNS = (
     "category",
     "took_effect",
     "weights_id",
+    "entry_id",
+    *LOGGED_COLUMNS,
 )
 
 _DROPPED_AT_ONCE = 500
-_LIGHT_COLUMNS = [c for c in schema.operations.c if c.name not in ("payload", "result")]
 
 
 class Log:
@@ -73,7 +77,7 @@ class Log:
         self._examples = examples
         table = schema.operations
         put_new = database.insert(table).on_conflict_do_nothing()
-        self._put_new = database.prepared(put_new, [column.name for column in table.c])
+        self._put_new = database.prepared(put_new, [column.name for column in _COLUMNS])
         self._note_used = database.prepared(_USED, ["of_model", "number", "at"])
         self._note_ended = database.prepared(_ENDED, ["of_request", *_ENDED_COLUMNS])
 
@@ -145,14 +149,24 @@ class Log:
             name = f"{finish.request_id}.result"
             row["result_file"] = await self._blobs.write(name, finish.result)
             row["result"] = None
+        for name in LOGGED_COLUMNS:
+            row[name] = getattr(finish.step, name, None)
         return row
 
     def _finish_one(
         self, connection: sa.Connection, finish: Finish, row: dict[str, Any]
     ) -> tuple[int, StepRecord] | None:
-        ended = self._note_ended(connection, {"of_request": finish.request_id, **row})
+        number = None if finish.step is None else self._steps.next_number()
+        given = {"of_request": finish.request_id, "entry_id": number, **row}
+        ended = self._note_ended(connection, given)
         if ended.rowcount != 1:
             return None
+        if finish.step is not None and finish.step.made is not None:
+            connection.execute(
+                sa.update(schema.operations)
+                .where(schema.operations.c.request_id == finish.request_id)
+                .values(made=finish.step.made)
+            )
         if finish.weights is not None:
             made = finish.checkpoint or finish.sampler
             if made is not None:
@@ -167,15 +181,15 @@ class Log:
         for example in finish.examples:
             self._examples.add(connection, example)
         step = finish.step
-        if step is None:
+        if step is None or number is None:
             return None
         if step.error is not None:
             step = step._replace(error=row["error"])
-        return self._steps.add(connection, step), step
+        return number, step
 
     async def get(self, request_id: str) -> OperationRecord | None:
         table = schema.operations
-        columns = [c for c in table.c if c.name != "payload"]
+        columns = [c for c in _COLUMNS if c.name != "payload"]
         query = sa.select(*columns).where(table.c.request_id == request_id)
         found = await self._database.one(OperationRecord, query)
         if found is None or found.result_file is None:
@@ -375,11 +389,10 @@ class Log:
             connection.execute(
                 sa.update(models).where(models.c.model_id == model_id).values(trimmed_seq_id=mark)
             )
+            move_steps(connection, model_id, 1, mark)
             return connection.execute(
                 sa.delete(operations).where(
-                    operations.c.model_id == model_id,
-                    operations.c.seq_id > 0,
-                    operations.c.seq_id <= mark,
+                    operations.c.model_id == model_id, operations.c.seq_id.between(1, mark)
                 )
             ).rowcount
 

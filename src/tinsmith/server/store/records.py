@@ -116,6 +116,8 @@ class ModelRecord:
     previous_snapshot_weights_id: str | None = None
     trimmed_seq_id: int = -1
     """The log has no operations up to this one any more: they ended long ago."""
+    trimmed_entry_id: int = 0
+    """The highest number that a step had which is no longer in the log."""
     closed_seq_id: int = -1
     """Numbers up to this one that are not in the log were waited for in vain; they may no longer
     come."""
@@ -277,8 +279,8 @@ StepSource = Literal["operation", "posted"]
 class StepRecord(NamedTuple):
     """A point of a run's curves: an operation that ended, or metrics that a client posted.
 
-    Written in the commit that ends the operation, and kept when its result and its entry in the log
-    are gone. One is made for every operation, so it is of the kind that is made quickest.
+    Written in the commit that ends the operation, into its entry in the log, and kept when that is
+    gone. One is made for every operation, so it is of the kind that is made quickest.
     """
 
     model_id: str
@@ -291,8 +293,6 @@ class StepRecord(NamedTuple):
     status: OperationStatus = "done"
     loss_fn: str | None = None
     num_tokens: int = 0
-    weight_sum: float | None = None
-    """Sum of the weights of a supervised pass."""
     wait_seconds: float = 0.0
     run_seconds: float = 0.0
     metrics: str = "{}"

@@ -59,14 +59,15 @@ def _table(
     key: tuple[str, ...],
     *more: SchemaItem,
     types: Types | None = None,
+    **options: Any,
 ) -> Table:
     """A table with a column for each field of a record; `types` are those the field's own type
-    does not tell."""
+    does not tell, `options` those of the table."""
     columns = [
         _column(field, hint, field in key, types or {})
         for field, hint in get_type_hints(record).items()
     ]
-    return Table(name, metadata, *columns, *more)
+    return Table(name, metadata, *columns, *more, **options)
 
 
 def _column(name: str, hint: Any, is_key: bool, given: Types) -> Column[Any]:
@@ -75,6 +76,12 @@ def _column(name: str, hint: Any, is_key: bool, given: Types) -> Column[Any]:
     plain = str if get_origin(kind) is Literal else get_origin(kind) or kind
     is_nullable = type(None) in kinds
     return Column(name, given.get(name, _TYPES[plain]), primary_key=is_key, nullable=is_nullable)
+
+
+def _index_of_made() -> Index:
+    """Few operations make something."""
+    is_set = text("made IS NOT NULL")
+    return Index(None, "model_id", "made", sqlite_where=is_set, postgresql_where=is_set)
 
 
 secrets = Table(
@@ -114,6 +121,13 @@ operations = _table(
     "operations",
     records.OperationRecord,
     ("request_id",),
+    # What its step has beside: see `observing/all_steps`. NULL until the operation has ended.
+    Column("loss_fn", Text),
+    Column("wait_seconds", Double),
+    Column("run_seconds", Double),
+    Column("metrics", Text),
+    Column("made", Text),
+    Column("entry_id", BigInteger),
     UniqueConstraint("model_id", "seq_id"),
     Index(None, "status", "finished_at"),
     # Few operations have weights, and each set of weights is looked up here every few seconds.
@@ -123,6 +137,13 @@ operations = _table(
         sqlite_where=text("weights_id IS NOT NULL"),
         postgresql_where=text("weights_id IS NOT NULL"),
     ),
+    Index(
+        None,
+        "entry_id",
+        sqlite_where=text("entry_id IS NOT NULL"),
+        postgresql_where=text("entry_id IS NOT NULL"),
+    ),
+    _index_of_made(),
 )
 
 weights = _table("weights", records.WeightsRecord, ("weights_id",))
@@ -172,17 +193,17 @@ usage = _table(
 steps = _table(
     "steps",
     records.StepRecord,
-    ("entry_id",),
-    UniqueConstraint("model_id", "source", "seq_id"),
-    # Few operations make something.
+    ("model_id", "source", "seq_id"),
+    _index_of_made(),
+    # Of operations, those that are still in the log are looked for in order, and there.
     Index(
         None,
-        "model_id",
-        "made",
-        sqlite_where=text("made IS NOT NULL"),
-        postgresql_where=text("made IS NOT NULL"),
+        "entry_id",
+        sqlite_where=text("source = 'posted'"),
+        postgresql_where=text("source = 'posted'"),
     ),
-    types={"entry_id": _ROW_NUMBER},
+    # A run's steps lie together: they come many at a time, and are read so.
+    sqlite_with_rowid=False,
 )
 
 step_blocks = _table("step_blocks", records.BlockRecord, ("model_id", "source", "size", "block"))

@@ -1,7 +1,7 @@
 """Drawing steps together: means with least and greatest values, in blocks of rising sizes.
 
-A run may have a million steps, and a picture a few hundred points. So complete blocks of 8 steps,
-of 32, of 128 and so on are kept beside the steps, and a picture is made of the largest blocks that
+A run may have a million steps, and a picture a few hundred points. So complete blocks of 32 steps,
+of 128, of 512 and so on are kept beside the steps, and a picture is made of the largest blocks that
 are fine enough. Least and greatest values survive: a spike of one step shows in any picture. Pure
 functions; `curves` keeps the blocks.
 """
@@ -15,8 +15,11 @@ from typing import Any
 
 import orjson
 
-FIRST_SIZE, FANOUT, NUM_SIZES = 8, 4, 10
+FIRST_SIZE, FANOUT, NUM_SIZES = 32, 4, 9
 SIZES = [FIRST_SIZE * FANOUT**level for level in range(NUM_SIZES)]
+STEPS_PER_PART = 8
+"""Steps of which a picture needs no more than every eighth are drawn together as they are read;
+blocks that small would cost more to keep than to make again."""
 
 Range = list[Any]
 """How many finite values, their mean, the least and the greatest; None where there are none."""
@@ -78,13 +81,11 @@ def merged(summaries: Sequence[Summary]) -> Summary:
     return Summary(last.x, last.t, together)
 
 
-def first_blocks(rows: Iterable[Sequence[Any]], end: int) -> list[tuple[int, Summary]]:
-    """The first blocks of steps (number, moment, metrics) below `end`; those without any metrics
-    are left out. What `of_step`, `merged` and `in_blocks` give, in half of the time."""
+def drawn_together(rows: Iterable[Sequence[Any]], size: int) -> list[tuple[int, Summary]]:
+    """Steps (number, moment, metrics) in blocks of `size` numbers; those without any metrics are
+    left out. What `of_step`, `merged` and `in_blocks` give, in half of the time."""
     blocks: list[tuple[int, Summary]] = []
-    for block, inside in itertools.groupby(rows, lambda row: row[0] // FIRST_SIZE):
-        if block * FIRST_SIZE >= end:
-            break
+    for block, inside in itertools.groupby(rows, lambda row: row[0] // size):
         ranges: dict[str, Range] = {}
         x, t = 0, 0.0
         for number, moment, metrics in inside:
@@ -121,7 +122,7 @@ def in_blocks(summaries: Iterable[Summary], size: int) -> list[tuple[int, Summar
 
 def size_for(span: int, points: int) -> int:
     """The largest blocks of which a picture of `points` can be made; 1 for the steps themselves."""
-    fine_enough = [size for size in SIZES if size * points <= span]
+    fine_enough = [size for size in (STEPS_PER_PART, *SIZES) if size * points <= span]
     return fine_enough[-1] if fine_enough else 1
 
 

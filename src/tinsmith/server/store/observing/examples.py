@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import Database, row_of
+from tinsmith.server.store.observing.all_steps import ALL_STEPS
 from tinsmith.server.store.records import ExampleRecord
 
 _TABLE = schema.examples
@@ -51,7 +52,7 @@ class Examples:
     async def add_sampled(self, examples: Sequence[SampledExample]) -> None:
         """Keep answers, each under the operation that made the weights it was sampled from. Of
         weights from before operations were recorded there is none to show them under."""
-        steps = schema.steps
+        steps = ALL_STEPS
 
         def write(connection: sa.Connection) -> None:
             for example, made in examples:
