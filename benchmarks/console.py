@@ -4,11 +4,13 @@
 
 A server over the fake engine takes small operations at a given rate, and records no steps in every
 other quarter of a second (`console_server` starts it so). The cost is the processor time that an
-operation needs more for it: what is spent on the event loop, timed there; what a commit takes
-longer for each step in it, by least squares over all commits; and drawing curves together. It is
-given in percent of what an operation costs without: that of the loop, which bounds the throughput,
-in percent of the loop's time, and all of it in percent of all threads' time. The difference between
-the two kinds of blocks says the same as the last, with a much wider interval.
+operation needs more for it: what is spent on the event loop, timed there, and what a commit takes
+longer for each step in it, by least squares over all commits. In runs of many thousand operations
+steps are also drawn together, and move when the log is trimmed; that is done afterwards to all that
+were recorded, and timed. The cost is given in percent of what an operation costs without: that of
+the loop, which bounds the throughput, in percent of the loop's time, and the others in percent of
+all threads' time, for a run of which nothing is drawn or moved yet and for one without an end. The
+difference between the two kinds of blocks says the same as the former, with a much wider interval.
 
 Then tabs are opened: streams of live events of a run that goes on training, five operations a
 second. Their cost is the server's processor time with them less that without, in turns.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import statistics
 import tempfile
 import time
@@ -28,20 +31,27 @@ from typing import Any
 
 import numpy as np
 import orjson
+import sqlalchemy as sa
 import uvloop
 
 from console_server import BLOCK_SECONDS
 from load import Client, Connection, Measured, Server
 from reports import write_report
+from tinsmith.server.store import schema
+from tinsmith.server.store.database import sqlite_url
+from tinsmith.server.store.observing.all_steps import move_steps
+from tinsmith.server.store.store import Store
+from tinsmith.types.observing import MAX_STEP
 
 NUM_CLIENTS = 50
 TAB_ROUNDS = 4
 TAB_OPERATIONS_PER_SECOND = 5.0
 WARM_UP_SECONDS = 2.0
+LONG_RUN = 2048
 DRAWS = 1000
 """Of the blocks, with some twice and some not at all: how far figures vary by chance."""
 
-COLUMNS = ("is_recording", "operations", "process", "loop", "on_loop", "drawing")
+COLUMNS = ("is_recording", "operations", "process", "loop", "on_loop")
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -90,9 +100,12 @@ async def train_at(server: Server, *, seconds: float, rate: float) -> None:
         await asyncio.gather(*(trainer.operations(per_trainer) for trainer in trainers))
 
 
-def recording_cost(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def recording_cost(
+    blocks: Sequence[Mapping[str, Any]], later: Mapping[str, float]
+) -> dict[str, Any]:
     """What recording adds to an operation, of blocks that record and others that do not, and the
-    interval in which each figure lies in 95 of 100 draws of the blocks."""
+    interval in which each figure lies in 95 of 100 draws of the blocks. `later` is what is spent on
+    a step afterwards, in microseconds."""
     busy = [block for block in blocks if block["operations"] > 0]
     busy = busy[round(WARM_UP_SECONDS / BLOCK_SECONDS) :]
     totals = np.array([[block[name] for name in COLUMNS] for block in busy], float)
@@ -101,7 +114,8 @@ def recording_cost(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     drawn = []
     for _ in range(DRAWS):
         picked = chance.integers(len(busy), size=len(busy))
-        drawn.append(_costs(totals[picked], np.concatenate([commits[i] for i in picked])))
+        some = np.concatenate([commits[i] for i in picked])
+        drawn.append(_costs(totals[picked], some, later))
     return {
         "blocks": len(busy),
         "operations_per_second": round(totals[:, 1].sum() / len(busy) / BLOCK_SECONDS),
@@ -114,15 +128,15 @@ def recording_cost(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                     for end in np.percentile([each[name] for each in drawn], [2.5, 97.5])
                 ],
             }
-            for name, value in _costs(totals, np.concatenate(commits)).items()
+            for name, value in _costs(totals, np.concatenate(commits), later).items()
         },
     }
 
 
-def _costs(totals: Array, commits: Array) -> dict[str, float]:
+def _costs(totals: Array, commits: Array, later: Mapping[str, float]) -> dict[str, float]:
     """In microseconds of processor time for an operation, and in percent of what it costs without.
     The columns of `totals` are `COLUMNS`, those of `commits` are a `Block`'s."""
-    is_recording, operations, process, loop, on_loop, drawing = totals.T
+    is_recording, operations, process, loop, on_loop = totals.T
     recorded = (is_recording * operations).sum()
     # A commit takes so much, and so much for each write, for each end, and for each step.
     causes = np.column_stack([np.ones(len(commits)), commits[:, 1:]])
@@ -130,9 +144,9 @@ def _costs(totals: Array, commits: Array) -> dict[str, float]:
     added = {
         "on_loop_us": 1e6 * on_loop.sum() / recorded,
         "writing_us": 1e6 * writing,
-        "drawing_us": 1e6 * drawing.sum() / recorded,
     }
     recording = sum(added.values())
+    in_the_end = recording + sum(later.values())
     operation = 1e6 * process.sum() / operations.sum() - recording * is_recording.mean()
     loop_alone = 1e6 * (loop - on_loop).sum() / operations.sum()
     with_, without = (
@@ -141,12 +155,63 @@ def _costs(totals: Array, commits: Array) -> dict[str, float]:
     )
     return {
         **added,
+        **later,
         "recording_us": recording,
         "operation_us": operation,
         "percent_more_on_loop": 100 * added["on_loop_us"] / loop_alone,
         "percent_more": 100 * recording / operation,
+        "percent_more_in_the_end": 100 * in_the_end / operation,
         "percent_more_by_difference": 100 * (with_ / without - 1),
     }
+
+
+async def later_costs(folder: Path) -> dict[str, float]:
+    """What is spent on each step of a stopped server's store when runs have become long: drawing
+    it together with others, and moving it out of the log. Microseconds of processor time."""
+    store = Store(sqlite_url(folder / "tinsmith.db"), folder / "blobs")
+    try:
+        runs = await store.database.column(sa.select(schema.models.c.model_id))
+        await store.database.write(_lengthen)
+        num_steps = await store.steps.last_entry()
+        began = time.process_time()
+        for run in runs:
+            await store.curves.draw(run, "operation")
+        drawn = time.process_time()
+        for run in runs:
+            move = functools.partial(move_steps, model_id=run, first=1, last=MAX_STEP)
+            await store.database.write(move)
+        moved = time.process_time()
+    finally:
+        await store.close()
+    return {
+        "drawing_us": 1e6 * (drawn - began) / num_steps,
+        "moving_us": 1e6 * (moved - drawn) / num_steps,
+    }
+
+
+def _lengthen(connection: sa.Connection) -> None:
+    """Fill the log with copies of the ends that have steps, up to `LONG_RUN` of each run, in turns
+    as they would come."""
+    own = ("request_id", "seq_id", "entry_id")
+    others = ", ".join(c.name for c in schema.operations.c if c.name not in own)
+    connection.execute(
+        sa.text(
+            "CREATE TEMP TABLE ends AS SELECT *, row_number() OVER (PARTITION BY model_id ORDER BY "
+            "seq_id) AS place, count(*) OVER (PARTITION BY model_id) AS many FROM operations "
+            "WHERE entry_id IS NOT NULL"
+        )
+    )
+    connection.execute(sa.text("DELETE FROM operations"))
+    connection.execute(
+        sa.text(
+            "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < :long) "
+            f"INSERT INTO operations (request_id, seq_id, entry_id, {others}) SELECT "
+            "printf('%012d%s', row_number() OVER (ORDER BY i, model_id), model_id), i, "
+            f"row_number() OVER (ORDER BY i, model_id), {others} FROM n JOIN ends "
+            "ON place = 1 + i % many ORDER BY i, model_id"
+        ),
+        {"long": LONG_RUN},
+    )
 
 
 async def tabs_cost(server: Server, *, seconds: float, num_tabs: int) -> dict[str, Any]:
@@ -217,7 +282,9 @@ def measure_recording(seconds: float, rate: float) -> dict[str, Any]:
             uvloop.run(train_at(server, seconds=seconds, rate=rate))
         finally:
             server.stop()
-        return recording_cost(orjson.loads(report.read_bytes()))
+        return recording_cost(
+            orjson.loads(report.read_bytes()), uvloop.run(later_costs(Path(folder)))
+        )
 
 
 def measure_tabs(seconds: float, num_tabs: int) -> dict[str, Any]:

@@ -5,9 +5,9 @@
 Each block of a quarter of a second either records or does not; no setting turns it off, so this
 file does. What recording adds on the event loop is little beside what the loop's work varies by
 from block to block. So it is timed where it happens, by the thread's own clock: making the step of
-an operation, telling those who look, drawing curves together. In the writing thread a step costs
-more than its own statement, namely pages of the database on their way to the disk, so there the
-whole time of each commit is noted, with what it held. At the end the blocks are written to REPORT.
+an operation, and telling those who look. In the writing thread a step costs more than its own
+values, namely pages of the database on their way to the disk, so there the whole time of each
+commit is noted, with what it held. At the end the blocks are written to REPORT.
 """
 
 from __future__ import annotations
@@ -38,11 +38,8 @@ class Block:
     on_loop: float = 0.0
     """Of the loop's time, what was spent on recording."""
 
-    drawing: float = 0.0
-    """What was spent on drawing steps together, which comes later than the steps."""
-
     commits: list[tuple[float, int, int, int]] = field(default_factory=list)
-    """Of each its seconds, without drawing, and how many writes, ends and steps it held."""
+    """Of each its seconds, and how many writes, ends and steps it held."""
 
 
 class Meter:
@@ -62,13 +59,11 @@ class Meter:
         from tinsmith.server.service import Service
         from tinsmith.server.store import writer
         from tinsmith.server.store.log import Log
-        from tinsmith.server.store.observing import curves
 
         patches: list[tuple[Any, str, Callable[..., Any]]] = [
             (finishes, "observed", self._switched(finishes.observed, {})),
             (finishes, "_step", self._operation(self._switched(finishes._step, None))),
             (Service, "recorded", self._timed(Service.recorded, "on_loop")),
-            (curves, "_draw_some", self._timed(curves._draw_some, "drawing")),
             (Log, "_finish_one", self._ended(Log._finish_one)),
             (writer, "commit", self._commit(writer.commit)),
         ]
@@ -120,11 +115,11 @@ class Meter:
 
     def _commit(self, commit: Callable[..., Any]) -> Callable[..., Any]:
         def call(connection: Any, batch: Any, *args: Any) -> Any:
-            block, drawing = self._now, self._now.drawing
+            block = self._now
             self._num_ends = self._num_steps = 0
             began = time.thread_time()
             ends = commit(connection, batch, *args)
-            seconds = time.thread_time() - began - (block.drawing - drawing)
+            seconds = time.thread_time() - began
             block.commits.append((seconds, len(batch), self._num_ends, self._num_steps))
             return ends
 
