@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -148,10 +148,14 @@ class Database:
         except TROUBLE as error:
             raise unavailable(error) from error
 
-    async def all(self, kind: Callable[..., R], query: sa.Select[Any]) -> list[R]:
+    async def all(
+        self, kind: Callable[..., R], query: sa.Select[Any], values: Mapping[str, Any] | None = None
+    ) -> list[R]:
+        """`values` are for the names that the query leaves open."""
+
         def read() -> list[R]:
             with self.connect() as connection:
-                return [kind(**row._mapping) for row in connection.execute(query)]
+                return [kind(**row._mapping) for row in connection.execute(query, values)]
 
         try:
             return await self.in_thread(read)
@@ -159,8 +163,10 @@ class Database:
             # Asked for by a value that no row can have.
             return []
 
-    async def one(self, kind: Callable[..., R], query: sa.Select[Any]) -> R | None:
-        found = await self.all(kind, query)
+    async def one(
+        self, kind: Callable[..., R], query: sa.Select[Any], values: Mapping[str, Any] | None = None
+    ) -> R | None:
+        found = await self.all(kind, query, values)
         return found[0] if found else None
 
     async def column(self, query: sa.Select[Any]) -> list[str]:

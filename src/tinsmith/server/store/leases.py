@@ -36,8 +36,28 @@ class Leases:
         many seconds from when it was taken or renewed."""
         self._engine = create_engine(url, self.patience)
         self._connection: sa.Connection | None = None
-        self._own = {"holder": holder, "place": place, "url": address}
-        self._seconds = seconds
+        own = {"holder": holder, "place": place, "url": address}
+        table, end = schema.leases, self.now + seconds
+        # Made once: they are carried out every second, for as long as a server lives.
+        fresh = {**own, "expires_at": end}
+        self._take = (
+            self.insert(table)
+            .values(name=LEASE, epoch=1, **fresh)
+            .on_conflict_do_update(
+                index_elements=[table.c.name],
+                set_={**fresh, "epoch": table.c.epoch + 1},
+                where=sa.or_(table.c.expires_at <= self.now, table.c.place == place),
+            )
+            .returning(table.c.epoch)
+        )
+        self._present = sa.select(table).where(table.c.name == LEASE, table.c.expires_at > self.now)
+        ours = sa.update(table).where(
+            table.c.name == LEASE,
+            table.c.holder == holder,
+            table.c.epoch == sa.bindparam("of_epoch"),
+        )
+        self._renew = ours.values(expires_at=end)
+        self._release = ours.values(expires_at=0.0)
 
     def make_tables(self) -> None:
         """Where there is no table of leases yet, nobody else can be at work: bring all up to date.
@@ -52,39 +72,24 @@ class Leases:
 
         Tables of a later version are refused: that is for a server of that version.
         """
-        table = schema.leases
-        fresh = {**self._own, "expires_at": self.now + self._seconds}
-        is_free = sa.or_(table.c.expires_at <= self.now, table.c.place == self._own["place"])
-        taken = (
-            self.insert(table)
-            .values(name=LEASE, epoch=1, **fresh)
-            .on_conflict_do_update(
-                index_elements=[table.c.name],
-                set_={**fresh, "epoch": table.c.epoch + 1},
-                where=is_free,
-            )
-            .returning(table.c.epoch)
-        )
         with self._transaction() as connection:
-            epoch = connection.execute(taken).scalar()
+            epoch = connection.execute(self._take).scalar()
             if epoch is not None:
                 is_behind(connection)
             return epoch
 
     def renew(self, epoch: int) -> bool:
         """Whether the lease is still ours; if so, it begins anew."""
-        return self._set_end(epoch, self.now + self._seconds)
+        return self._set_end(self._renew, epoch)
 
     def release(self, epoch: int) -> None:
         """Let another have it at once."""
-        self._set_end(epoch, sa.literal(0.0))
+        self._set_end(self._release, epoch)
 
     def present(self) -> LeaseRecord | None:
         """The lease, if somebody holds it now."""
-        table = schema.leases
-        query = sa.select(table).where(table.c.name == LEASE, table.c.expires_at > self.now)
         with self._transaction() as connection:
-            row = connection.execute(query).first()
+            row = connection.execute(self._present).first()
         return None if row is None else LeaseRecord(**row._mapping)
 
     def store_id(self) -> str | None:
@@ -97,18 +102,9 @@ class Leases:
             self._connection.close()
         self._engine.dispose()
 
-    def _set_end(self, epoch: int, expires_at: sa.ColumnElement[float]) -> bool:
-        table = schema.leases
-        ours = (
-            table.c.name == LEASE,
-            table.c.holder == self._own["holder"],
-            table.c.epoch == epoch,
-        )
+    def _set_end(self, end: sa.Update, epoch: int) -> bool:
         with self._transaction() as connection:
-            changed = connection.execute(
-                sa.update(table).where(*ours).values(expires_at=expires_at)
-            )
-            return changed.rowcount == 1
+            return connection.execute(end, {"of_epoch": epoch}).rowcount == 1
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sa.Connection]:

@@ -60,6 +60,21 @@ _ENDED_COLUMNS = (
 
 _DROPPED_AT_ONCE = 500
 
+# Made once: building a statement and its cache key costs more than carrying it out.
+_OF_MODEL = sa.select(*_LIGHT_COLUMNS).where(
+    schema.operations.c.model_id == sa.bindparam("of_model")
+)
+_WITH_NUMBER = _OF_MODEL.where(schema.operations.c.seq_id == sa.bindparam("number"))
+_AFTER_NUMBER = _OF_MODEL.where(schema.operations.c.seq_id > sa.bindparam("number")).order_by(
+    schema.operations.c.seq_id
+)
+_WITH_RESULT = sa.select(*[c for c in _COLUMNS if c.name != "payload"]).where(
+    schema.operations.c.request_id == sa.bindparam("of_request")
+)
+_PAYLOAD = sa.select(schema.operations.c.payload, schema.operations.c.payload_file).where(
+    schema.operations.c.request_id == sa.bindparam("of_request")
+)
+
 
 class Log:
     def __init__(
@@ -188,10 +203,7 @@ class Log:
         return number, step
 
     async def get(self, request_id: str) -> OperationRecord | None:
-        table = schema.operations
-        columns = [c for c in _COLUMNS if c.name != "payload"]
-        query = sa.select(*columns).where(table.c.request_id == request_id)
-        found = await self._database.one(OperationRecord, query)
+        found = await self._database.one(OperationRecord, _WITH_RESULT, {"of_request": request_id})
         if found is None or found.result_file is None:
             return found
         try:
@@ -203,11 +215,8 @@ class Log:
 
     async def read(self, model_id: str, after_seq_id: int) -> Sequence[OperationRecord]:
         """The operations above `after_seq_id`, in order, without payloads and results."""
-        table = schema.operations
-        query = sa.select(*_LIGHT_COLUMNS).where(
-            table.c.model_id == model_id, table.c.seq_id > after_seq_id
-        )
-        return await self._database.all(OperationRecord, query.order_by(table.c.seq_id))
+        after = {"of_model": model_id, "number": after_seq_id}
+        return await self._database.all(OperationRecord, _AFTER_NUMBER, after)
 
     async def pending(self, model_id: str, before: int, limit: int) -> Sequence[OperationRecord]:
         """The last operations below a number that have not ended, without payloads."""
@@ -221,19 +230,14 @@ class Log:
 
     async def find(self, model_id: str, seq_id: int) -> OperationRecord | None:
         """The operation with a number, without payload and result."""
-        table = schema.operations
-        query = sa.select(*_LIGHT_COLUMNS).where(
-            table.c.model_id == model_id, table.c.seq_id == seq_id
-        )
-        return await self._database.one(OperationRecord, query)
+        numbered = {"of_model": model_id, "number": seq_id}
+        return await self._database.one(OperationRecord, _WITH_NUMBER, numbered)
 
     async def read_payload(self, request_id: str) -> bytes:
-        table = schema.operations
-        query = sa.select(table.c.payload, table.c.payload_file)
 
         def read() -> Any:
             with self._database.connect() as connection:
-                return connection.execute(query.where(table.c.request_id == request_id)).one()
+                return connection.execute(_PAYLOAD, {"of_request": request_id}).one()
 
         row = await self._database.in_thread(read)
         if row.payload_file is not None:
@@ -408,13 +412,8 @@ class Log:
         return bool(self._note_used(connection, used).rowcount == 1)
 
     def _first(self, connection: sa.Connection, operation: OperationRecord) -> OperationRecord:
-        table = schema.operations
-        found = connection.execute(
-            sa.select(*_LIGHT_COLUMNS).where(
-                table.c.model_id == operation.model_id, table.c.seq_id == operation.seq_id
-            )
-        )
-        return OperationRecord(**found.one()._mapping)
+        numbered = {"of_model": operation.model_id, "number": operation.seq_id}
+        return OperationRecord(**connection.execute(_WITH_NUMBER, numbered).one()._mapping)
 
 
 def _storable(text: str | None) -> str | None:

@@ -12,6 +12,8 @@ from tinsmith.server.store.blobs import Blobs
 from tinsmith.server.store.database import Database, row_of
 from tinsmith.server.store.records import ModelRecord, Page, WeightsRecord
 
+_MODEL = sa.select(schema.models).where(schema.models.c.model_id == sa.bindparam("of_model"))
+
 
 class Models:
     def __init__(self, database: Database, blobs: Blobs) -> None:
@@ -19,10 +21,7 @@ class Models:
         self._blobs = blobs
 
     async def get(self, model_id: str) -> ModelRecord | None:
-        table = schema.models
-        return await self._database.one(
-            ModelRecord, sa.select(table).where(table.c.model_id == model_id)
-        )
+        return await self._database.one(ModelRecord, _MODEL, {"of_model": model_id})
 
     async def page_of_owner(
         self, owner: str, limit: int, offset: int, project_id: str | None = None
