@@ -7,7 +7,10 @@ network, clock and disk; each result is compared with the one that it has to be,
 goes through the checker. Of as many lives as are done at once, the last is that of
 `tests/server/test_model_simulation.py`: one server, and all that can happen to checkpoints.
 
-A life that went wrong is named by its seed; ends with 1 then.
+Each line of progress is the sum so far: of a run that is broken off, the last one counts. An
+operation is a training operation or a sample whose result was compared; a call is one submission,
+or one question for a result, with its answer, in a history that was checked: an operation takes two
+or more. A life that went wrong is named by its seed; ends with 1 then.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import tempfile
 import time
 import traceback
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
@@ -28,34 +32,64 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 LIVES_AT_ONCE = 16
 
 
-def lives(seeds: range) -> tuple[int, int, list[str]]:
-    """How many steps they took and operations they carried out, and what went wrong."""
+@dataclass(slots=True)
+class Total:
+    """What lives came to, all together."""
+
+    num_lives: int = 0
+    num_operations: int = 0
+    """Training operations and samples whose results were compared, each counted once."""
+    num_calls: int = 0
+    """Calls of clients, with their answers, that went through the checker of histories."""
+    num_steps: int = 0
+    cpu_seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, other: Total) -> None:
+        self.num_lives += other.num_lives
+        self.num_operations += other.num_operations
+        self.num_calls += other.num_calls
+        self.num_steps += other.num_steps
+        self.cpu_seconds += other.cpu_seconds
+        self.problems += other.problems
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_lives} lives: {self.num_operations} operations, {self.num_calls} calls "
+            f"checked, {self.num_steps} steps, {self.cpu_seconds:.0f} s of a core, "
+            f"{len(self.problems)} problems"
+        )
+
+
+def lives(seeds: range) -> Total:
     from tests.simulation.life import Lived, live
 
     logging.disable(logging.CRITICAL)
     gc.freeze()  # what is loaded now is not looked through again after each life
-    num_steps, num_operations, problems = 0, 0, []
+    began, total = time.process_time(), Total(num_lives=len(seeds))
     for seed in seeds[:-1]:
         lived = live(seed)
         if isinstance(lived, Lived):
-            num_steps += lived.num_steps
-            num_operations += lived.num_operations
+            total.num_steps += lived.num_steps
+            total.num_operations += lived.num_operations
+            total.num_calls += lived.num_calls
         else:
-            problems.append(lived)
-    steps, operations, found = alone(seeds[-1])
-    return num_steps + steps, num_operations + operations, problems + found
+            total.problems.append(lived)
+    total.add(alone(seeds[-1]))
+    total.cpu_seconds = time.process_time() - began
+    return total
 
 
-def alone(seed: int) -> tuple[int, int, list[str]]:
-    """The same of one server's life."""
+def alone(seed: int) -> Total:
+    """One server's life; it keeps no history."""
     from tests.server.test_model_simulation import run
 
     with tempfile.TemporaryDirectory(prefix="tinsmith-simulation-") as folder:
         try:
             lived = run(seed, Path(folder))
         except Exception as error:
-            return 0, 0, ["".join(traceback.format_exception(error))]
-    return lived.num_steps, lived.num_operations, []
+            return Total(problems=["".join(traceback.format_exception(error))])
+    return Total(num_steps=lived.num_steps, num_operations=lived.num_operations)
 
 
 def main() -> int:
@@ -64,25 +98,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1000, help="the first life's")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     arguments = parser.parse_args()
-    began, num_lives, num_steps, num_operations = time.monotonic(), 0, 0, 0
-    problems: list[str] = []
+    began, total = time.monotonic(), Total()
     with ProcessPoolExecutor(arguments.jobs) as pool:
         starts = itertools.count(arguments.seed, LIVES_AT_ONCE)
-        while num_operations < arguments.operations:
+        while total.num_operations < arguments.operations:
             parts = [range(s, s + LIVES_AT_ONCE) for s in itertools.islice(starts, arguments.jobs)]
-            for steps, operations, found in pool.map(lives, parts):
-                num_lives += LIVES_AT_ONCE
-                num_steps += steps
-                num_operations += operations
-                problems += found
-                for problem in found:
+            for part in pool.map(lives, parts):
+                total.add(part)
+                for problem in part.problems:
                     print("PROBLEM", problem, flush=True)
+            # Of a run that is broken off, the last line counts.
             print(
-                f"{num_lives} lives from seed {arguments.seed}: {num_operations} operations, "
-                f"{num_steps} steps, {time.monotonic() - began:.0f} s, {len(problems)} problems",
+                f"from seed {arguments.seed}, after {time.monotonic() - began:.0f} s: {total}",
                 flush=True,
             )
-    return 1 if problems else 0
+    return 1 if total.problems else 0
 
 
 if __name__ == "__main__":

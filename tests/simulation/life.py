@@ -50,6 +50,10 @@ _IN_MEMORY = Path("/dev/shm")
 class Lived:
     num_steps: int
     num_operations: int
+    """Training operations and samples, each counted once, that ended as they had to."""
+    num_calls: int
+    """Calls in the history that the checker has seen: what clients submitted, also again, and what
+    they were told when they asked for a result, also "not yet"."""
     seconds: float
     """Simulated."""
 
@@ -59,7 +63,7 @@ class World:
         self.random = random
         self.folder = folder / "data"
         self.disk = SimulatedDisk(self.folder)
-        self.network = Network(random)
+        self.network = Network(random, knowledge=random.choice((0.7, 0.95)))
         config = ServerConfig(
             data_dir=self.folder,
             fake_pass_seconds=0.02,
@@ -293,7 +297,7 @@ def _live(seed: int, trouble: Trouble, folder: Path) -> Lived:
         error.add_note(f"replay with seed {seed}")
         raise
     num_operations = sum(client.num_operations for client in world.clients)
-    return Lived(loop.num_steps, num_operations, loop.time())
+    return Lived(loop.num_steps, num_operations, len(world.history), loop.time())
 
 
 @contextmanager

@@ -58,9 +58,11 @@ class Call:
 
     answered: asyncio.Future[Answer | None]
     """By the answer, or by None when the connection broke."""
-    left: asyncio.Future[None]
-    """When the caller goes away."""
     host: Host
+    has_left: bool = False
+    """Whether the caller has gone away."""
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    """For that."""
     patience: asyncio.TimerHandle | None = None
     task: asyncio.Task[None] | None = None
     sent: list[Message] = field(default_factory=list)
@@ -73,13 +75,23 @@ class Call:
 
     def leave(self) -> None:
         self.end(None)
-        if not self.left.done():
-            self.left.set_result(None)
+        self.has_left = True
+        for waiter in self.waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def until_left(self) -> None:
+        if not self.has_left:
+            waiter = asyncio.get_running_loop().create_future()
+            self.waiting.append(waiter)
+            await waiter
 
 
 class Network:
-    def __init__(self, random: random.Random) -> None:
+    def __init__(self, random: random.Random, knowledge: float) -> None:
+        """`knowledge` is how often the load balancer knows who leads."""
         self._random = random
+        self._knowledge = knowledge
         self._hosts: dict[str, Host] = {}
         self._calls: dict[Call, None] = {}
         self.cut: set[frozenset[str]] = set()
@@ -90,10 +102,10 @@ class Network:
         self._hosts[host.name] = host
 
     def balanced(self) -> str:
-        """The name of a server, as a load balancer picks one: mostly it knows who leads."""
+        """The name of a server, as a load balancer picks one."""
         hosts = list(self._hosts.values())
         leading = [host for host in hosts if host.leads]
-        if leading and self._random.random() < 0.7:
+        if leading and self._random.random() < self._knowledge:
             hosts = leading
         return self._random.choice(hosts).name
 
@@ -102,12 +114,12 @@ class Network:
     ) -> Call:
         """`seconds` is how long the caller waits for the answer."""
         loop = asyncio.get_running_loop()
-        call = Call(loop.create_future(), loop.create_future(), self._hosts[target])
+        call = Call(loop.create_future(), self._hosts[target])
         if seconds is not None:
             call.patience = loop.call_later(seconds, call.leave)
         self._deliver(source, call, request)
         if self.is_lossy and request.method == "POST" and self._random.random() < 0.02:
-            again = Call(loop.create_future(), loop.create_future(), call.host)
+            again = Call(loop.create_future(), call.host)
             pause = self._random.choice((0.1, 5.0, 40.0))
             loop.call_later(pause, self._deliver, source, again, request, context=outside())
         return call
@@ -119,6 +131,8 @@ class Network:
                 self._later(call.end, None)
                 if cancel and call.task is not None:
                     call.task.cancel()
+                if host.process.is_dead:
+                    del self._calls[call]
 
     def _deliver(self, source: str, call: Call, request: Request) -> None:
         if self._is_lost(source, call.host):
@@ -132,15 +146,20 @@ class Network:
             return
         self._calls[call] = None
         call.task = call.host.process.spawn(self._serve(source, call, call.host.app, request))
-        call.task.add_done_callback(lambda _: self._calls.pop(call, None))
 
     async def _serve(self, source: str, call: Call, app: ASGIApp, request: Request) -> None:
+        try:
+            await self._answer(source, call, app, request)
+        finally:
+            self._calls.pop(call, None)
+
+    async def _answer(self, source: str, call: Call, app: ASGIApp, request: Request) -> None:
         parts: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
 
         async def receive() -> Message:
             if parts:
                 return parts.pop()
-            await asyncio.shield(call.left)
+            await call.until_left()
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import operator
-import weakref
 from collections.abc import Coroutine
 from typing import Any
 
-from tests.support.simulated_loop import SimulatedLoop
+from tests.support.simulated_loop import Callback, SimulatedLoop
 
-_context_of = operator.attrgetter("_context")  # asyncio has no public name for a callback's
+_MANY_TASKS = 200
 _PRESENT: contextvars.ContextVar[Process] = contextvars.ContextVar("process")
 
 
@@ -26,16 +24,22 @@ class Process:
         self.is_stopped = False
         self.clock_error = 0.0
         """By how many seconds its time of day is wrong."""
-        self.held: list[asyncio.Handle] = []
-        self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        self.held: list[Callback] = []
+        self.tasks: list[asyncio.Task[Any]] = []
+        """All that have not ended, and some that have."""
+        self._num_left = _MANY_TASKS
+
+    def add(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.append(task)
+        if len(self.tasks) > 2 * self._num_left:
+            self.tasks = [each for each in self.tasks if not each.done()]
+            self._num_left = max(len(self.tasks), _MANY_TASKS)
 
     def spawn(self, doing: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Have the process do something; that it fails is found at the end, if not before."""
         context = outside()
         context.run(_PRESENT.set, self)
-        task = _loop().create_task(doing, context=context)
-        task.add_done_callback(_report)
-        return task
+        return _loop().create_task(_reported(doing), context=context)
 
     def stop(self) -> None:
         """As SIGSTOP does it."""
@@ -69,43 +73,40 @@ class ProcessLoop(SimulatedLoop):
         super().__init__(seed, max_steps)
         self._buried: set[asyncio.Task[Any]] = set()
 
-    def holds(self, handle: asyncio.Handle) -> bool:
-        process = _of(_context_of(handle))
+    def holds(self, handle: Callback) -> bool:
+        process = handle._context.get(_PRESENT)
         if process is None or not process.is_stopped:
             return False
         if not process.is_dead:
             process.held.append(handle)
         return True
 
-    def take_back(self, handles: list[asyncio.Handle]) -> None:
+    def take_back(self, handles: list[Callback]) -> None:
         self._ready.extend(handles)
 
     def create_task(self, coro: Any, *, name: str | None = None, context: Any = None) -> Any:
-        task = super().create_task(coro, name=name, context=context)
-        process = _PRESENT.get(None) if context is None else _of(context)
+        task = asyncio.Task(coro, loop=self, name=name, context=context)
+        process = _PRESENT.get(None) if context is None else context.get(_PRESENT)
         if process is not None:
-            process.tasks.add(task)
+            process.add(task)
         return task
 
     def bury(self, process: Process) -> None:
         """Nobody waits for the tasks of the dead."""
-        self._buried |= set(process.tasks)
+        self._buried.update(process.tasks)
 
     def tasks_left(self) -> set[asyncio.Task[Any]]:
         return super().tasks_left() - self._buried
 
 
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        what = {"message": "a process failed", "exception": error}
-        task.get_loop().call_exception_handler(what)
+async def _reported(doing: Coroutine[Any, Any, None]) -> None:
+    try:
+        await doing
+    except Exception as error:
+        _loop().call_exception_handler({"message": "a process failed", "exception": error})
 
 
 def _loop() -> ProcessLoop:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, ProcessLoop)
     return loop
-
-
-def _of(context: contextvars.Context) -> Process | None:
-    return context.get(_PRESENT)

@@ -94,8 +94,8 @@ class SimulatedReplica:
             pass  # it ends, and is started again
         self.app = self.replica = None
         self._stores = []
-        self._network.break_connections(self)
         self.process.kill()
+        self._network.break_connections(self)
         self._over.set()
 
     async def _serve(self) -> None:

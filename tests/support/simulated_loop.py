@@ -9,6 +9,7 @@ is done on the loop, at a moment of the seed's choosing. A run is repeated exact
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import heapq
 import random
 from collections.abc import Callable, Coroutine
@@ -19,6 +20,39 @@ class Stuck(AssertionError):
     """Somebody waits, and nothing can ever happen any more."""
 
 
+def simulated_now() -> float | None:
+    """The time in the simulation that this thread is in the middle of, if it is in one."""
+    loop = asyncio._get_running_loop()
+    return loop._now if isinstance(loop, SimulatedLoop) else None
+
+
+class Callback(asyncio.TimerHandle):
+    """Something to be run, now or at a time. A simulation makes millions of them, so it is no more
+    than the fields that asyncio reads."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        loop: SimulatedLoop,
+        when: float,
+        callback: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: contextvars.Context | None,
+    ) -> None:
+        self._loop = loop
+        self._when = when
+        self._callback = callback
+        self._args = args
+        self._context = contextvars.copy_context() if context is None else context
+        self._cancelled = False
+        self._source_traceback = self._repr = None
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._callback = self._args = None
+
+
 class SimulatedLoop(asyncio.BaseEventLoop):
     def __init__(self, seed: int, max_steps: int = 1_000_000) -> None:
         super().__init__()
@@ -26,12 +60,46 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.num_steps = 0
         self._max_steps = max_steps
         self._now = 0.0
-        self._ready: Any  # callbacks, in the base class's deque
-        self._scheduled: Any  # its heap of timers
-        self._timer_cancelled_count = 0
+        self._num_timers = 0
+        self._ready: list[Callback] = []
+        self._scheduled: list[tuple[float, int, Callback]] = []
+        """A heap of timers; of two for the same moment the first comes first."""
 
     def time(self) -> float:
         return self._now
+
+    def call_soon(  # type: ignore[override]  # as asyncio's, without the types of the arguments
+        self,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> Callback:
+        handle = Callback(self, self._now, callback, args, context)
+        self._ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]  # there are no other threads
+
+    def call_later(  # type: ignore[override]
+        self,
+        delay: float,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> Callback:
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self,
+        when: float,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> Callback:
+        handle = Callback(self, when, callback, args, context)
+        self._num_timers += 1
+        heapq.heappush(self._scheduled, (when, self._num_timers, handle))
+        return handle
 
     def run_in_executor(  # type: ignore[override]  # no executor is ever used
         self, executor: None, func: Callable[..., Any], *arguments: Any
@@ -56,39 +124,44 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return future
 
     def _run_once(self) -> None:
-        """One callback: what the base class's `run_forever` repeats."""
-        while self._scheduled and (
-            self._scheduled[0]._cancelled or self._scheduled[0]._when <= self._now
-        ):
-            timer = heapq.heappop(self._scheduled)
-            timer._scheduled = False
-            if not timer._cancelled:
-                self._ready.append(timer)
-        if not self._ready:
-            if self._timer_cancelled_count > len(self._scheduled) / 2:
-                self._forget_cancelled()
-            if not self._scheduled:
-                raise Stuck(f"nothing can happen any more after {self.num_steps} steps")
-            self._now = self._scheduled[0]._when
-            return
-        place = int(self.random.random() * len(self._ready))
-        handle = self._ready[place]
-        del self._ready[place]
-        self.num_steps += 1
-        if self.num_steps > self._max_steps:
-            raise Stuck(f"no end after {self._max_steps} steps")
-        if not handle._cancelled and not self.holds(handle):
-            handle._run()
+        """Callback after callback, until somebody stops the loop: what the base class's
+        `run_forever` calls."""
+        ready, draw, holds = self._ready, self.random.random, self.holds
+        while not self._stopping:
+            timers = self._scheduled
+            while timers and timers[0][0] <= self._now:
+                timer = heapq.heappop(timers)[2]
+                if not timer._cancelled:
+                    ready.append(timer)
+            if not ready:
+                self._pass_time()
+                continue
+            place = int(draw() * len(ready))
+            handle = ready[place]
+            ready[place] = ready[-1]
+            ready.pop()
+            self.num_steps += 1
+            if self.num_steps > self._max_steps:
+                raise Stuck(f"no end after {self._max_steps} steps")
+            if not handle._cancelled and not holds(handle):
+                try:
+                    handle._context.run(handle._callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    what = {"message": f"in {handle}", "exception": error, "handle": handle}
+                    self.call_exception_handler(what)
 
-    def _forget_cancelled(self) -> None:
-        left = [timer for timer in self._scheduled if not timer._cancelled]
-        for timer in self._scheduled:
-            timer._scheduled = not timer._cancelled
-        heapq.heapify(left)
-        self._scheduled = left
-        self._timer_cancelled_count = 0
+    def _pass_time(self) -> None:
+        """To the next moment at which something happens."""
+        timers = self._scheduled
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+        if not timers:
+            raise Stuck(f"nothing can happen any more after {self.num_steps} steps")
+        self._now = timers[0][0]
 
-    def holds(self, handle: asyncio.Handle) -> bool:
+    def holds(self, handle: Callback) -> bool:
         """Whether a callback's time has come in vain: there is nobody any more to run it, or it is
         run later."""
         return False

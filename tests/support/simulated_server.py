@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from unittest.mock import patch
 
 import sqlalchemy as sa
 
+from tests.support.simulated_loop import simulated_now
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.data_folder import DataFolder
@@ -50,19 +50,25 @@ def simulated_machine(
     Nothing waits for a disk. `clock_error` is by how much the time of day is wrong.
     """
     began, chance = int(time.time()) + _HEAD_START_SECONDS, random.Random(seed)
-    simulation = threading.get_ident()
+    real_time, real_monotonic, real_counter = time.time, time.monotonic, time.perf_counter
 
-    def since_start() -> float:
-        return asyncio.get_running_loop().time()
+    # Threads that an earlier test has left keep their time.
+    def time_of_day() -> float:
+        now = simulated_now()
+        return real_time() if now is None else began + now + clock_error()
 
-    def here(simulated: Callable[[], float], real: Callable[[], float]) -> Callable[[], float]:
-        """Threads that an earlier test has left keep their time."""
-        return lambda: simulated() if threading.get_ident() == simulation else real()
+    def monotonic() -> float:
+        now = simulated_now()
+        return real_monotonic() if now is None else now
+
+    def perf_counter() -> float:
+        now = simulated_now()
+        return real_counter() if now is None else now
 
     with (
-        patch("time.time", here(lambda: began + since_start() + clock_error(), time.time)),
-        patch("time.monotonic", here(since_start, time.monotonic)),
-        patch("time.perf_counter", here(since_start, time.perf_counter)),
+        patch("time.time", time_of_day),
+        patch("time.monotonic", monotonic),
+        patch("time.perf_counter", perf_counter),
         patch("uuid.uuid4", lambda: uuid.UUID(int=chance.getrandbits(128), version=4)),
         patch("os.fsync", fsync),
     ):
