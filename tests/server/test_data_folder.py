@@ -20,7 +20,7 @@ from tinsmith.server.storage.folder import FolderStorage
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.errors import ForeignStoreError
-from tinsmith.server.store.records import AuditRecord
+from tinsmith.server.store.records import AuditRecord, IdentityRecord
 from tinsmith.server.trash import Trash
 from tinsmith.types import Datum, ModelInput
 
@@ -179,6 +179,92 @@ async def test_a_crash_while_counting_up_is_no_mismatch(left: ServerConfig) -> N
     """The database is one ahead then."""
     await _set_epoch(left, await _identity(left) + 1)
     await (await claim_store(left)).close()
+
+
+class _Deadly(FolderStorage):
+    """Whoever uses it dies when the database has counted up, before the folder is told."""
+
+    async def write_identity(self, identity: IdentityRecord) -> None:
+        raise _Death
+
+
+class _Death(Exception):
+    pass
+
+
+class _Slow(FolderStorage):
+    """Whoever uses it is stopped there, until it may go on."""
+
+    def __init__(self, folder: DataFolder) -> None:
+        super().__init__(folder)
+        self.is_there, self.may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def write_identity(self, identity: IdentityRecord) -> None:
+        self.is_there.set()
+        await self.may_go_on.wait()
+        await super().write_identity(identity)
+
+
+async def _die_while_counting_up(config: ServerConfig, times: int) -> None:
+    for _ in range(times):
+        store = open_store(config)
+        storage = _Deadly(DataFolder(config.data_dir))
+        await binding.check(storage, store)
+        with pytest.raises(_Death):
+            await binding.bind(storage, store)
+        await store.close()
+
+
+async def test_any_number_of_crashes_while_counting_up_is_no_mismatch(left: ServerConfig) -> None:
+    await _die_while_counting_up(left, times=4)
+    await (await claim_store(left)).close()
+
+
+async def test_a_server_that_was_stopped_while_counting_up_takes_nothing_back(
+    left: ServerConfig,
+) -> None:
+    store, slow = open_store(left), _Slow(DataFolder(left.data_dir))
+    stopped = asyncio.create_task(binding.advance(slow, store))
+    await slow.is_there.wait()
+    for _ in range(3):
+        await (await claim_store(left)).close()
+    before = DataFolder(left.data_dir).identity()
+    slow.may_go_on.set()
+    await stopped
+    await store.close()
+    assert DataFolder(left.data_dir).identity() == before
+    await (await claim_store(left)).close()
+
+
+async def test_a_server_that_was_stopped_and_crashes_of_others_are_no_mismatch(
+    left: ServerConfig,
+) -> None:
+    store, slow = open_store(left), _Slow(DataFolder(left.data_dir))
+    stopped = asyncio.create_task(binding.advance(slow, store))
+    await slow.is_there.wait()
+    await _die_while_counting_up(left, times=3)
+    slow.may_go_on.set()
+    await stopped
+    await store.close()
+    await (await claim_store(left)).close()
+
+
+@pytest.mark.parametrize("is_copied_first", [True, False])
+async def test_after_crashes_while_counting_up_older_copies_are_still_refused(
+    left: ServerConfig, tmp_path: Path, is_copied_first: bool
+) -> None:
+    copy = tmp_path / "copy"
+    if is_copied_first:
+        shutil.copytree(left.data_dir, copy)
+    await _die_while_counting_up(left, times=4)
+    if not is_copied_first:
+        shutil.copytree(left.data_dir, copy)
+    epoch = await _identity(left)
+    for _ in range(2):
+        await (await claim_store(left)).close()
+    await _refused(_with(left, data_dir=copy), "the folder is an older copy")
+    await _set_epoch(left, epoch)
+    await _refused(left, "the database is an older copy")
 
 
 async def test_the_epoch_counts_up_while_a_server_runs(start_server: StartServer) -> None:

@@ -17,7 +17,7 @@ from tinsmith.server.replicas.lease import Lease
 from tinsmith.server.store.leases import Leases
 from tinsmith.server.store.writer import OnCommit, Write
 
-_LOST_ANSWERS = 0.01
+FEW_LOST_ANSWERS = 0.01
 _COMMIT_SECONDS = (0.0, 0.03, 0.15)
 _AWAY = "the simulated database is away"
 
@@ -27,6 +27,8 @@ class SimulatedDatabase:
         self._random = random
         self.url = url
         self.is_away = False
+        self.lost_answers = FEW_LOST_ANSWERS
+        """How many commits are made and not confirmed: the connection breaks."""
         self.clock_error = 0.0
 
     def now(self) -> float:
@@ -72,7 +74,7 @@ class _Writer(LoopWriter):
 
     def _committed(self, seconds: float, num_writes: int) -> None:
         super()._committed(seconds, num_writes)
-        if self._random.random() < _LOST_ANSWERS:
+        if self._random.random() < self._database.lost_answers:
             raise _lost()
 
 

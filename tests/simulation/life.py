@@ -22,7 +22,7 @@ from unittest.mock import patch
 from history.calls import Call as Entry
 from history.checker import violations
 from tests.simulation.client import Client
-from tests.simulation.database import SimulatedDatabase
+from tests.simulation.database import FEW_LOST_ANSWERS, SimulatedDatabase
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.network import Network
 from tests.simulation.processes import ProcessLoop, clock_error
@@ -150,6 +150,7 @@ def heal(world: World) -> None:
     world.network.cut.clear()
     world.network.is_lossy = False
     world.database.is_away = False
+    world.database.lost_answers = FEW_LOST_ANSWERS
     world.disk.is_full = False
 
 
@@ -201,6 +202,13 @@ async def _database_goes_away(world: World) -> None:
     world.database.is_away = False
 
 
+async def _answers_get_lost(world: World) -> None:
+    """Servers end and begin meanwhile, and each may hear nothing of what it has written."""
+    world.database.lost_answers = 0.5
+    await asyncio.sleep(world.random.choice((0.5, 3.0, 10.0)))
+    world.database.lost_answers = FEW_LOST_ANSWERS
+
+
 async def _disk_is_full(world: World) -> None:
     world.disk.is_full = True
     await asyncio.sleep(world.random.choice((0.5, 3.0, 10.0)))
@@ -238,6 +246,7 @@ ANY_TROUBLE = Trouble(
         _stop,
         _cut_off,
         _database_goes_away,
+        _answers_get_lost,
         _disk_is_full,
         _clock_jumps,
         _power_fails,
@@ -245,6 +254,7 @@ ANY_TROUBLE = Trouble(
     mean_seconds=(5.0, 10.0, 30.0),
 )
 PAUSES = Trouble((pause_one,), mean_seconds=(2.0,))
+TAKEOVERS = Trouble((_kill, *[_answers_get_lost] * 2), mean_seconds=(1.0,))
 
 
 # Running

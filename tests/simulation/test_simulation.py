@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.life import Lived, live
+from tests.simulation.life import TAKEOVERS, Lived, live
 
 NUM_SEEDS = 6
 
@@ -19,6 +19,12 @@ def test_no_trouble_changes_a_result(seed: int) -> None:
     lived = live(seed)
     assert isinstance(lived, Lived), lived
     assert lived.num_operations > 500
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_servers_that_fail_while_they_take_over_leave_what_the_next_one_can_use(seed: int) -> None:
+    lived = live(seed, TAKEOVERS)
+    assert isinstance(lived, Lived), lived
 
 
 def test_a_seed_repeats_its_life_step_by_step_in_any_process() -> None:

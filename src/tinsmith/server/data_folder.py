@@ -17,7 +17,7 @@ from pathlib import Path
 from tinsmith import disk
 from tinsmith.errors import TinkerError
 from tinsmith.server.store.errors import ForeignStoreError
-from tinsmith.server.store.records import IdentityRecord
+from tinsmith.server.store.records import IdentityRecord, NotedIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +69,15 @@ class DataFolder:
         finally:
             os.close(descriptor)
 
-    def identity(self) -> IdentityRecord | None:
+    def identity(self) -> NotedIdentity | None:
         """What the folder says of itself; None when it was never bound to a store."""
         try:
             facts = json.loads(self._identity.read_text())
-            return IdentityRecord(
+            return NotedIdentity(
                 store_id=str(facts["store_id"]),
                 epoch=int(facts["epoch"]),
                 position=self._noted_position(),
+                expected_epoch=int(facts.get("expected_epoch", 0)),
             )
         except FileNotFoundError:
             return None
@@ -85,11 +86,31 @@ class DataFolder:
                 f"the data folder {self.root}", f"{self._identity.name} is damaged ({error})"
             ) from None
 
+    def expect_epoch(self, epoch: int) -> None:
+        """Note, before the store counts up, how far. Nothing is noted in a folder that belongs to
+        no store yet."""
+        noted = self.identity()
+        if noted is not None and epoch > noted.expected_epoch:
+            self._publish_identity(noted.store_id, noted.epoch, epoch)
+
     def write_identity(self, identity: IdentityRecord) -> None:
-        """A new one begins at position 0, wherever the one before it was."""
+        """Note how far the store has counted, unless a later epoch is there: a server that was
+        stopped may come here when others have led since. Epoch 0 is a new identity, and begins at
+        position 0, wherever the one before it was."""
         if identity.epoch == 0:
             disk.discard_file(self._position)
-        facts = {"store_id": identity.store_id, "epoch": identity.epoch}
+            self._publish_identity(identity.store_id, 0, 0)
+            return
+        noted = self.identity()
+        if noted is None or noted.store_id != identity.store_id:
+            self._publish_identity(identity.store_id, identity.epoch, 0)
+        elif identity.epoch > noted.epoch:
+            self._publish_identity(identity.store_id, identity.epoch, noted.expected_epoch)
+
+    def _publish_identity(self, store_id: str, epoch: int, expected_epoch: int) -> None:
+        facts: dict[str, str | int] = {"store_id": store_id, "epoch": epoch}
+        if expected_epoch > epoch:
+            facts["expected_epoch"] = expected_epoch
         disk.publish_file(self._identity, json.dumps(facts).encode())
 
     def names(self, changed_before: float | None = None) -> set[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tinsmith.disk import FileRecord
-from tinsmith.server.store.records import IdentityRecord, WeightsRecord
+from tinsmith.server.store.records import IdentityRecord, NotedIdentity, WeightsRecord
 from tinsmith.server.trash import TrashEntry
 
 FilesOf = Callable[[str], Awaitable[Mapping[str, FileRecord]]]
@@ -118,11 +118,17 @@ class Storage(Protocol):
 
     # Which store it belongs to
 
-    async def identity(self) -> IdentityRecord | None:
+    async def identity(self) -> NotedIdentity | None:
         """None where it was never bound to a store."""
         ...
 
-    async def write_identity(self, identity: IdentityRecord) -> None: ...
+    async def expect_epoch(self, epoch: int) -> None:
+        """The store is about to count up to this epoch; it is not certain that it will."""
+        ...
+
+    async def write_identity(self, identity: IdentityRecord) -> None:
+        """The store has this identity; one of epoch 0 is new."""
+        ...
 
     def note_position(self, position: int) -> None:
         """The store has made a commit. Called for each, so it is quick or does nothing."""

@@ -40,8 +40,9 @@ async def check(storage: Storage, store: Store) -> None:
         raise ForeignStoreError(
             storage.title, "the database is an older copy of the one last used here"
         )
-    elif ours.epoch > here.epoch + 1 and not storage.is_shared:
-        # Several servers count up and write that down in any order.
+    elif ours.epoch > max(here.epoch, here.expected_epoch) + 1 and not storage.is_shared:
+        # Several servers count up and write that down in any order. One ahead is what a server of
+        # an earlier release leaves, which counts up without a word before.
         raise ForeignStoreError(
             storage.title, "the folder is an older copy of the one last used with it"
         )
@@ -79,8 +80,12 @@ async def adopt(storage: Storage, store: Store) -> None:
 async def advance(storage: Storage, store: Store) -> None:
     """Count up, so that copies made before this moment are told from what is here now.
 
-    The database goes first: after a crash in between it is one ahead, never behind.
+    The storage is told before and after. However many servers die in between, one after another,
+    the database is never behind the storage, nor ahead of what the storage was told to expect.
     """
+    present = await store.identity.get()
+    assert present is not None, "a store is bound before it counts up"
+    await storage.expect_epoch(present.epoch + 1)
     await storage.write_identity(await store.identity.advance())
 
 

@@ -32,7 +32,12 @@ from tinsmith.server.storage.cache import Cache
 from tinsmith.server.storage.folder import STRANGER, is_weights, reason_of
 from tinsmith.server.storage.objects import Objects, StorageUnavailableError, StoredObject
 from tinsmith.server.store.errors import ForeignStoreError, StoreDamagedError
-from tinsmith.server.store.records import CheckpointRecord, IdentityRecord, WeightsRecord
+from tinsmith.server.store.records import (
+    CheckpointRecord,
+    IdentityRecord,
+    NotedIdentity,
+    WeightsRecord,
+)
 from tinsmith.server.trash import TrashEntry, beyond
 
 logger = logging.getLogger(__name__)
@@ -276,14 +281,17 @@ class BucketStorage:
 
     # Which store it belongs to
 
-    async def identity(self) -> IdentityRecord | None:
+    async def identity(self) -> NotedIdentity | None:
         facts = await self._objects.get(_IDENTITY)
         if facts is None:
             return None
         try:
-            return IdentityRecord(**json.loads(facts))
+            return NotedIdentity(**json.loads(facts))
         except (ValueError, TypeError) as error:
             raise ForeignStoreError(self.title, f"{_IDENTITY} is damaged ({error})") from None
+
+    async def expect_epoch(self, epoch: int) -> None:
+        """Whether the bucket is older than the store is not asked: several servers count up."""
 
     async def write_identity(self, identity: IdentityRecord) -> None:
         await self._objects.put(_IDENTITY, json.dumps(dataclasses.asdict(identity)).encode())

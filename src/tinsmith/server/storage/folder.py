@@ -16,7 +16,12 @@ from tinsmith import disk
 from tinsmith.disk import FileRecord
 from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.storage.base import Confirm, FilesOf, Names
-from tinsmith.server.store.records import CheckpointRecord, IdentityRecord, WeightsRecord
+from tinsmith.server.store.records import (
+    CheckpointRecord,
+    IdentityRecord,
+    NotedIdentity,
+    WeightsRecord,
+)
 from tinsmith.server.trash import Trash, TrashEntry
 
 logger = logging.getLogger(__name__)
@@ -154,8 +159,11 @@ class FolderStorage:
             await asyncio.to_thread(disk.discard_file, draft)
         await asyncio.to_thread(self._trash.sweep)
 
-    async def identity(self) -> IdentityRecord | None:
+    async def identity(self) -> NotedIdentity | None:
         return self._folder.identity()
+
+    async def expect_epoch(self, epoch: int) -> None:
+        self._folder.expect_epoch(epoch)
 
     async def write_identity(self, identity: IdentityRecord) -> None:
         self._folder.write_identity(identity)

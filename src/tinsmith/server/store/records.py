@@ -35,6 +35,15 @@ class IdentityRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotedIdentity(IdentityRecord):
+    """What a data folder or storage says of the store that it belongs to."""
+
+    expected_epoch: int = 0
+    """How far servers were about to count up in the store, where that is above `epoch`: each wrote
+    it down before it did so, and may have died before it could write down that it had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
     """Which of several servers runs the engines, and until when it does unless it says so again."""
 
