@@ -46,6 +46,7 @@ from tinsmith.server.store.fence import Fence
 from tinsmith.server.store.leases import Leases
 from tinsmith.server.store.losses import LossBounds
 from tinsmith.server.store.store import Store
+from tinsmith.server.thread_turns import short_waits
 from tinsmith.server.tracing import exporting_spans
 from tinsmith.wire.endpoints import CONSOLE_LOGIN_LINK
 
@@ -263,7 +264,7 @@ def _http_settings(config: ServerConfig, app: ASGIApp, sockets: Sockets) -> uvic
 
 
 async def _run_until_told(server: _Server, listener: socket.socket) -> None:
-    with _quiet_signals(server):
+    with _quiet_signals(server), short_waits():
         async with collected_rarely():
             await server.serve(sockets=[listener])
 

@@ -17,6 +17,9 @@ TensorDtype = Literal["int64", "float32"]
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {"int64": np.dtype("<i8"), "float32": np.dtype("<f4")}
 
+_PIECE_VALUES = 16 * 1024
+"""How many values of a list are looked at in one call, during which no other thread runs."""
+
 _NATIVE: dict[str, tuple[str, np.dtype[Any]]] = {
     "int64": ("q", np.dtype("int64")),
     "float32": ("f", np.dtype("float32")),
@@ -78,7 +81,13 @@ def short_array(values: npt.NDArray[Any], *, limit: int = 8) -> str:
 
 
 def _packed(values: Sequence[Any], dtype: str) -> npt.NDArray[Any]:
-    """A list of plain numbers as an array: struct reads one over twice as fast as numpy."""
+    """A list of plain numbers as an array: struct reads one over twice as fast as numpy.
+
+    A long one is read in pieces, so that other threads do not wait for all of it.
+    """
+    if len(values) > _PIECE_VALUES:
+        starts = range(0, len(values), _PIECE_VALUES)
+        return np.concatenate([_packed(values[s : s + _PIECE_VALUES], dtype) for s in starts])
     pack, native = _packing(len(values), dtype)
     # A call whose only arguments are the list's items hands them over with one copy; and the
     # bytearray keeps the array writable.
@@ -103,23 +112,33 @@ def _fits(values: npt.NDArray[Any], target: np.dtype[Any]) -> bool:
 
 
 def _first_bad_integer(values: Sequence[Any], target: np.dtype[Any]) -> ValidationError:
-    info = np.iinfo(target)
+    least, most = int(np.iinfo(target).min), int(np.iinfo(target).max)
     for index, value in enumerate(values):
         if not hasattr(value, "__index__"):
             return ValidationError(f"expected an integer, got {kind_of(value)}", f"[{index}]")
-        if not info.min <= int(value) <= info.max:
+        if not least <= int(value) <= most:
             return ValidationError(f"{int(value)} does not fit {target}", f"[{index}]")
     return ValidationError("expected a list of integers")
 
 
 def _nested_array(data: Sequence[Any], target: np.dtype[Any]) -> npt.NDArray[Any]:
     try:
-        values = np.asarray(data)
+        values = _rows(data)
     except ValueError:
         raise ValidationError("rows differ in length; a tensor is rectangular", "data") from None
     if values.dtype.kind not in "fiu" or (target.kind == "i" and values.dtype.kind == "f"):
         raise ValidationError(f"expected numbers that fit {target}", "data")
     return values.astype(target)
+
+
+def _rows(data: Sequence[Any]) -> npt.NDArray[Any]:
+    """What numpy makes of lists of lists, some rows at a time."""
+    num_rows = max(1, _PIECE_VALUES // max(1, len(data[0])))
+    starts = range(0, len(data), num_rows)
+    parts = [np.asarray(data[start : start + num_rows]) for start in starts]
+    if len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
+        return np.asarray(data)  # numpy says what they are together
+    return np.concatenate(parts)
 
 
 def _coerced_array(data: Sequence[Any], dtype: TensorDtype) -> npt.NDArray[Any]:

@@ -14,7 +14,7 @@ import base64
 import binascii
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_NESTING = 100
+_BASE64_CHARACTERS = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -164,12 +165,21 @@ def _boolean(value: Any) -> bool:
 def _binary(value: Any) -> bytes:
     if isinstance(value, str):
         try:
-            return base64.b64decode(value, validate=True)
+            return b"".join(_base64_pieces(value))
         except (binascii.Error, ValueError):
             raise ValidationError("not valid base64") from None
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     raise ValidationError(f"expected bytes or a base64 string, got {kind_of(value)}")
+
+
+def _base64_pieces(text: str) -> Iterator[bytes]:
+    """The bytes of a text, which may be long, in pieces: no other thread runs during one."""
+    for start in range(0, len(text), _BASE64_CHARACTERS):
+        piece = text[start : start + _BASE64_CHARACTERS]
+        if start + len(piece) < len(text) and "=" in piece:
+            raise ValueError("the padding is not at the end")
+        yield base64.b64decode(piece, validate=True)
 
 
 def _moment(value: Any) -> datetime:

@@ -43,9 +43,12 @@ def decode(kind: type[M], body: bytes, limits: Limits = DEFAULT_LIMITS) -> M:
     if older is None:
         message = json.decode(kind, body, limits)
     else:
-        given = json.parse_message(body, limits).items()
-        sent = {name: value for name, value in given if value is not None}
-        message = kind.model_validate({**older, **sent})
+        sent = {
+            name: value
+            for name, value in json.parse_message(body, limits).items()
+            if value is not None
+        }
+        message = json.built(kind.model_validate, {**older, **sent}, body)
     for name in ("user_metadata", "tags"):
         _check_kept(name, getattr(message, name, None), limits)
     return message
@@ -59,8 +62,19 @@ def decode_pass(
         return proto.decode_pass(body, limits)
     if media_type(content_type) != JSON:
         raise ValidationError(f"expected {PROTOBUF} or {JSON}, got {content_type[:80]!r}")
-    fields = json.parse_message(body, limits)
     name = "forward_input" if forward_only else "forward_backward_input"
+    cls = ForwardRequest if forward_only else ForwardBackwardRequest
+
+    def build(fields: dict[str, Any]) -> ForwardBackwardRequest | ForwardRequest:
+        return cls(*_pass_parts(fields, name, limits))
+
+    return json.built(build, json.parse_message(body, limits), body)
+
+
+def _pass_parts(
+    fields: dict[str, Any], name: str, limits: Limits
+) -> tuple[ForwardBackwardInput, str, int | None]:
+    """The input of a pass under its name, its model and its number."""
     for unknown in fields.keys() - {name, "model_id", "seq_id", "type"}:
         raise ValidationError("the request has no such field", unknown[:80])
     inputs = fields.get(name)
@@ -75,8 +89,7 @@ def decode_pass(
         raise error.under(name) from None
     model_id = _field("model_id", str, fields.get("model_id"))
     seq_id = _field("seq_id", int | None, fields.get("seq_id"))
-    cls = ForwardRequest if forward_only else ForwardBackwardRequest
-    return cls(parsed, model_id, seq_id)
+    return parsed, model_id, seq_id
 
 
 def accepts_protobuf(accept: str) -> bool:

@@ -43,6 +43,9 @@ T = TypeVar("T")
 
 WAIT = {"retry-after-ms": "1000", "retry-after": "1"}
 _UNFOLD_IN_THREAD_BYTES = 256 * 1024
+_JOIN_IN_THREAD_BYTES = 1024 * 1024
+"""From here on Python joins bytes without its lock."""
+
 OWNER, HAS_DATA, _BODY_BYTES = "tinsmith.owner", "tinsmith.has_data", "tinsmith.body_bytes"
 FOR_BROWSERS, _BODY_START = "tinsmith.for_browsers", "tinsmith.body_start"
 """What a request's scope holds for us: whose it is, whether its body may be large, the memory that
@@ -138,7 +141,10 @@ async def read_body(service: Service, request: Request) -> bytes:
         parts.append(part)
         if not message.get("more_body", False):
             break
-    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    if size > _JOIN_IN_THREAD_BYTES:
+        body = await service.workers.run(request.scope[OWNER], b"".join, parts)
+    else:
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding == "zstd":
         size = zstd.unfolded_size(body, max_bytes=limit)
