@@ -423,6 +423,15 @@ class Server:
         fields = (self._folder / "stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def family_seconds(self) -> float:
+        """Processor time of the server and of the processes that it has started."""
+        waiting, found = [self._process.pid], 0
+        while waiting:
+            for task in Path(f"/proc/{waiting.pop()}/task").iterdir():
+                found += int((task / "schedstat").read_text().split()[0])
+                waiting += map(int, (task / "children").read_text().split())
+        return found / 1e9
+
     def loop_seconds(self) -> float:
         """Processor time of the main thread alone, which has the event loop."""
         return int((self._folder / "schedstat").read_text().split()[0]) / 1e9

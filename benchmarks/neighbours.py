@@ -4,9 +4,14 @@
 
 One owner samples, trains and shows signs of life, on a server of its own for each attack, first
 with nobody else there and then while another owner, or a stranger, does one of the things below.
-Shown are the p99 and the worst of each kind of request, and how many times the p99 without the
-attack that is. A p99 below `FLOOR_SECONDS` counts as that: the processes share two cores. The
-attacker's client, which would run on a machine of its own, has what time the others leave.
+Server, engine and both clients share the machine's cores, so that an attack is felt also where the
+server does nothing wrong. How much is measured on another server: there a program that has nothing
+to do with it takes as much processor time as the attack cost the first one and its engine.
+
+Shown are the p99 and the worst of each kind of request, how many times the p99 without the attack
+that is (`times_quiet`), and how many times the larger of that p99 and the one beside the other
+program (`times`), which is what the server adds. The attacker's client, which would run on a
+machine of its own, has what time the others leave.
 """
 
 from __future__ import annotations
@@ -15,12 +20,13 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -33,14 +39,15 @@ from reports import write_report
 from tinsmith.types import Datum, ForwardBackwardInput, ForwardBackwardRequest, ModelInput
 from tinsmith.wire import proto
 
-FLOOR_SECONDS = 0.05
 BOUND = 3.0
-"""Most times the quiet p99 that a neighbour may be felt."""
+"""Most times the p99 without him, or beside another program, that a neighbour may be felt."""
 
 KINDS = ("sample", "pass", "heartbeat")
 PAUSE_SECONDS = 0.02
 _WARM_UP_SECONDS = 3.0
 _CLIENT_NICENESS = 19
+_BURST_SECONDS = 0.01
+_SPAWN = multiprocessing.get_context("spawn")
 
 
 class Tenant(Client):
@@ -277,32 +284,83 @@ def pass_body(model_id: str, seq_id: int, *, num_datums: int = 1) -> bytes:
     return proto.encode_pass(ForwardBackwardRequest(inputs, model_id, seq_id))
 
 
-async def measure(server: Server, attack: str, seconds: float) -> dict[str, Any]:
+Times = Mapping[str, list[float]]
+"""Seconds of the innocent tenant's requests, by kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Felt:
+    """What the innocent tenant and the server felt of an attack."""
+
+    quiet: Times
+    loud: Times
+    failure: str | None
+    grown_mb: float
+    cores: float
+    """Processor time a second that the attack cost the server and its engine."""
+
+
+async def measure(server: Server, attack: str, seconds: float) -> Felt:
     """The innocent tenant's times without and with the attack."""
     tenant = Tenant(server.address, server.keys[0])
     await tenant.start()
-    context = multiprocessing.get_context("spawn")
-    signs = Signs(context.Event(), context.Event())
-    harm = context.Process(target=_harm, args=(attack, server.address, server.harmful_key, signs))
+    signs = Signs(_SPAWN.Event(), _SPAWN.Event())
+    harm = _SPAWN.Process(target=_harm, args=(attack, server.address, server.harmful_key, signs))
     harm.start()
     await asyncio.to_thread(signs.is_ready.wait)
     living = asyncio.create_task(tenant.live())
     try:
         await _either(living, _WARM_UP_SECONDS)
         tenant.found()
+        began = server.family_seconds()
         await _either(living, seconds)
-        quiet, memory = tenant.found(), server.memory_mb()
+        quiet, memory, between = tenant.found(), server.memory_mb(), server.family_seconds()
         signs.is_begun.set()
         await _either(living, seconds)
         loud, grown = tenant.found(), server.memory_mb() - memory
+        cost = (server.family_seconds() - between) - (between - began)
     finally:
         harm.kill()
         harm.join()
-        living.cancel()
-        failures = await asyncio.gather(living, return_exceptions=True)
-    kinds = {kind: _compare(quiet[kind], loud[kind], seconds) for kind in KINDS}
-    failure = None if isinstance(failures[0], asyncio.CancelledError) else repr(failures[0])
-    return {"kinds": kinds, "failure": failure, "server_memory_grown_mb": round(grown)}
+        failure = await _end(living)
+    return Felt(quiet, loud, failure, grown, max(0.0, cost / seconds))
+
+
+async def measure_elsewhere(server: Server, cores: float, seconds: float) -> Times:
+    """The innocent tenant's times beside a program that takes so much processor time."""
+    tenant = Tenant(server.address, server.keys[0])
+    await tenant.start()
+    parts = [min(1.0, cores - number) for number in range(math.ceil(cores))]
+    others = [_SPAWN.Process(target=_compute, args=(part,), daemon=True) for part in parts]
+    for other in others:
+        other.start()
+    living = asyncio.create_task(tenant.live())
+    try:
+        await _either(living, _WARM_UP_SECONDS)
+        tenant.found()
+        await _either(living, seconds)
+        return tenant.found()
+    finally:
+        for other in others:
+            other.kill()
+            other.join()
+        await _end(living)
+
+
+def _compute(part: float) -> None:
+    """Take this part of a core's time, in bursts."""
+    while True:
+        began = time.thread_time()
+        while time.thread_time() - began < part * _BURST_SECONDS:
+            pass
+        time.sleep((1 - part) * _BURST_SECONDS)
+
+
+async def _end(living: asyncio.Task[None]) -> str | None:
+    """What went wrong, if anything did."""
+    living.cancel()
+    failures = await asyncio.gather(living, return_exceptions=True)
+    return None if isinstance(failures[0], asyncio.CancelledError) else repr(failures[0])
 
 
 async def _either(living: asyncio.Task[None], seconds: float) -> None:
@@ -324,14 +382,18 @@ def _harm(attack: str, address: tuple[str, int], key: str, signs: Signs) -> None
     asyncio.run(do())
 
 
-def _compare(quiet: list[float], loud: list[float], seconds: float) -> dict[str, float]:
-    before = max(FLOOR_SECONDS, _p99(quiet))
+def _compare(
+    quiet: list[float], elsewhere: list[float], loud: list[float], seconds: float
+) -> dict[str, float]:
+    before, beside = _p99(quiet), _p99(elsewhere)
     during = _p99(loud) if loud else seconds  # none came back in all that time
     return {
-        "quiet_p99_ms": round(1e3 * _p99(quiet), 1),
+        "quiet_p99_ms": round(1e3 * before, 1),
+        "elsewhere_p99_ms": round(1e3 * beside, 1),
         "p99_ms": round(1e3 * during, 1),
         "worst_ms": round(1e3 * max(loud, default=seconds), 1),
-        "times": round(during / before, 2),
+        "times_quiet": round(during / before, 2),
+        "times": round(during / max(before, beside), 2),
     }
 
 
@@ -369,7 +431,24 @@ def tiny_model(folder: Path) -> Path:
 
 
 def run(attack: str, engine: str, seconds: float) -> dict[str, Any]:
-    """One attack on a server of its own."""
+    """One attack, and its processor time elsewhere, each on a server of its own."""
+    with _server(engine) as server:
+        felt = asyncio.run(measure(server, attack, seconds))
+    with _server(engine) as server:
+        elsewhere = asyncio.run(measure_elsewhere(server, felt.cores, seconds))
+    return {
+        "kinds": {
+            kind: _compare(felt.quiet[kind], elsewhere[kind], felt.loud[kind], seconds)
+            for kind in KINDS
+        },
+        "failure": felt.failure,
+        "server_memory_grown_mb": round(felt.grown_mb),
+        "cost_cores": round(felt.cores, 2),
+    }
+
+
+@contextlib.contextmanager
+def _server(engine: str) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="tinsmith-neighbours-") as folder:
         settings: dict[str, object] = {"engine": engine, "custom_loss_server_side": "true"}
         if engine == "fake":
@@ -378,7 +457,7 @@ def run(attack: str, engine: str, seconds: float) -> dict[str, Any]:
             settings["models"] = f"{MODEL}={tiny_model(Path(folder) / 'model')}"
         server = Server(Path(folder) / "data", 1, max_loaded_models=64, **settings)
         try:
-            return asyncio.run(measure(server, attack, seconds))
+            yield server
         finally:
             server.stop()
 

@@ -17,7 +17,11 @@ pytestmark = pytest.mark.slow
 
 DRIVER = Path(__file__).parents[2] / "benchmarks" / "neighbours.py"
 BOUND = 10.0
-"""Times the p99 without the attack. The aim is 3, on a quiet machine; without bounds it was 40."""
+"""Times the p99 without the attack, or beside another program that computes as much. The aim is 3,
+on a quiet machine; without bounds it was 40."""
+
+NOISE_MS = 50.0
+"""What a request may wait for the machine's other tests."""
 
 TRIES = 3
 """The machine may be busy with other tests."""
@@ -33,6 +37,11 @@ def _run(attack: str) -> dict[str, Any]:
     return found
 
 
+def _is_bearable(figures: dict[str, float]) -> bool:
+    before = max(NOISE_MS, figures["quiet_p99_ms"], figures["elsewhere_p99_ms"])
+    return figures["p99_ms"] <= BOUND * before
+
+
 @pytest.mark.parametrize(
     "attack", ["idle_sockets", "endless_header", "big_metadata", "big_json", "stop_strings"]
 )
@@ -41,6 +50,6 @@ def test_a_neighbour_hardly_feels_it(attack: str) -> None:
         found = _run(attack)
         assert found["failure"] is None
         assert found["server_memory_grown_mb"] < 400
-        if all(figures["times"] <= BOUND for figures in found["kinds"].values()):
+        if all(map(_is_bearable, found["kinds"].values())):
             return
     raise AssertionError(found)
