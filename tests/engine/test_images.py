@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 import zlib
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from tests.support.tiny_vision import image_bytes
 from tinsmith.engine.image_headers import MAX_PIXELS, ImageSize, image_size
-from tinsmith.engine.images import ImageRules, count_images
+from tinsmith.engine.images import ImageRules, count_images, with_joined_texts
+from tinsmith.engine.local.boundary.frames import encode
 from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.types import (
     DmelChunk,
@@ -51,6 +53,22 @@ def chunk(data: bytes, kind: Any = "png", **fields: Any) -> ImageChunk:
 
 def counted(*chunks: Any, rules: ImageRules | None = RULES) -> ModelInput:
     return count_images(ModelInput(chunks=chunks), rules, "prompt")
+
+
+def test_texts_beside_each_other_become_one_chunk() -> None:
+    texts = [EncodedTextChunk(tokens=tokens) for tokens in ([1], [2, 3], [], [4])]
+    image = chunk(png(64, 64), expected_tokens=4)
+    joined = with_joined_texts(ModelInput(chunks=[*texts, image, image, *texts]))
+    text = EncodedTextChunk(tokens=[1, 2, 3, 4])
+    assert joined == ModelInput(chunks=[text, image, image, text])
+    assert with_joined_texts(ModelInput.empty()) == ModelInput.empty()
+
+
+def test_a_prompt_of_very_many_chunks_is_sent_to_an_engine_quickly_once_they_are_joined() -> None:
+    prompt = with_joined_texts(ModelInput(chunks=[EncodedTextChunk(tokens=[1])] * 65_000))
+    began = time.thread_time()
+    encode(prompt)
+    assert time.thread_time() - began < 0.02, "0.3 s chunk by chunk"
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])

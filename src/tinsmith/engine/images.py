@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -110,6 +111,17 @@ def count_image(chunk: ModelInputChunk, rules: ImageRules | None) -> ImageChunk:
             "expected_tokens",
         )
     return chunk
+
+
+def with_joined_texts(model_input: ModelInput) -> ModelInput:
+    """The same input with texts that follow each other in one chunk."""
+    chunks: list[ModelInputChunk] = []
+    for is_text, run in groupby(model_input.chunks, lambda c: isinstance(c, EncodedTextChunk)):
+        together = list(run)
+        if is_text:
+            together = [EncodedTextChunk(tokens=ModelInput(chunks=together).tokens_np())]
+        chunks += together
+    return ModelInput(chunks=chunks)
 
 
 def token_row(model_input: ModelInput, rules: ImageRules | None) -> npt.NDArray[np.int32]:

@@ -101,6 +101,30 @@ async def test_a_pass_of_some_datums_is_decoded_in_its_owners_turn(server: TestS
     await server.api.output(await sent)
 
 
+async def test_a_prompt_of_many_chunks_is_put_together_in_its_owners_turn(
+    server: TestServer,
+) -> None:
+    """On its way to an engine each chunk would cost the event loop some microseconds."""
+    session = {"session_id": await server.api.session(), "sampling_session_seq_id": 0}
+    path = "/create_sampling_session"
+    created = await server.api.ok(path, {**session, "base_model": "tinsmith/fake"})
+    sampler_id = created["sampling_session_id"]
+    tokens = list(range(1, 201))
+    whole = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+    cut = {"chunks": [{"type": "encoded_text", "tokens": [token]} for token in tokens]}
+    release = threading.Event()
+    others = asyncio.create_task(server.service.workers.run("other", release.wait, 10))
+    sent = asyncio.create_task(server.api.sample(sampler_id, 1, prompt=cut))
+    try:
+        await asyncio.wait([sent], timeout=0.3)
+        assert not sent.done(), "put together on the event loop"
+    finally:
+        release.set()
+    await others
+    expected = await server.api.sample(sampler_id, 2, prompt=whole)
+    assert [s.tokens for s in (await sent).sequences] == [s.tokens for s in expected.sequences]
+
+
 async def test_long_texts_of_one_owner_leave_threads_for_another(server: TestServer) -> None:
     """Prompts that are rendered, curves and examples: whoever asks for many waits for his own."""
     model_id = await server.api.model()

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from tinsmith.engine.base import SampleJob, TokensSampled
-from tinsmith.engine.images import count_images, has_images
+from tinsmith.engine.images import ImageRules, count_images, has_images, with_joined_texts
 from tinsmith.errors import EngineError, ValidationError
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, not_found, while_known
@@ -27,6 +27,7 @@ from tinsmith.types import (
     CreateSamplingSessionResponse,
     JoinSamplingSessionRequest,
     JoinSamplingSessionResponse,
+    ModelInput,
     ParsedCheckpointTinkerPath,
     SampleRequest,
     SampleResponse,
@@ -43,6 +44,9 @@ from tinsmith.types.sampling import SamplerInfo
 from tinsmith.wire import endpoints, json
 
 _RETRY_AFTER_MS = "1000"
+MAX_CHUNKS_ON_LOOP = 16
+"""A prompt of more chunks is put together in a thread: 65,000 of a token each would hold up the
+event loop for a third of a second."""
 
 
 async def create_sampling_session(
@@ -199,13 +203,18 @@ async def _sampler_of(service: Service, caller: Caller, message: SampleRequest) 
 async def _counted(
     service: Service, sampler: SamplerRecord, message: SampleRequest
 ) -> SampleRequest:
-    """The request with the number of tokens of every image, which the sampler's model reads."""
-    if not has_images(message.prompt):
+    """The request with the number of tokens of every image, which the sampler's model reads, and
+    with few chunks: each costs the event loop some microseconds on its way to the engine."""
+    if len(message.prompt.chunks) <= MAX_CHUNKS_ON_LOOP and not has_images(message.prompt):
         return message
     base = await service.base_model(sampler.base_model)
     rules = None if base is None else base.images
-    prompt = await service.workers.run(sampler.owner, count_images, message.prompt, rules, "prompt")
+    prompt = await service.workers.run(sampler.owner, _prepared, message.prompt, rules)
     return message.model_copy(update={"prompt": prompt})
+
+
+def _prepared(prompt: ModelInput, rules: ImageRules | None) -> ModelInput:
+    return with_joined_texts(count_images(prompt, rules, "prompt"))
 
 
 def _check_room(service: Service, caller: Caller, message: SampleRequest) -> None:
