@@ -1,4 +1,4 @@
-"""No request keeps the server's other threads from the interpreter's lock for long."""
+"""Reading a request keeps no other thread of the server from the interpreter's lock for long."""
 
 from __future__ import annotations
 

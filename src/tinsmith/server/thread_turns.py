@@ -1,6 +1,6 @@
 """How long Python's threads wait for each other.
 
-A thread that wants the interpreter's lock asks for it after a while, by default five milliseconds,
+A thread that wants the interpreter's lock asks for it after a while, by default 5 ms,
 and the event loop wants it anew for each thing that happens: a connection, its bytes, a timer. A
 heartbeat beside a thread that decodes a large body would wait seven times, for 36 ms in all.
 """
