@@ -251,10 +251,14 @@ def test_two_models_answer_side_by_side_from_one_seed(
     assert same.exit_code == 0, same.output
     told = [json.loads(line) for line in same.stdout.splitlines()]
     assert [each["user"] for each in told] == ["hello", "and then?"]
-    assert all(each["assistant"] == each["versus"] != "" for each in told)
+    # Of a seed that was drawn nothing else is known: now and then its answer is empty.
+    assert all(each["assistant"] == each["versus"] for each in told)
     seed = str(told[0]["seed"])
     again = run("chat", FAKE, "--seed", seed, *options, "--json", stdin=lines)
     assert json.loads(again.stdout.splitlines()[0])["assistant"] == told[0]["versus"]
+    given = run("chat", FAKE, "--versus", FAKE, "--seed", "3", *options, "--json", stdin="hello\n")
+    answers = json.loads(given.stdout)
+    assert answers["assistant"] == answers["versus"] != ""
     # One below the other where there is no terminal, under their names.
     options = (*options[:-1], "0")
     shown = run("chat", path, "--versus", FAKE, *options, stdin="hello\n")
