@@ -404,3 +404,11 @@ async def test_a_move_to_the_trash_that_did_not_end_leaves_nothing(tmp_path: Pat
     assert trash.entries() == []
     trash.sweep()
     assert not [*(tmp_path / "trash").iterdir()]
+
+
+def test_weights_that_are_deleted_while_the_folder_is_read_are_left_out(tmp_path: Path) -> None:
+    """A link to nothing: it is in the list, and gone when it is looked at."""
+    folder = DataFolder(tmp_path)
+    (folder.weights / "here").mkdir(parents=True)
+    (folder.weights / "deleted").symlink_to(tmp_path / "nowhere")
+    assert folder.names(time.time() + 60) == {"here"}

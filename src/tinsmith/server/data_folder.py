@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,16 +116,15 @@ class DataFolder:
 
     def names(self, changed_before: float | None = None) -> set[str]:
         """The weights, requests and results in the folder, by the names that a store knows; only
-        those that were not changed since a moment, where one is given."""
+        those that were not changed since a moment, where one is given. What is deleted meanwhile
+        is not among these."""
         found = [*self.blobs.glob("??/*")]
         if self.weights.exists():
             found += self.weights.iterdir()
-        return {
-            path.name
-            for path in found
-            if not disk.is_draft(path)
-            and (changed_before is None or path.stat().st_mtime <= changed_before)
-        }
+        present = [path for path in found if not disk.is_draft(path)]
+        if changed_before is None:
+            return {path.name for path in present}
+        return {path.name for path in present if _changed_at(path) <= changed_before}
 
     def blob(self, name: str) -> Path:
         """Where a request or result lies."""
@@ -154,3 +154,11 @@ class DataFolder:
         except FileNotFoundError:
             return 0
         return int(text) if text.isdecimal() else 0
+
+
+def _changed_at(path: Path) -> float:
+    """When a file or folder was changed; never before now, if it has gone."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
