@@ -493,7 +493,7 @@ async def drive(
     steps = max(1.0, (rate - other) / REQUESTS_PER_STEP)
     work = [client.train(len(clients) / steps) for client in clients]
     work += [client.look_around() for client in clients]
-    work += [clients[slot % len(clients)].roll_out(sample_seconds) for slot in range(polls)]
+    work += [clients[index % len(clients)].roll_out(sample_seconds) for index in range(polls)]
     tasks = [asyncio.create_task(item) for item in work]
     guard = asyncio.create_task(_first_failure(tasks))
     try:

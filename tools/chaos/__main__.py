@@ -174,12 +174,12 @@ class Chaos:
         await self._start_all()
         await self.proxy.start()
         jobs = [(package, program) for program in PROGRAMS for package in PACKAGES]
-        slots = [jobs[index % len(jobs)] for index in range(num_clients)]
+        programs = [jobs[index % len(jobs)] for index in range(num_clients)]
         await asyncio.gather(*[self._client(p, "tinker", 7, is_reference=True) for p in PROGRAMS])
         if self.problems:
             return
         self._stop_at = time.monotonic() + seconds
-        rounds = [self._rounds(index, slots) for index in range(num_clients)]
+        rounds = [self._rounds(index, programs) for index in range(num_clients)]
         counting = asyncio.create_task(self._count_operations(max_operations))
         breaking = asyncio.create_task(self._break())
         await asyncio.gather(*rounds)
@@ -234,10 +234,10 @@ class Chaos:
                     self._stop_at = time.monotonic()
                     return
 
-    async def _rounds(self, index: int, slots: list[tuple[str, str]]) -> None:
+    async def _rounds(self, index: int, programs: list[tuple[str, str]]) -> None:
         number = index
         while not self._is_over():
-            package, program = slots[number % len(slots)]
+            package, program = programs[number % len(programs)]
             await self._client(program, package, 7)
             number += 1
 

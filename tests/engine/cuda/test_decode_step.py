@@ -81,7 +81,7 @@ def test_captured_steps_give_what_launched_ones_give(
 def test_more_sequences_and_adapters_than_one_step_has_room_for(
     decoder: Decoder, new_adapter: Callable[..., Adapter]
 ) -> None:
-    """Adapters with a row each leave no spare tiles, and take over one another's slots."""
+    """Adapters with a row each leave no spare tiles, and take over one another's numbers."""
     jobs = mixed_jobs(decoder, new_adapter, 40)
     together = sample(Generator(decoder, CUDA), jobs)
     generator = Generator(decoder, replace(CUDA, max_running_samples=4))

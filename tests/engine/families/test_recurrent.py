@@ -50,7 +50,7 @@ def load(folder: Path) -> Decoder:
 def test_a_prompt_read_in_pieces_beside_running_sequences_gives_the_trainers_logprobs(
     decoder: Decoder, new_adapter: NewAdapter
 ) -> None:
-    """Of the prompt and of the samples; longer than a chunk, and grown beyond a slot."""
+    """Of the prompt and of the samples; longer than a chunk, and grown beyond a block."""
     generator = Generator(decoder, CPU, prefill_tokens=16)
     adapter = new_adapter(decoder)
     prompts = {str(n): tokens_of(length, length) for n, length in enumerate((100, 1, 7, 40))}

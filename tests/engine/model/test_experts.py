@@ -41,16 +41,16 @@ def choices_of(num_tokens: int, seed: int = 0, per_token: int = 2) -> Tensor:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
-@pytest.mark.parametrize("slots", [None, [-1], [4, -1, 2], [0, 1, 0]])
+@pytest.mark.parametrize("adapters", [None, [-1], [4, -1, 2], [0, 1, 0]])
 def test_tiles_cover_every_row_once_and_never_mix_experts_or_owners(
-    num_tokens: int, slots: list[int] | None
+    num_tokens: int, adapters: list[int] | None
 ) -> None:
     routing = Routing(choices_of(num_tokens), NUM_EXPERTS)
     owners = None
     of_token = torch.zeros(num_tokens, dtype=torch.int64)
-    if slots is not None:
-        runs = len(slots)
-        of_token = torch.tensor([slots[token * runs // num_tokens] for token in range(num_tokens)])
+    if adapters is not None:
+        runs = len(adapters)
+        of_token = torch.tensor([adapters[token * runs // num_tokens] for token in range(num_tokens)])
         owners = Owners(of_token, runs)
     tiles = routing.tiles(4, owners)
     covered: list[int] = []
@@ -105,7 +105,7 @@ def without_data() -> Iterator[None]:
 def test_nothing_of_a_decoding_step_depends_on_what_the_router_chooses() -> None:
     """So that a graph of it can be captured: the number of rows and tiles is known before."""
     with without_data():
-        x, slots = torch.randn(6, 8), torch.zeros(6, dtype=torch.int64)
+        x, adapters = torch.randn(6, 8), torch.zeros(6, dtype=torch.int64)
         _, choices, shares = Router(torch.randn(NUM_EXPERTS, 8), 2, True).forward(x)
         routing = Routing(choices, NUM_EXPERTS)
         assert routing.expanded(x).shape == (12, 8)
@@ -113,7 +113,7 @@ def test_nothing_of_a_decoding_step_depends_on_what_the_router_chooses() -> None
         assert routing.offsets.shape == (NUM_EXPERTS,)
         assert routing.edges(torch.zeros(3, dtype=torch.int64)).shape == (NUM_EXPERTS, 3)
         assert routing.tiles(4).table.shape == (2, 8)
-        assert routing.tiles(4, Owners(slots, 6)).table.shape == (2, 12)
+        assert routing.tiles(4, Owners(adapters, 6)).table.shape == (2, 12)
         with pytest.raises(DataDependentOutputException):
             routing.host_edges((6,))
 

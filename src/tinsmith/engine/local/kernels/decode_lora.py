@@ -2,7 +2,7 @@
 
 Rows of one adapter lie together and are cut into tiles of sixteen; a tile belongs to one adapter,
 so no row ever meets another adapter's numbers. Like the cache (`decode_attention`), adapters are
-found by address: a table on the device names, for each adapter slot and projection, where A and
+found by address: a table on the device names, for each adapter and projection, where A and
 the modules' B lie. Tiles and tables change between steps, a captured graph stays valid.
 
 `adapted_linear` does the same in plain torch and is the reference.
@@ -32,7 +32,7 @@ NUM_ADDRESSES = 1 + MAX_MODULES
 NUM_TILE_FIELDS = 3
 _FIRST = tl.constexpr(0)
 _COUNT = tl.constexpr(1)
-_SLOT = tl.constexpr(2)
+_ADAPTER = tl.constexpr(2)
 
 _BLOCK_INPUTS = 128
 _BLOCK_OUTPUTS = 128
@@ -43,13 +43,13 @@ class TiledAdapters(NamedTuple):
     adapter's A and B: first `shrink`, which needs x alone, then `expand`."""
 
     tiles: Tensor
-    """(NUM_TILE_FIELDS, T) int64: first row, number of rows (zero for none), adapter slot."""
+    """(NUM_TILE_FIELDS, T) int64: first row, number of rows (zero for none), adapter."""
 
     addresses: Tensor
-    """(slots, P, NUM_ADDRESSES) int64, zero where an adapter leaves a projection as it is."""
+    """(adapters, P, NUM_ADDRESSES) int64, zero where an adapter leaves a projection as it is."""
 
     facts: Tensor
-    """(slots, 2) float32: rank and scale."""
+    """(adapters, 2) float32: rank and scale."""
 
     max_rank: int
     is_aligned: bool
@@ -135,12 +135,12 @@ def _shrink_kernel(
     count = tl.load(tile + _COUNT * tile_stride)
     if count == 0:
         return
-    slot = tl.load(tile + _SLOT * tile_stride)
-    address = tl.load(addresses + (slot * num_projections + index) * 4)
+    adapter = tl.load(tile + _ADAPTER * tile_stride)
+    address = tl.load(addresses + (adapter * num_projections + index) * 4)
     if address == 0:
         return
     # A of this module: (rank, inputs) at an address of its own.
-    rank = tl.load(facts + slot * 2).to(tl.int32)
+    rank = tl.load(facts + adapter * 2).to(tl.int32)
     dtype = x.dtype.element_ty
     base = address.to(tl.pointer_type(dtype))
     if IS_ALIGNED:
@@ -209,13 +209,13 @@ def _expand_kernel(
                     module += 1
                     left += OUTPUTS_1
                     size = OUTPUTS_2
-    slot = tl.load(tile + _SLOT * tile_stride)
-    address = tl.load(addresses + (slot * num_projections + index) * 4 + 1 + module)
+    adapter = tl.load(tile + _ADAPTER * tile_stride)
+    address = tl.load(addresses + (adapter * num_projections + index) * 4 + 1 + module)
     if address == 0:
         return
     # B of this module: (outputs, rank) at an address of its own.
-    rank = tl.load(facts + slot * 2).to(tl.int32)
-    scale = tl.load(facts + slot * 2 + 1)
+    rank = tl.load(facts + adapter * 2).to(tl.int32)
+    scale = tl.load(facts + adapter * 2 + 1)
     dtype = y.dtype.element_ty
     base = address.to(tl.pointer_type(dtype))
     if IS_ALIGNED:

@@ -34,16 +34,16 @@ _MANY_ROWS = 64
 
 
 class Matrices(NamedTuple):
-    """The factors of all experts in one module, of every adapter slot."""
+    """The factors of all experts in one module, of every adapter."""
 
     addresses: Tensor
-    """(slots,) int64; may be strided."""
+    """(adapters,) int64; may be strided."""
 
     offset: int
     """Numbers between an address and the first expert's matrix."""
 
     facts: Tensor
-    """(slots, 2) float32: rank and scale."""
+    """(adapters, 2) float32: rank and scale."""
 
     size: int
     """Wide columns of a matrix."""
@@ -55,7 +55,7 @@ class Matrices(NamedTuple):
 
 
 class Sorted(NamedTuple):
-    """Rows and who they belong to: adapter slots, negative for none."""
+    """Rows and who they belong to: adapters' numbers, negative for none."""
 
     routing: Routing
     owners: Owners
@@ -178,12 +178,12 @@ def add_gradients(
     segments: tuple[Tensor, Tensor, Tensor],
     is_b: bool,
 ) -> None:
-    """Add narrowᵀ wide, summed over the rows of each expert and run, to grads (slots, P).
+    """Add narrowᵀ wide, summed over the rows of each expert and run, to grads (adapters, P).
 
-    The first expert's matrix is at `offset` of a slot. `segments` are the first rows (E, R) of each
-    expert and run, those behind the last, and the runs' slots (R,).
+    The first expert's matrix is at `offset` of an adapter. `segments` are the first rows (E, R) of
+    each expert and run, those behind the last, and the runs' adapters (R,).
     """
-    firsts, stops, slots = segments
+    firsts, stops, adapters = segments
     num_experts, num_runs = firsts.shape
     ranks = max(16, min(64, triton.next_power_of_2(rank)))
     _OUTER(
@@ -194,7 +194,7 @@ def add_gradients(
             grads,
             firsts,
             stops,
-            slots,
+            adapters,
             num_runs,
             narrow.stride(0),
             wide.stride(0),
@@ -211,7 +211,7 @@ def add_gradients(
 
 def _places(rows: Sorted, tiles: Tiles) -> tuple[Tensor | int, ...]:
     routing, table = rows.routing, tiles.table
-    return rows.owners.slots, routing.tokens, routing.experts, table, table.shape[1]
+    return rows.owners.adapters, routing.tokens, routing.experts, table, table.shape[1]
 
 
 def _found_at(matrices: Matrices) -> tuple[Tensor | int, ...]:
@@ -289,7 +289,7 @@ def _product(
 def _shrink(
     wide_values,
     out,
-    slots,
+    adapters,
     tokens,
     experts,
     tiles,
@@ -315,13 +315,13 @@ def _shrink(
     first, count = tl.load(tiles + tile), tl.load(tiles + num_tiles + tile)
     if count == 0:
         return
-    slot = tl.load(slots + tl.load(tokens + first))
-    if slot < 0:
+    adapter = tl.load(adapters + tl.load(tokens + first))
+    if adapter < 0:
         return
-    address = tl.load(addresses + slot * address_stride)
+    address = tl.load(addresses + adapter * address_stride)
     if address == 0:
         return
-    rank = tl.load(facts + slot * 2).to(tl.int32)
+    rank = tl.load(facts + adapter * 2).to(tl.int32)
     expert = tl.load(experts + first)
     base = address.to(tl.pointer_type(wide_values.dtype.element_ty)) + offset + expert * rank * size
     if IS_ALIGNED:
@@ -347,7 +347,7 @@ def _shrink(
         matrix = tl.load(base + place, mask=is_in[:, None] & is_rank[None, :], other=0.0)
         total = tl.dot(values, matrix, total, input_precision=PRECISION)
     if SCALES:
-        total *= tl.load(facts + slot * 2 + 1)
+        total *= tl.load(facts + adapter * 2 + 1)
     to = out + row[:, None] * out_row + rank_row[None, :]
     tl.store(to, total, mask=is_row[:, None] & is_rank[None, :])
 
@@ -356,7 +356,7 @@ def _shrink(
 def _expand(
     into,
     narrow,
-    slots,
+    adapters,
     tokens,
     experts,
     tiles,
@@ -382,13 +382,13 @@ def _expand(
     first, count = tl.load(tiles + tile), tl.load(tiles + num_tiles + tile)
     if count == 0:
         return
-    slot = tl.load(slots + tl.load(tokens + first))
-    if slot < 0:
+    adapter = tl.load(adapters + tl.load(tokens + first))
+    if adapter < 0:
         return
-    address = tl.load(addresses + slot * address_stride)
+    address = tl.load(addresses + adapter * address_stride)
     if address == 0:
         return
-    rank = tl.load(facts + slot * 2).to(tl.int32)
+    rank = tl.load(facts + adapter * 2).to(tl.int32)
     expert = tl.load(experts + first)
     dtype = into.dtype.element_ty
     base = address.to(tl.pointer_type(dtype)) + offset + expert * rank * size
@@ -412,7 +412,7 @@ def _expand(
             other=0.0,
         )
         if SCALES:
-            low = low * tl.load(facts + slot * 2 + 1)
+            low = low * tl.load(facts + adapter * 2 + 1)
         if IS_B:
             place = column[None, :] * rank + rank_row[:, None]
         else:
@@ -429,12 +429,12 @@ def _outer(
     grads,
     firsts,
     stops,
-    slots,
+    adapters,
     num_runs,
     narrow_row,
     wide_row,
     wide_stride,
-    slot_size,
+    adapter_size,
     offset,
     size,
     num_ranks,
@@ -469,8 +469,8 @@ def _outer(
             other=0.0,
         )
         total = tl.dot(left, right, total, input_precision=PRECISION)
-    # To the adapter's slot of the gradients, where this program alone writes.
-    base = grads + tl.load(slots + run) * slot_size + offset
+    # To the adapter's part of the gradients, where this program alone writes.
+    base = grads + tl.load(adapters + run) * adapter_size + offset
     base += expert.to(tl.int64) * num_ranks * size
     if IS_B:
         place = column[None, :] * num_ranks + rank_row[:, None]

@@ -8,7 +8,7 @@ inputs) and B (outputs, rank) as they lie in an adapter's vector:
     outer    sums over rows             the gradients of A and of B
 
 Rows come in blocks of one adapter, so no product ever mixes rows of two. The vectors of all
-adapters of a batch lie in one tensor (slots, P), their float32 gradients in another. Which
+adapters of a batch lie in one tensor (adapters, P), their float32 gradients in another. Which
 columns belong to which matrix stands in tables that the host makes once for a projection.
 """
 
@@ -43,17 +43,17 @@ class Table(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Which rows have which slot: tables of (start, stop, slot)."""
+    """Which rows have which adapter: tables of (start, stop, adapter)."""
 
     blocks: Table
     block_rows: int
     chunks: Table
     is_split: bool
-    """Whether the gradients of a slot come from several chunks."""
+    """Whether the gradients of an adapter come from several chunks."""
 
 
 def divide_rows(runs: Sequence[tuple[int, int, int]], device: torch.device, split: bool) -> Rows:
-    """Tables for runs (start, stop, slot) of rows.
+    """Tables for runs (start, stop, adapter) of rows.
 
     With `split` long runs are summed up in parts at the same time, which is quicker and leaves
     the order of the additions open.
@@ -179,7 +179,7 @@ def expand_by_a(
 def add_gradient_of_a(
     inner_grad: Tensor, x: Tensor, grads: Tensor, rows: Rows, columns: Columns
 ) -> None:
-    """Add inner_gradᵀ x to the gradients of A in grads (slots, P)."""
+    """Add inner_gradᵀ x to the gradients of A in grads (adapters, P)."""
     ranks = columns.rank * columns.num_modules
     _launch_outer(inner_grad, x, grads, rows, columns.of_a, (columns.inputs, 1), ranks)
 
@@ -187,7 +187,7 @@ def add_gradient_of_a(
 def add_gradient_of_b(
     inner: Tensor, grad: Tensor, grads: Tensor, rows: Rows, columns: Columns
 ) -> None:
-    """Add gradᵀ inner to the gradients of B in grads (slots, P)."""
+    """Add gradᵀ inner to the gradients of B in grads (adapters, P)."""
     _launch_outer(inner, grad, grads, rows, columns.of_b, (1, columns.rank), columns.rank)
 
 
@@ -316,7 +316,7 @@ def _shrink(
     blocks,
     table,
     x_row,
-    slot_size,
+    adapter_size,
     out_row,
     wide_stride,
     rank_stride,
@@ -330,7 +330,7 @@ def _shrink(
 ):
     # One program per block of rows (of one adapter) and entry of the table (one module's ranks).
     block, entry = blocks + 3 * tl.program_id(0), table + 5 * tl.program_id(1)
-    start, stop, slot = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    start, stop, adapter = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     left, right = tl.load(entry), tl.load(entry + 1)
     first, end, place = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
     if IS_ALIGNED:
@@ -340,7 +340,7 @@ def _shrink(
     row = start + tl.arange(0, ROWS)
     rank = tl.arange(0, RANKS)
     is_row, is_rank = row < stop, first + rank < end
-    weights = stack + slot.to(tl.int64) * slot_size + place
+    weights = stack + adapter.to(tl.int64) * adapter_size + place
     x_rows = x + row.to(tl.int64)[:, None] * x_row
     # x (ROWS, WIDE) times the adapter's matrix (WIDE, RANKS), WIDE columns at a time. A share's
     # sum joins the total where the share ends; one loop, so that loads run ahead of the products.
@@ -374,7 +374,7 @@ def _expand(
     blocks,
     table,
     inner_row,
-    slot_size,
+    adapter_size,
     y_row,
     rank_stride,
     wide_stride,
@@ -388,7 +388,7 @@ def _expand(
 ):
     # One program per block of rows (of one adapter) and entry of the table (WIDE columns of y).
     block, entry = blocks + 3 * tl.program_id(0), table + 4 * tl.program_id(1)
-    start, stop, slot = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    start, stop, adapter = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     left, right = tl.load(entry), tl.load(entry + 1)
     first, place = tl.load(entry + 2), tl.load(entry + 3)
     if IS_ALIGNED:
@@ -397,7 +397,7 @@ def _expand(
     row = start + tl.arange(0, ROWS)
     wide = left + tl.arange(0, WIDE)
     is_row, is_wide = row < stop, wide < right
-    weights = stack + slot.to(tl.int64) * slot_size + place
+    weights = stack + adapter.to(tl.int64) * adapter_size + place
     at_y = row.to(tl.int64)[:, None] * y_row + wide[None, :]
     inside = is_row[:, None] & is_wide[None, :]
     # Begin with what y holds: (ROWS, WIDE) in float32.
@@ -433,7 +433,7 @@ def _outer(
     table,
     narrow_row,
     wide_row,
-    slot_size,
+    adapter_size,
     rank_stride,
     wide_stride,
     num_ranks,
@@ -447,7 +447,7 @@ def _outer(
     # One program per chunk of rows (of one adapter), entry of the table (WIDE columns) and block
     # of RANKS ranks.
     chunk, entry = chunks + 3 * tl.program_id(0), table + 4 * tl.program_id(1)
-    start, stop, slot = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
+    start, stop, adapter = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
     left, right = tl.load(entry), tl.load(entry + 1)
     first, place = tl.load(entry + 2), tl.load(entry + 3)
     if IS_ALIGNED:
@@ -472,10 +472,10 @@ def _outer(
             other=0.0,
         )
         total = tl.dot(left_side, right_side, total, input_precision=PRECISION)
-    # To the adapter's slot of the gradients; chunks of one run share it, and then add atomically.
+    # To the adapter's part of the gradients; chunks of one run share it, and then add atomically.
     to = (
         grads
-        + slot.to(tl.int64) * slot_size
+        + adapter.to(tl.int64) * adapter_size
         + place
         + rank[:, None] * rank_stride
         + (wide - left)[None, :] * wide_stride

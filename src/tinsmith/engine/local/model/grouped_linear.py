@@ -1,7 +1,7 @@
 """The adapters' part of a linear layer on CUDA: every run of a batch in the same few launches.
 
 Adapters of one layout make a group. Their vectors are stacked once for a batch, each run of rows
-has a slot in the stack, and `kernels.low_rank` computes with all of them at once without mixing
+has a number in the stack, and `kernels.low_rank` computes with all of them at once without mixing
 rows of two. `adapted_linear` does the same in plain torch.
 """
 
@@ -96,14 +96,14 @@ class _Stack:
 
     @functools.cached_property
     def weights(self) -> Tensor:
-        """(slots, P) in the base model's dtype."""
+        """(adapters, P) in the base model's dtype."""
         if len(self._adapters) == 1:
             return self._adapters[0].rounded().unsqueeze(0)
         return torch.stack([adapter.rounded() for adapter in self._adapters])
 
     @functools.cached_property
     def grads(self) -> Tensor:
-        """(slots, P) float32; for a run alone, its buffer itself."""
+        """(adapters, P) float32; for a run alone, its buffer itself."""
         (first, *others) = self._buffers
         if first is not None and not others:
             return first.flat.unsqueeze(0)
@@ -124,7 +124,7 @@ class Group:
     def __init__(
         self, stack: _Stack, runs: Sequence[tuple[int, int, int]], batch_rows: int
     ) -> None:
-        """`runs` are (start, stop, slot) of `batch_rows` rows."""
+        """`runs` are (start, stop, number of the adapter) of `batch_rows` rows."""
         self._stack = stack
         self._runs = tuple(runs)
         self._batch_rows = batch_rows
@@ -161,13 +161,13 @@ class Group:
 
     @functools.cached_property
     def addresses(self) -> Tensor:
-        """(slots,) int64: where each slot's vector lies."""
+        """(adapters,) int64: where each adapter's vector lies."""
         numbers = torch.arange(len(self.stack), device=self.stack.device)
         return numbers * (self.stack.stride(0) * self.stack.itemsize) + self.stack.data_ptr()
 
     @functools.cached_property
     def facts(self) -> Tensor:
-        """(slots, 2) float32: rank and scale."""
+        """(adapters, 2) float32: rank and scale."""
         facts = torch.empty(len(self.stack), 2, device=self.stack.device)
         facts[:, 0] = self.layout.rank
         facts[:, 1] = self.scale
@@ -175,16 +175,16 @@ class Group:
 
     @functools.cached_property
     def runs_on_device(self) -> Tensor:
-        """(3, R) int64: first rows, rows behind the last, slots."""
+        """(3, R) int64: first rows, rows behind the last, adapters' numbers."""
         return torch.tensor(self._runs).t().contiguous().to(self.stack.device)
 
     @functools.cached_property
     def owners(self) -> Owners:
-        """The slot of each row, negative for none."""
-        slots = torch.full((self._batch_rows,), -1)
-        for start, stop, slot in self._runs:
-            slots[start:stop] = slot
-        return Owners(slots.to(self.stack.device), 2 * len(self._runs) + 1)
+        """The number of each row's adapter, negative for none."""
+        numbers = torch.full((self._batch_rows,), -1)
+        for start, stop, number in self._runs:
+            numbers[start:stop] = number
+        return Owners(numbers.to(self.stack.device), 2 * len(self._runs) + 1)
 
     def on_rows(self, runs: Sequence[tuple[int, int, int]], batch_rows: int) -> Group:
         return Group(self._stack, runs, batch_rows)
@@ -201,18 +201,18 @@ def _all_groups(adapters: AdapterSegments) -> list[Group]:
     root = adapters.root
     if adapters is not root and root.groups is None:
         root.groups = _all_groups(root)
-    slots: dict[int, tuple[Layout, int]] = {}
+    numbers: dict[int, tuple[Layout, int]] = {}
     members: dict[Layout, list[int]] = {}
     for index, (_, _, adapter) in enumerate(root.runs):
         if adapter is not None:
             same = members.setdefault(adapter.layout, [])
-            slots[index] = (adapter.layout, len(same))
+            numbers[index] = (adapter.layout, len(same))
             same.append(index)
     runs: dict[Layout, list[tuple[int, int, int]]] = {}
     for (start, stop, adapter), owner in zip(adapters.runs, adapters.owners, strict=True):
         if adapter is not None:
-            layout, slot = slots[owner]
-            runs.setdefault(layout, []).append((start, stop, slot))
+            layout, number = numbers[owner]
+            runs.setdefault(layout, []).append((start, stop, number))
     if adapters is not root:
         of_root = {group.layout: group for group in root.groups or ()}
         return [of_root[layout].on_rows(own, adapters.num_rows) for layout, own in runs.items()]

@@ -32,7 +32,7 @@ class ExpertAdapters(NamedTuple):
 
     tiled: TiledAdapters
     owners: Owners
-    """The adapter slot of each row of the step."""
+    """The number of each row's adapter."""
 
     up: Placed
     down: Placed

@@ -187,7 +187,7 @@ class DecodeStep:
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         tiles = tiles_of_rows(rows, self._group) if decoder.is_invariant else None
-        owners = Owners(self._table.slots[:count], count) if shape.num_tiles else None
+        owners = Owners(self._table.adapters[:count], count) if shape.num_tiles else None
         choices = self._table.choices(count)
         y: Tensor | None = None
         for index, layer in enumerate(decoder.layers):
@@ -253,7 +253,7 @@ class DecodeStep:
         owners: Owners | None,
         steer: Steer | None,
     ) -> Tensor:
-        """`owners` are the adapter slots of the rows, where there is any."""
+        """`owners` are the numbers of the rows' adapters, where there is any."""
         adapters = None
         if owners is not None:
             up, down = (self._projections[index, name] for name in ("experts_up", "experts_down"))

@@ -28,7 +28,7 @@ _SMALLEST_RANK = 16
 
 _NUM_FIELDS = 8
 """Of a row: token, position, temperature, number drawn, seat, length, where its blocks begin, the
-slot of its adapter."""
+number of its adapter."""
 
 
 class StepTable:
@@ -48,7 +48,7 @@ class StepTable:
         fields = self._device[: self._num_fixed].view(self._size)
         self.tokens, self.positions = fields[:2]
         self.temperatures, self.uniforms = fields[2:4].view(torch.float64)
-        self.seats, self._lengths, self._firsts, self.slots = fields[4:8]
+        self.seats, self._lengths, self._firsts, self.adapters = fields[4:8]
         self.tiles = fields[_NUM_FIELDS:]
         self._on_device = self._device[self._num_fixed :].view(torch.int32)
         self._blocks = np.zeros((max_rows, 1), dtype=np.int32)
@@ -104,8 +104,8 @@ class StepTable:
         host[self._num_fixed :].view(torch.int32).numpy()[: blocks.size] = blocks.ravel()
         # Whose rows they are: of no adapter, or those of its tiles.
         numbers[7] = -1
-        for first, num_rows, slot in tiles:
-            numbers[7, first : first + num_rows] = slot
+        for first, num_rows, number in tiles:
+            numbers[7, first : first + num_rows] = number
         if tiles:
             numbers[_NUM_FIELDS:, : len(tiles)] = np.array(tiles, dtype=np.int64).T
         self._device[:used].copy_(host, non_blocking=True)
@@ -144,7 +144,7 @@ class AdapterTiles:
 
 @dataclass(frozen=True, slots=True)
 class _Resident:
-    slot: int
+    number: int
     weights: dict[tuple[int | None, str], LowRank]
     """Kept, so that what the table points to is not freed."""
 
@@ -157,7 +157,7 @@ class AdapterTable:
     def __init__(self, config: DecoderConfig, max_rows: int, device: torch.device) -> None:
         self._projections = config.projections
         self._resident: dict[Adapter, _Resident] = {}
-        self._num_slots = max_rows
+        self._max_adapters = max_rows
         shape = (max_rows, len(config.projections), NUM_ADDRESSES)
         self.addresses = torch.zeros(shape, dtype=torch.int64, device=device)
         self.facts = torch.zeros(max_rows, 2, device=device)
@@ -168,16 +168,16 @@ class AdapterTable:
         used = {adapter for adapter in adapters if adapter is not None}
         residents = {adapter: self._resident_of(adapter, used) for adapter in used}
         tiles: list[tuple[int, int, int]] = []
-        # Cut each adapter's run of rows into tiles: (first row, rows, adapter's slot).
+        # Cut each adapter's run of rows into tiles: (first row, rows, number of the adapter).
         start = 0
         for row in range(1, len(rows) + 1):
             if row < len(rows) and adapters[row] is adapters[start]:
                 continue
             adapter = adapters[start]
             if adapter is not None:
-                slot = residents[adapter].slot
+                number = residents[adapter].number
                 for first in range(start, row, TILE_ROWS):
-                    tiles.append((first, min(TILE_ROWS, row - first), slot))
+                    tiles.append((first, min(TILE_ROWS, row - first), number))
             start = row
         largest = max((adapter.rank for adapter in used), default=0)
         max_rank = _SMALLEST_RANK if largest else 0
@@ -194,24 +194,24 @@ class AdapterTable:
         weights = adapter.weights()
         if known is not None and known.weights is weights:
             return known
-        slot = self._free_slot(used) if known is None else known.slot
+        number = self._free_number(used) if known is None else known.number
         addresses = np.zeros((len(self._projections), NUM_ADDRESSES), dtype=np.int64)
         for index, projection in enumerate(self._projections):
             low_rank = weights.get((projection.layer, projection.name))
             if low_rank is not None:
                 pointers = [low_rank.a.data_ptr(), *(b.data_ptr() for b in low_rank.b)]
                 addresses[index, : len(pointers)] = pointers
-        self.addresses[slot] = torch.from_numpy(addresses).to(self.addresses.device)
+        self.addresses[number] = torch.from_numpy(addresses).to(self.addresses.device)
         facts = torch.tensor([float(adapter.rank), adapter.scale])
-        self.facts[slot] = facts.to(self.facts.device)
+        self.facts[number] = facts.to(self.facts.device)
         is_aligned = adapter.rank % 8 == 0 and not (addresses % 16).any()
-        self._resident[adapter] = _Resident(slot, weights, bool(is_aligned))
+        self._resident[adapter] = _Resident(number, weights, bool(is_aligned))
         return self._resident[adapter]
 
-    def _free_slot(self, used: set[Adapter]) -> int:
-        """A slot that nobody has, or that of an adapter which this step does not need."""
-        if len(self._resident) >= self._num_slots:
+    def _free_number(self, used: set[Adapter]) -> int:
+        """A number that nobody has, or that of an adapter which this step does not need."""
+        if len(self._resident) >= self._max_adapters:
             idle = next(adapter for adapter in self._resident if adapter not in used)
             self.forget(idle)
-        taken = {resident.slot for resident in self._resident.values()}
-        return next(slot for slot in range(self._num_slots) if slot not in taken)
+        taken = {resident.number for resident in self._resident.values()}
+        return next(number for number in range(self._max_adapters) if number not in taken)

@@ -30,16 +30,16 @@ class Tiles(NamedTuple):
 class Owners:
     """Who the tokens belong to, of one expert's rows or another's."""
 
-    def __init__(self, slots: Tensor, most: int) -> None:
-        """`slots` (T,) has a number for each token, of which those of one owner lie together; there
-        are `most` runs of one number at most."""
-        self.slots = slots
+    def __init__(self, adapters: Tensor, most: int) -> None:
+        """`adapters` (T,) has a number for each token, of which those of one adapter lie together;
+        there are `most` runs of one number at most."""
+        self.adapters = adapters
         self.most = most
 
     @functools.cached_property
     def numbers(self) -> Tensor:
         """(T,): a number that rises from run to run."""
-        is_other = self.slots[1:] != self.slots[:-1]
+        is_other = self.adapters[1:] != self.adapters[:-1]
         return F.pad(is_other.cumsum(0), (1, 0))
 
 
