@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import tiny_llama
 from tinsmith.cli.weights import packed_ints
-from tinsmith.engine.local.snapshots.exports import check_packed
+from tinsmith.engine.local.adapter_files.exports import check_packed
 from tinsmith.errors import ValidationError
 
 NAME = "model.layers.1.mlp.down_proj.weight"

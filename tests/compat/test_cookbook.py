@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 import tinsmith
 from tests.engine.families.test_families import load
 from tests.engine.sample.sampling_reference import trainer_logits
-from tests.engine.test_exports import save_model, snapshot
+from tests.engine.test_exports import save_adapter, save_model
 from tests.engine.train.training_reference import Reference
 from tests.support.child import ended_well
 from tests.support.server_process import LOCAL_SCRIPTS, ServerProcess, serving
@@ -163,7 +163,7 @@ def test_its_merged_models_compute_what_our_checkpoints_do(cookbook: Path, tmp_p
             continue
         folder = tmp_path / model_type
         base = save_tiny(model_type, folder / "base")
-        adapted[model_type] = Reference(base, snapshot(folder / "base", folder / "adapter"))
+        adapted[model_type] = Reference(base, save_adapter(folder / "base", folder / "adapter"))
     give_to_the_cookbook(cookbook, [tmp_path / model_type for model_type in adapted])
     tokens = torch.arange(12)
     for model_type, reference in adapted.items():
@@ -191,7 +191,7 @@ def test_it_merges_a_checkpoint_of_a_model_that_also_sees_images(
     torch.manual_seed(3)
     whole = getattr(transformers, f"{model}ForConditionalGeneration")(config)
     whole.save_pretrained(tmp_path / "base")
-    adapter = snapshot(tmp_path / "base", tmp_path / "adapter")
+    adapter = save_adapter(tmp_path / "base", tmp_path / "adapter")
     give_to_the_cookbook(cookbook, [tmp_path])
     tokens = list(range(5, 30))
     expected = trainer_logits(load(tmp_path / "base"), tokens, adapter)
@@ -204,7 +204,7 @@ def test_it_takes_a_checkpoint_of_a_model_with_tied_embeddings(
 ) -> None:
     """Its merged model changes the one matrix that both ends share, so nothing is compared."""
     save_model("llama, tied", tmp_path / "base")
-    snapshot(tmp_path / "base", tmp_path / "adapter")
+    save_adapter(tmp_path / "base", tmp_path / "adapter")
     give_to_the_cookbook(cookbook, [tmp_path])
     assert (tmp_path / "out" / "merged" / "config.json").exists()
     assert (tmp_path / "out" / "adapter" / "adapter_config.json").exists()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def test_the_newest_release_trains_saves_samples_and_resumes(start_server: StartServer) -> None:
-    """S33, S34, S47, S95: chunked passes, steps, snapshots for sampling, saving and loading."""
+    """S33, S34, S47, S95: chunked passes, steps, weights for sampling, saving and loading."""
     server = start_server()
     assert server.run("train_and_sample.py").strip() == "ok"
     assert server.stop() == 0

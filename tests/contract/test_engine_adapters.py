@@ -135,7 +135,7 @@ async def test_unknown_adapters_fail_as_the_users_mistake(engine: Engine, tmp_pa
     for failure in (
         passed,
         stepped,
-        await engine.snapshot("nobody", tmp_path / "a", "training"),
+        await engine.save("nobody", tmp_path / "a", "training"),
         await engine.restore("nobody", tmp_path / "a", "training"),
         await engine.freeze("nobody", new_name()),
     ):

@@ -50,7 +50,7 @@ def datum(**inputs: Any) -> Datum:
     )
 
 
-def lived(folder: Path, device: str, snapshots: Path) -> list[np.ndarray]:
+def lived(folder: Path, device: str, saves: Path) -> list[np.ndarray]:
     """Numbers of every kind that a run makes: passes, steps, samples, a checkpoint and back."""
     # Comparing with transformers at the first load is the CPU's work in any case.
     config = LocalEngineConfig(models={"m": str(folder)}, device=device, verify_models=False)  # type: ignore[arg-type]
@@ -67,12 +67,12 @@ def lived(folder: Path, device: str, snapshots: Path) -> list[np.ndarray]:
         (metrics,) = core.step([Step(adapter_id="a", params=AdamParams(learning_rate=0.01))])
         assert isinstance(metrics, dict), metrics
         found.append(np.array([metrics[name] for name in sorted(metrics)]))
-    begun = core.snapshot("a", snapshots / f"{device}-state", "training")
+    begun = core.save("a", saves / f"{device}-state", "training")
     assert isinstance(begun, Later), begun
     info = begun.finish()
     assert not hasattr(info, "category"), info
     assert core.create_adapter("b", "m", LoraConfig(rank=4, seed=2)) is None
-    info = core.restore("b", snapshots / f"{device}-state", "training")
+    info = core.restore("b", saves / f"{device}-state", "training")
     assert not hasattr(info, "category"), info
     forward = Pass(adapter_id="b", data=[datum()], loss_fn="cross_entropy", forward_only=True)
     found += passed(core, forward)

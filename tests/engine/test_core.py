@@ -21,7 +21,7 @@ from tinsmith.engine.base import (
     Pass,
     SampleEvent,
     SampleJob,
-    SnapshotKind,
+    SavedKind,
     Step,
 )
 from tinsmith.engine.local import core as core_module
@@ -327,7 +327,7 @@ def test_an_adapter_in_doubt_is_refused_until_it_is_restored(
     for name in ("a", "b"):
         core.create_adapter(name, "llama", LORA)
         train(core, name)
-    core.snapshot("a", tmp_path / "s", "training").finish()
+    core.save("a", tmp_path / "s", "training").finish()
     run(core, passes("a", "b"))
 
     def break_down(*_: Any) -> None:
@@ -339,7 +339,7 @@ def test_an_adapter_in_doubt_is_refused_until_it_is_restored(
     assert isinstance(failure, Failure)
     assert failure.category == "server"
     passed = next(core.run_passes(passes("a"))).result
-    for refused in (passed, core.freeze("a", "s"), core.snapshot("a", tmp_path / "t", "exact")):
+    for refused in (passed, core.freeze("a", "s"), core.save("a", tmp_path / "t", "exact")):
         assert isinstance(refused, Failure)
         assert refused.category == "server"
         assert "in doubt" in refused.message
@@ -351,14 +351,14 @@ def test_an_adapter_in_doubt_is_refused_until_it_is_restored(
 
 
 @pytest.mark.parametrize("kind", ["sampler", "training", "exact"])
-def test_a_snapshot_that_is_written_later_holds_the_adapter_as_it_was(
-    new_core: Any, tmp_path: Path, kind: SnapshotKind
+def test_a_save_that_is_written_later_holds_the_adapter_as_it_was(
+    new_core: Any, tmp_path: Path, kind: SavedKind
 ) -> None:
     core = new_core()
     core.create_adapter("a", "llama", LORA)
     train(core, "a")
     run(core, passes("a"))
-    at_once, later = (core.snapshot("a", tmp_path / name, kind) for name in ("now", "later"))
+    at_once, later = (core.save("a", tmp_path / name, kind) for name in ("now", "later"))
     info = at_once.finish()
     train(core, "a")
     core.unload_adapter("a")

@@ -17,11 +17,11 @@ from tests.support.tiny_families import save_tiny
 from tests.support.tiny_vision import save_tiny_vision
 from tinsmith.cli.weights.merging import merge
 from tinsmith.cli.weights.peft_layout import to_peft
+from tinsmith.engine.local.adapter_files import checkpoints
+from tinsmith.engine.local.adapter_files.exports import check_export
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool
-from tinsmith.engine.local.snapshots import checkpoints
-from tinsmith.engine.local.snapshots.exports import check_export
 from tinsmith.errors import ValidationError
 from tinsmith.types import LoraConfig
 
@@ -86,7 +86,7 @@ def save_model(name: str, folder: Path) -> Path:
     return folder
 
 
-def snapshot(base: Path, folder: Path) -> Adapter:
+def save_adapter(base: Path, folder: Path) -> Adapter:
     """A checkpoint of an adapter on every matrix, its B random."""
     models = {"m": str(base)}
     config = LocalEngineConfig(models=models, device="cpu", cache_folder=folder.parent)
@@ -100,7 +100,7 @@ def snapshot(base: Path, folder: Path) -> Adapter:
 
 def test_peft_and_a_merged_model_do_what_the_adapter_does(base: Path, tmp_path: Path) -> None:
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
-    snapshot(base, adapter)
+    save_adapter(base, adapter)
     to_peft(adapter)
     if base.name not in EXPERTS:
         assert (check_export("peft", base, adapter, adapter) or 1) < 1e-4
@@ -117,7 +117,7 @@ def test_peft_joins_the_matrices_of_experts(model_type: str, tmp_path: Path) -> 
     from peft import PeftModel
 
     reference = save_tiny(model_type, tmp_path / "base")
-    adapter = snapshot(tmp_path / "base", tmp_path / "adapter")
+    adapter = save_adapter(tmp_path / "base", tmp_path / "adapter")
     to_peft(tmp_path / "adapter")
     tokens = torch.arange(12)
     with torch.no_grad():
@@ -145,7 +145,7 @@ def test_modules_that_are_one_matrix_of_the_model_have_one_adapter_in_peft(
 
     base, folder, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
     reference = save_tiny(model_type, base, **changes)
-    adapter = snapshot(base, folder)
+    adapter = save_adapter(base, folder)
     tokens = torch.arange(12)
     is_taken = model_type != "nemotron_h"
     with torch.no_grad():
@@ -162,14 +162,14 @@ def test_modules_that_are_one_matrix_of_the_model_have_one_adapter_in_peft(
 
 def test_an_adapter_of_mamba_layers_needs_its_base_model_to_be_exported(tmp_path: Path) -> None:
     save_tiny("nemotron_h", tmp_path / "base")
-    snapshot(tmp_path / "base", tmp_path / "adapter")
+    save_adapter(tmp_path / "base", tmp_path / "adapter")
     with pytest.raises(ValidationError, match="give its folder with --base"):
         to_peft(tmp_path / "adapter")
 
 
 def test_the_matrices_of_experts_are_not_merged_into_tensors_of_all(tmp_path: Path) -> None:
     save_tiny("gpt_oss", tmp_path / "base")
-    snapshot(tmp_path / "base", tmp_path / "adapter")
+    save_adapter(tmp_path / "base", tmp_path / "adapter")
     to_peft(tmp_path / "adapter")
     with pytest.raises(ValidationError, match="a matrix for each"):
         merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", lambda *facts: None)
@@ -197,7 +197,7 @@ def test_names_that_peft_does_not_find_are_an_error(tmp_path: Path) -> None:
     """In release 0.1 the adapter of a model that sees images had the names of one that does not."""
     base = save_model("gemma 3 that sees images", tmp_path / "base")
     adapter = tmp_path / "adapter"
-    snapshot(base, adapter)
+    save_adapter(base, adapter)
     to_peft(adapter)
     path = adapter / "adapter_model.safetensors"
     short = {k.replace(".language_model.", "."): v for k, v in load_file(path).items()}
@@ -209,7 +209,7 @@ def test_names_that_peft_does_not_find_are_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gemma 3 that sees images", "llama, tied", "gpt-neox"])
 def test_a_checkpoint_of_release_0_1_still_loads(name: str, tmp_path: Path) -> None:
     base = save_model(name, tmp_path / "base")
-    adapter = snapshot(base, tmp_path / "new")
+    adapter = save_adapter(base, tmp_path / "new")
     (head,) = adapter.unembedding_modules
     shutil.copytree(tmp_path / "new", tmp_path / "old")
     renamed(tmp_path / "old", lambda name: name.replace("model.unembed_tokens", head))
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_release_0_1_still_loads(name: str, tmp_path: Path) -> N
 def test_a_damaged_adapter_does_not_pass_for_an_export(tmp_path: Path) -> None:
     base = save_model("llama", tmp_path / "base")
     adapter, broken = tmp_path / "adapter", tmp_path / "broken"
-    snapshot(base, adapter)
+    save_adapter(base, adapter)
     to_peft(adapter)
     shutil.copytree(adapter, broken)
     path = broken / "adapter_config.json"

@@ -13,7 +13,7 @@ import pytest
 from tests.support.death import Death, KilledError
 from tests.support.in_process_server import MODEL
 from tinsmith import disk
-from tinsmith.engine.base import Failure, ImportedAdapter, SnapshotKind
+from tinsmith.engine.base import Failure, ImportedAdapter, SavedKind
 from tinsmith.engine.fake import FakeEngine
 from tinsmith.server.checkpoints import Checkpoints
 from tinsmith.server.data_folder import DataFolder
@@ -44,7 +44,7 @@ class Importing(FakeEngine):
     num_imports = 0
 
     async def import_adapter(
-        self, base_model: str, source: Path, folder: Path, kind: SnapshotKind
+        self, base_model: str, source: Path, folder: Path, kind: SavedKind
     ) -> ImportedAdapter | Failure:
         type(self).num_imports += 1
         if b"bad" in (source / CONFIG).read_bytes():
@@ -53,7 +53,7 @@ class Importing(FakeEngine):
         lora = LoraConfig(rank=4, seed=0)
         name = uuid.uuid4().hex
         assert await self.create_adapter(name, base_model, lora) is None
-        info = await self.snapshot(name, folder, kind)
+        info = await self.save(name, folder, kind)
         assert not isinstance(info, Failure)
         await self.unload_adapter(name)
         return ImportedAdapter(lora=lora, size_bytes=info.size_bytes)

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from tinsmith.engine.base import Failure, Pass, SnapshotKind, Step
+from tinsmith.engine.base import Failure, Pass, SavedKind, Step
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
 from tinsmith.types import (
     AdamParams,
@@ -83,7 +83,7 @@ def load(path: str, *, optimizer: bool) -> Operation:
 @dataclass(frozen=True, slots=True)
 class Saved:
     folder: Path
-    kind: SnapshotKind
+    kind: SavedKind
 
 
 class Sequential:
@@ -110,7 +110,7 @@ class Sequential:
         outcome: Outcome = await runs[operation.kind](model_id, operation)
         return outcome
 
-    async def restore(self, model_id: str, saved: Saved, kind: SnapshotKind) -> None:
+    async def restore(self, model_id: str, saved: Saved, kind: SavedKind) -> None:
         info = await self._engine.restore(model_id, saved.folder, kind)
         assert not isinstance(info, Failure), info
 
@@ -142,17 +142,17 @@ class Sequential:
         path = f"tinker://{model_id}/weights/{operation.fields['path']}"
         if path in self.saved and not operation.fields["overwrite"]:
             return f"{path} exists already; choose another name, or save with overwrite"
-        return await self._snapshot(model_id, path, "training", operation.kind)
+        return await self._save(model_id, path, "training", operation.kind)
 
     async def _save_for_sampler(self, model_id: str, operation: Operation) -> Outcome:
         path = f"tinker://{model_id}/sampler_weights/{operation.fields['path']}"
         if path in self.saved:
             return f"{path} exists already; choose another name"
-        return await self._snapshot(model_id, path, "sampler", operation.kind)
+        return await self._save(model_id, path, "sampler", operation.kind)
 
-    async def _snapshot(self, model_id: str, path: str, kind: SnapshotKind, answer: str) -> Outcome:
+    async def _save(self, model_id: str, path: str, kind: SavedKind, answer: str) -> Outcome:
         folder = self._folder / uuid.uuid4().hex
-        info = await self._engine.snapshot(model_id, folder, kind)
+        info = await self._engine.save(model_id, folder, kind)
         assert not isinstance(info, Failure), info
         self.saved[path] = Saved(folder, kind)
         return {"path": path, "type": answer}

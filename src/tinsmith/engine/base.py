@@ -161,12 +161,12 @@ class Step:
     params: AdamParams
 
 
-SnapshotKind = Literal["sampler", "training", "exact"]
-"""What a snapshot holds: the weights; also optimizer state and steps; also pending gradients."""
+SavedKind = Literal["sampler", "training", "exact"]
+"""What is saved of an adapter: weights; also optimizer and steps; and pending gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotInfo:
+class SavedAdapter:
     size_bytes: int
     step: int
     files: Mapping[str, FileRecord] = field(default_factory=dict)
@@ -322,16 +322,14 @@ class Engine:
         """Take optimizer steps; each result is the step's metrics."""
         raise NotImplementedError
 
-    async def snapshot(
-        self, adapter_id: str, folder: Path, kind: SnapshotKind
-    ) -> SnapshotInfo | Failure:
+    async def save(self, adapter_id: str, folder: Path, kind: SavedKind) -> SavedAdapter | Failure:
         """Write the adapter to `folder`, which must not exist; it appears whole or not at all."""
         raise NotImplementedError
 
     async def restore(
-        self, adapter_id: str, folder: Path, kind: SnapshotKind
-    ) -> SnapshotInfo | Failure:
-        """Overwrite an existing adapter from a snapshot.
+        self, adapter_id: str, folder: Path, kind: SavedKind
+    ) -> SavedAdapter | Failure:
+        """Overwrite an existing adapter from what `save` wrote.
 
         With kind "sampler" only the weights are taken, and optimizer state and pending gradients
         start afresh; "training" also restores the optimizer; "exact" the pending gradients too.
@@ -339,9 +337,9 @@ class Engine:
         raise NotImplementedError
 
     async def import_adapter(
-        self, base_model: str, source: Path, folder: Path, kind: SnapshotKind
+        self, base_model: str, source: Path, folder: Path, kind: SavedKind
     ) -> ImportedAdapter | Failure:
-        """Write the adapter that PEFT or the hosted service left in `source` as a snapshot.
+        """Write the adapter that PEFT or the hosted service left in `source` as `save` would.
 
         `folder` must not exist, and appears whole or not at all. The optimizer starts afresh.
         """
@@ -352,7 +350,7 @@ class Engine:
         raise NotImplementedError
 
     async def load_sampler(self, weights_id: str, base_model: str, folder: Path) -> Failure | None:
-        """Make a sampler from a snapshot's weights."""
+        """Make a sampler from the weights in a folder that `save` wrote."""
         raise NotImplementedError
 
     async def unload_sampler(self, weights_id: str) -> None:

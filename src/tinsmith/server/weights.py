@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from tinsmith.disk import FileRecord
-from tinsmith.engine.base import SnapshotInfo, SnapshotKind
+from tinsmith.engine.base import SavedAdapter, SavedKind
 from tinsmith.server.storage.base import Storage
 from tinsmith.server.store.errors import StoreDamagedError, StoreUnavailableError
 from tinsmith.server.store.records import ModelRecord, WeightsRecord
@@ -112,7 +112,7 @@ class WeightsFolders:
 
 
 def weights_record(
-    weights_id: str, model: ModelRecord, kind: SnapshotKind, info: SnapshotInfo, at: float
+    weights_id: str, model: ModelRecord, kind: SavedKind, info: SavedAdapter, at: float
 ) -> WeightsRecord:
     return WeightsRecord(
         weights_id=weights_id,

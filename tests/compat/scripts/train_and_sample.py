@@ -53,7 +53,7 @@ assert saved.path == f"tinker://{client.model_id}/weights/after-three", saved.pa
 after = client.save_weights_and_get_sampling_client()
 new_logprobs = after.compute_logprobs(prompt).result()
 assert sum(new_logprobs[1:]) > sum(old_logprobs[1:])
-# An old sampler is a snapshot: training on has not changed it.
+# An old sampler is frozen: training on has not changed it.
 assert before.compute_logprobs(prompt).result() == old_logprobs
 
 response = after.sample(

@@ -1,7 +1,7 @@
 """A core that computes nothing, for tests of the process around it.
 
 Adapter ids say what should happen: `slow:SECONDS`, `parts:N` (a pass of N parts), `raise`,
-`exit:STATUS`, `segfault`, `deadlock`; what follows an `@` is the base model. A snapshot is written
+`exit:STATUS`, `segfault`, `deadlock`; what follows an `@` is the base model. A save is written
 when `disk` lets it. Time is a counter (`now`) unless `sleeps` is set: a part of a pass takes 5, a
 sampling turn 1.
 """
@@ -28,8 +28,8 @@ from tinsmith.engine.base import (
     Pass,
     SampleEvent,
     SampleJob,
-    SnapshotInfo,
-    SnapshotKind,
+    SavedAdapter,
+    SavedKind,
     Step,
     TokensSampled,
 )
@@ -142,24 +142,22 @@ class StubCore:
         self.log.append("step")
         return [{"step": 1.0} for _ in steps]
 
-    def snapshot(
-        self, adapter_id: str, folder: Path, kind: SnapshotKind
-    ) -> Later[SnapshotInfo | Failure]:
+    def save(self, adapter_id: str, folder: Path, kind: SavedKind) -> Later[SavedAdapter | Failure]:
         return Later(lambda: self._write(adapter_id), folder)
 
-    def _write(self, adapter_id: str) -> SnapshotInfo:
+    def _write(self, adapter_id: str) -> SavedAdapter:
         if adapter_id == "raise":
             raise RuntimeError("out of cheese")
         assert self.disk.wait(10)
         self.log.append(f"write {adapter_id}")
-        return SnapshotInfo(size_bytes=0, step=0)
+        return SavedAdapter(size_bytes=0, step=0)
 
-    def restore(self, adapter_id: str, folder: Path, kind: SnapshotKind) -> SnapshotInfo | Failure:
+    def restore(self, adapter_id: str, folder: Path, kind: SavedKind) -> SavedAdapter | Failure:
         self.log.append(f"restore {adapter_id}")
-        return SnapshotInfo(size_bytes=0, step=0)
+        return SavedAdapter(size_bytes=0, step=0)
 
     def import_adapter(
-        self, base_model: str, source: Path, folder: Path, kind: SnapshotKind
+        self, base_model: str, source: Path, folder: Path, kind: SavedKind
     ) -> ImportedAdapter | Failure:
         return Failure("not here", "user")
 

@@ -182,7 +182,7 @@ def test_a_disk_that_is_slow_is_waited_for_by_nobody_but_who_reads_what_is_writt
             inbox.put(None)
 
     for message in (
-        Request(1, "snapshot", ("a", Path("/a"), "exact")),
+        Request(1, "save", ("a", Path("/a"), "exact")),
         Request(2, "run_passes", (passes("a", "b"),)),
         Request(3, "sample", (job("j", max_tokens=2),)),
         Request(4, "restore", ("b", Path("/b"), "exact")),
@@ -194,13 +194,13 @@ def test_a_disk_that_is_slow_is_waited_for_by_nobody_but_who_reads_what_is_writt
     assert core.log[-3:] == ["restore b", "write a", "restore c"]
 
 
-def test_a_snapshot_that_cannot_be_written_is_told_and_the_next_one_is_written() -> None:
+def test_a_save_that_cannot_be_written_is_told_and_the_next_one_is_written() -> None:
     replies = work(
-        Request(1, "snapshot", ("raise", Path("/a"), "exact")),
-        *(Request(n, "snapshot", ("a", Path(f"/{n}"), "exact")) for n in range(2, 30)),
+        Request(1, "save", ("raise", Path("/a"), "exact")),
+        *(Request(n, "save", ("a", Path(f"/{n}"), "exact")) for n in range(2, 30)),
     )
     found = {reply.number: reply for reply in replies}
-    assert found.pop(1) == Trouble(1, "snapshot failed: RuntimeError: out of cheese")
+    assert found.pop(1) == Trouble(1, "save failed: RuntimeError: out of cheese")
     assert len(found) == 28 and all(isinstance(reply, Result) for reply in found.values())
 
 

@@ -117,7 +117,7 @@ async def taught(
         await passed(engine, name, [data[place] for place in order])
         await engine.step([Step(adapter_id=name, params=adam)])
     logprobs = await passed(engine, name, [data[place] for place in order])
-    info = await engine.snapshot(name, folder, "exact")
+    info = await engine.save(name, folder, "exact")
     assert not isinstance(info, Failure), info
     await engine.unload_adapter(name)
     return _stored(folder) | {

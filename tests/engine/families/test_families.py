@@ -29,20 +29,20 @@ from tests.engine.train.training_reference import (
     RELATIVE,
     Reference,
     assert_close,
-    assert_snapshot_continues,
+    assert_saved_adapter_continues,
     make_datum,
     run,
     succeed,
 )
 from tests.support.tiny_families import save_tiny
 from tinsmith.engine.base import Pass
+from tinsmith.engine.local.adapter_files import checkpoints
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments
 from tinsmith.engine.local.sample.generation import Generator
-from tinsmith.engine.local.snapshots import checkpoints
 
 FAMILIES = (
     "qwen2_moe",
@@ -220,9 +220,9 @@ def test_in_bfloat16_gradients_are_near_those_in_float32(
     assert torch.cosine_similarity(exact.grad, rounded.grad, dim=0) > 0.95
 
 
-def test_a_snapshot_continues_bit_for_bit(
+def test_a_saved_adapter_continues_bit_for_bit(
     family: tuple[Any, Decoder], new_adapter: NewAdapter, tmp_path: Path
 ) -> None:
     _, decoder = family
     adapter, restored = new_adapter(decoder), new_adapter(decoder, fill_seed=None)
-    assert_snapshot_continues(decoder, RAGGED, adapter, restored, tmp_path / "one")
+    assert_saved_adapter_continues(decoder, RAGGED, adapter, restored, tmp_path / "one")

@@ -16,10 +16,10 @@ import torch
 
 from tests.engine.conftest import build_reference
 from tinsmith.engine.base import Pass
+from tinsmith.engine.local.adapter_files import checkpoints
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool
-from tinsmith.engine.local.snapshots import checkpoints
 from tinsmith.engine.local.train.adamw import adamw_step
 from tinsmith.engine.local.train.passes import run_passes
 from tinsmith.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInput

@@ -50,7 +50,7 @@ def test_tiles_cover_every_row_once_and_never_mix_experts_or_owners(
     of_token = torch.zeros(num_tokens, dtype=torch.int64)
     if adapters is not None:
         runs = len(adapters)
-        of_token = torch.tensor([adapters[token * runs // num_tokens] for token in range(num_tokens)])
+        of_token = torch.tensor([adapters[n * runs // num_tokens] for n in range(num_tokens)])
         owners = Owners(of_token, runs)
     tiles = routing.tiles(4, owners)
     covered: list[int] = []

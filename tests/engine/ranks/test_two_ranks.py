@@ -192,8 +192,8 @@ def flat(reported: list[Any]) -> np.ndarray:
 
 
 async def tensors(engine: Some, name: str, folder: Path) -> dict[str, np.ndarray]:
-    """Weights, moments and pending gradient of an adapter, as a snapshot has them."""
-    info = await call(engine, "snapshot", name, folder, "exact")
+    """Weights, moments and pending gradient of an adapter, as an exact save has them."""
+    info = await call(engine, "save", name, folder, "exact")
     assert not isinstance(info, Failure), info
     return _stored(folder)
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tinsmith.cli.weights.peft_layout import to_peft
 from tinsmith.engine.base import Pass
+from tinsmith.engine.local.adapter_files import checkpoints
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter
-from tinsmith.engine.local.snapshots import checkpoints
 from tinsmith.engine.local.train import adamw
 from tinsmith.engine.local.train.adamw import adamw_step
 from tinsmith.engine.local.train.passes import run_passes

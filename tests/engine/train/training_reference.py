@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.base import Failure, Pass
+from tinsmith.engine.local.adapter_files import checkpoints
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter
-from tinsmith.engine.local.snapshots import checkpoints
 from tinsmith.engine.local.train.adamw import adamw_step
 from tinsmith.engine.local.train.losses import datum_loss
 from tinsmith.engine.local.train.passes import run_passes
@@ -79,7 +79,7 @@ def succeed(
     return result
 
 
-def assert_snapshot_continues(
+def assert_saved_adapter_continues(
     decoder: Decoder, data: Sequence[Datum], adapter: Adapter, restored: Adapter, folder: Path
 ) -> None:
     """Train, save, load into another adapter, train both on: they stay the same bit for bit."""

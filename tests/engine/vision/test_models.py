@@ -21,7 +21,7 @@ from tests.engine.train.training_reference import (
     RELATIVE,
     Reference,
     assert_close,
-    assert_snapshot_continues,
+    assert_saved_adapter_continues,
     run,
     succeed,
 )
@@ -260,9 +260,9 @@ def test_tenants_sample_what_each_samples_alone(
         assert (alone.logprobs_np == beside.logprobs_np).all()
 
 
-def test_a_snapshot_continues_bit_for_bit(
+def test_a_saved_adapter_continues_bit_for_bit(
     family: tuple[Any, Decoder], new_adapter: NewAdapter, tmp_path: Path
 ) -> None:
     _, decoder = family
     adapter, restored = new_adapter(decoder), new_adapter(decoder, fill_seed=None)
-    assert_snapshot_continues(decoder, DATA, adapter, restored, tmp_path / "one")
+    assert_saved_adapter_continues(decoder, DATA, adapter, restored, tmp_path / "one")

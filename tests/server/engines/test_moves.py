@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.slots import Gate, engine_in, sampler_of, slot_of, train
-from tinsmith.engine.base import Failure, FinishedPass, Pass, SnapshotInfo, SnapshotKind, Step
+from tinsmith.engine.base import Failure, FinishedPass, Pass, SavedAdapter, SavedKind, Step
 from tinsmith.engine.fake import FakeEngine
 from tinsmith.errors import EngineDiedError
 from tinsmith.server.engines.draining import FILE, Draining
@@ -176,12 +176,10 @@ class FullDisk(FakeEngine):
 
     is_full = False
 
-    async def snapshot(
-        self, adapter_id: str, folder: Path, kind: SnapshotKind
-    ) -> SnapshotInfo | Failure:
+    async def save(self, adapter_id: str, folder: Path, kind: SavedKind) -> SavedAdapter | Failure:
         if FullDisk.is_full:
             return Failure("no space left on the disk", "server")
-        return await super().snapshot(adapter_id, folder, kind)
+        return await super().save(adapter_id, folder, kind)
 
 
 async def test_a_model_that_cannot_be_saved_stays_and_goes_on(

@@ -140,16 +140,16 @@ async def test_a_save_waits_for_a_disk_that_is_full(
     api = server.api
     model = await api.model()
     await _train(api, model, 1, 1)
-    snapshot = FakeEngine.snapshot
+    save = FakeEngine.save
     tries: list[int] = []
 
     async def full(engine: FakeEngine, *arguments: Any) -> Any:
         tries.append(1)
         if len(tries) < 3:
             return Failure("no space left on device", "server")
-        return await snapshot(engine, *arguments)
+        return await save(engine, *arguments)
 
-    monkeypatch.setattr(FakeEngine, "snapshot", full)
+    monkeypatch.setattr(FakeEngine, "save", full)
     saved = await api.ok("/save_weights", {"model_id": model, "seq_id": 3, "path": "a"})
     async with asyncio.timeout(10):
         assert (await api.result(saved["request_id"]))["path"].endswith("/weights/a")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.in_process_server import Api, StartServer
-    from tinsmith.engine.base import SnapshotInfo, SnapshotKind
+    from tinsmith.engine.base import SavedAdapter, SavedKind
 
 
 async def _send(api: Api, route: str, model: str, seq_id: int, **fields: Any) -> str:
@@ -55,8 +55,8 @@ class _SlowRestore(FakeEngine):
     started: asyncio.Event
 
     async def restore(
-        self, adapter_id: str, folder: Path, kind: SnapshotKind
-    ) -> SnapshotInfo | Failure:
+        self, adapter_id: str, folder: Path, kind: SavedKind
+    ) -> SavedAdapter | Failure:
         type(self).started.set()
         await type(self).let_go.wait()
         return await super().restore(adapter_id, folder, kind)

@@ -19,7 +19,7 @@ from tinsmith.cli.output import Output, Table, size_text, with_output
 if TYPE_CHECKING:
     from tinsmith.cli.progress import Tell
     from tinsmith.client.rest import RestClient
-    from tinsmith.engine.local.snapshots.exports import Form
+    from tinsmith.engine.local.adapter_files.exports import Form
 
 _FORMATS = {"peft": "PEFT adapter", "merged": "merged model", "gguf": "GGUF file"}
 
@@ -213,7 +213,7 @@ def _compare(
             "'engine' (tinsmith doctor says what is missing)."
         )
         return None
-    from tinsmith.engine.local.snapshots.exports import check_export, check_packed
+    from tinsmith.engine.local.adapter_files.exports import check_export, check_packed
 
     with _told("loading back", "", output):
         if quantization is not None and "packed" in made:

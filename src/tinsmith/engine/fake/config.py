@@ -23,7 +23,7 @@ class FakeEngineConfig:
     """The base models that are served."""
 
     pass_seconds: float = 0.0
-    """How long each pass, step, snapshot, restore or creation keeps the pretended device busy."""
+    """How long each pass, step, save, restore or creation keeps the pretended device busy."""
 
     token_seconds: float = 0.0
     """How long a sampling job takes for each token."""

@@ -1,6 +1,6 @@
 """`FakeEngine`: the engine interface without torch.
 
-It keeps every promise of the interface (order, failure as a value, exact snapshots, frozen
+It keeps every promise of the interface (order, failure as a value, exact saves, frozen
 samplers, seeds, streams, cancelling) over the toy model of `model`, in microseconds a call.
 It trains: a datum it has seen becomes more likely. What it leaves out, it refuses by name.
 """
@@ -31,12 +31,12 @@ from tinsmith.engine.base import (
     Pass,
     SampleEvent,
     SampleJob,
-    SnapshotInfo,
-    SnapshotKind,
+    SavedAdapter,
+    SavedKind,
     Step,
     TokensSampled,
 )
-from tinsmith.engine.fake import snapshots
+from tinsmith.engine.fake import adapter_files
 from tinsmith.engine.fake.config import FakeEngineConfig, FakeModel
 from tinsmith.engine.fake.losses import LARGEST_LOSS, LOSSES
 from tinsmith.engine.fake.model import Array, Bigram, BigramAdapter
@@ -214,37 +214,35 @@ class FakeEngine(Engine):
         except ValidationError as error:
             return _refusal(error)
 
-    # Snapshots
+    # Adapters in files
 
-    async def snapshot(
-        self, adapter_id: str, folder: Path, kind: SnapshotKind
-    ) -> SnapshotInfo | Failure:
+    async def save(self, adapter_id: str, folder: Path, kind: SavedKind) -> SavedAdapter | Failure:
         self._check_alive()
         try:
             adapter = self._adapter(adapter_id)
         except ValidationError as error:
             return _refusal(error)
         try:
-            info = snapshots.save(adapter, folder, kind)
+            info = adapter_files.save(adapter, folder, kind)
         except OSError as error:
-            return Failure(f"the snapshot could not be written to {folder}: {error}", "server")
+            return Failure(f"the adapter could not be written to {folder}: {error}", "server")
         await self._work()
         return info
 
     async def restore(
-        self, adapter_id: str, folder: Path, kind: SnapshotKind
-    ) -> SnapshotInfo | Failure:
+        self, adapter_id: str, folder: Path, kind: SavedKind
+    ) -> SavedAdapter | Failure:
         self._check_alive()
         try:
             adapter = self._adapter(adapter_id)
-            info = snapshots.restore(adapter, folder, kind)
+            info = adapter_files.restore(adapter, folder, kind)
         except ValidationError as error:
             return _refusal(error)
         await self._work()
         return info
 
     async def import_adapter(
-        self, base_model: str, source: Path, folder: Path, kind: SnapshotKind
+        self, base_model: str, source: Path, folder: Path, kind: SavedKind
     ) -> ImportedAdapter | Failure:
         self._check_alive()
         return Failure("the fake engine has no low-rank matrices to import an adapter to", "user")
@@ -264,7 +262,7 @@ class FakeEngine(Engine):
         try:
             model = self._model(base_model)
             self._check_sampler_is_new(weights_id)
-            adapter = snapshots.load(self._tables[model.name], folder)
+            adapter = adapter_files.load(self._tables[model.name], folder)
         except ValidationError as error:
             return _refusal(error)
         self._samplers[weights_id] = _Sampler(model.name, adapter.logprobs())

@@ -33,13 +33,14 @@ from tinsmith.engine.base import (
     Pass,
     RefusedModel,
     SampleJob,
-    SnapshotInfo,
-    SnapshotKind,
+    SavedAdapter,
+    SavedKind,
     Step,
     TokensSampled,
 )
 from tinsmith.engine.grammar import Tokens
 from tinsmith.engine.local import device_memory, progress
+from tinsmith.engine.local.adapter_files import checkpoints
 from tinsmith.engine.local.boundary.company import Company
 from tinsmith.engine.local.boundary.worker import Later, PassResults
 from tinsmith.engine.local.config import LocalEngineConfig
@@ -53,7 +54,6 @@ from tinsmith.engine.local.ranks import adapters as cut_adapters
 from tinsmith.engine.local.ranks.adapters import adapter_pool
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
 from tinsmith.engine.local.sample.generation import Generator
-from tinsmith.engine.local.snapshots import checkpoints
 from tinsmith.engine.local.train.adamw import adamw_step
 from tinsmith.engine.local.train.passes import run_passes
 from tinsmith.errors import EngineError, ValidationError
@@ -247,11 +247,11 @@ class EngineCore:
             self._ranks.give_up(error)
             return self._damage(step.adapter_id, "an optimizer step", error)
 
-    # Snapshots and samplers
+    # Adapters in files, and samplers
 
-    def snapshot(
-        self, adapter_id: str, folder: Path, kind: SnapshotKind
-    ) -> SnapshotInfo | Failure | Later[SnapshotInfo | Failure]:
+    def save(
+        self, adapter_id: str, folder: Path, kind: SavedKind
+    ) -> SavedAdapter | Failure | Later[SavedAdapter | Failure]:
         """What is written is the adapter as it is now; others need not wait for the disk."""
         try:
             adapter = self._adapter(adapter_id)
@@ -263,7 +263,7 @@ class EngineCore:
         # Ranks end a call together.
         return _written(partial(cut_adapters.save, adapter, folder, kind), folder)
 
-    def restore(self, adapter_id: str, folder: Path, kind: SnapshotKind) -> SnapshotInfo | Failure:
+    def restore(self, adapter_id: str, folder: Path, kind: SavedKind) -> SavedAdapter | Failure:
         try:
             if adapter_id not in self._adapters:
                 raise ValidationError(f"no adapter called {adapter_id!r}")
@@ -287,7 +287,7 @@ class EngineCore:
         return None
 
     def import_adapter(
-        self, base_model: str, source: Path, folder: Path, kind: SnapshotKind
+        self, base_model: str, source: Path, folder: Path, kind: SavedKind
     ) -> ImportedAdapter | Failure:
         try:
             adapter = self._load(base_model, source)
@@ -439,7 +439,7 @@ class EngineCore:
         logger.error("%s of adapter %r failed", what, adapter_id, exc_info=error)
         reason = (
             f"{what} of adapter {adapter_id!r} failed half-way ({type(error).__name__}: {error}); "
-            "its state is in doubt until it is restored from a snapshot"
+            "its state is in doubt until it is restored"
         )
         if adapter_id in self._adapters:
             self._damaged[adapter_id] = reason
@@ -521,13 +521,13 @@ def _failure(error: ValidationError | EngineError) -> Failure:
     return Failure(str(error), "user" if isinstance(error, ValidationError) else "server")
 
 
-def _written(save: Callable[[], SnapshotInfo], folder: Path) -> SnapshotInfo | Failure:
+def _written(save: Callable[[], SavedAdapter], folder: Path) -> SavedAdapter | Failure:
     try:
         return save()
     except (ValidationError, EngineError) as error:
         return _failure(error)
     except OSError as error:
-        return Failure(f"the snapshot could not be written to {folder}: {error}", "server")
+        return Failure(f"the adapter could not be written to {folder}: {error}", "server")
 
 
 def _set_up_torch(config: LocalEngineConfig, device: torch.device) -> None:

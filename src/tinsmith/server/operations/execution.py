@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tinsmith.engine.base import Engine, Failure, Pass, SnapshotInfo, SnapshotKind, Step
+from tinsmith.engine.base import Engine, Failure, Pass, SavedAdapter, SavedKind, Step
 from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.server.checkpoints import Checkpoints, checkpoint_name, expiry
 from tinsmith.server.encryption import ENCRYPTED, encrypt_folder
@@ -139,8 +139,8 @@ class Executor:
         return info if isinstance(info, Failure) else None
 
     async def _restore(
-        self, engine: Engine, model: LiveModel, weights_id: str, kind: SnapshotKind
-    ) -> SnapshotInfo | Failure:
+        self, engine: Engine, model: LiveModel, weights_id: str, kind: SavedKind
+    ) -> SavedAdapter | Failure:
         try:
             async with self.weights.reading(weights_id) as folder:
                 return await engine.restore(model.model_id, folder, kind)
@@ -172,7 +172,7 @@ class Executor:
         existing = await self.store.checkpoints.get(model.model_id, checkpoint_id)
         if existing is not None and not request.overwrite:
             return failed(operation, _exists(existing))
-        weights = await self._snapshot(engine, model, "training")
+        weights = await self._save(engine, model, "training")
         if isinstance(weights, Failure):
             return failed(operation, weights)
         checkpoint = _checkpoint(
@@ -199,7 +199,7 @@ class Executor:
         existing = await self.store.checkpoints.get(model.model_id, checkpoint_id)
         if existing is not None:
             return failed(operation, _exists(existing))
-        weights = await self._snapshot(engine, model, "sampler")
+        weights = await self._save(engine, model, "sampler")
         if isinstance(weights, Failure):
             return failed(operation, weights)
         checkpoint = _checkpoint(
@@ -218,7 +218,7 @@ class Executor:
         existing = await self.store.checkpoints.get(model.model_id, checkpoint_id)
         if existing is not None:
             return failed(operation, _exists(existing))
-        weights = await self._snapshot(engine, model, "sampler")
+        weights = await self._save(engine, model, "sampler")
         if isinstance(weights, Failure):
             return failed(operation, weights)
         if request.age_encryption_recipients:
@@ -259,7 +259,7 @@ class Executor:
         sampler_id = f"{session_id}:sample:{sampling_seq_id}"
         if await self.store.samplers.get(sampler_id) is not None:
             return failed(operation, Failure(f"sampler {sampler_id} exists already", "user"))
-        weights = await self._snapshot(engine, model, "sampler")
+        weights = await self._save(engine, model, "sampler")
         if isinstance(weights, Failure):
             return failed(operation, weights)
         if (slot := model.slot) is not None and slot.plan.samples:
@@ -281,11 +281,11 @@ class Executor:
         )
         return done(operation, response, weights=weights, sampler=sampler)
 
-    async def _snapshot(
-        self, engine: Engine, model: LiveModel, kind: SnapshotKind
+    async def _save(
+        self, engine: Engine, model: LiveModel, kind: SavedKind
     ) -> WeightsRecord | Failure:
         async with self.weights.new() as (weights_id, folder):
-            info = await engine.snapshot(model.model_id, folder, kind)
+            info = await engine.save(model.model_id, folder, kind)
         if isinstance(info, Failure):
             if info.category == "server":
                 raise DiskTroubleError(info.message)
@@ -298,7 +298,7 @@ class Executor:
         return weights_record(weights_id, model.record, kind, info, time.time())
 
 
-def _restored(request: LoadWeightsRequest) -> SnapshotKind:
+def _restored(request: LoadWeightsRequest) -> SavedKind:
     return "training" if request.optimizer else "sampler"
 
 

@@ -72,7 +72,7 @@ class Snapshots:
         seq_id = model.queue.next_seq_id - 1
         await model.recorded()
         async with self._weights.new() as (weights_id, folder):
-            info = await engine.snapshot(model.model_id, folder, "exact")
+            info = await engine.save(model.model_id, folder, "exact")
         if isinstance(info, Failure):
             raise SnapshotError(f"no snapshot of {model.model_id} could be taken: {info.message}")
         record = weights_record(weights_id, model.record, "exact", info, time.time())

@@ -166,7 +166,7 @@ def _receive(messages: Iterator[Incoming], inbox: queue.SimpleQueue[Incoming]) -
     finally:
         inbox.put(None)
     # The main thread normally ends the process before this does, unless its turn is a long one.
-    # Cutting that short is safe: nobody waits for it, and snapshots appear whole or not at all.
+    # Cutting that short is safe: nobody waits for it, and files appear whole or not at all.
     time.sleep(EXIT_GRACE_SECONDS)
     os._exit(0)
 

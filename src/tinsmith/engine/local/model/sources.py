@@ -71,8 +71,8 @@ def model_folder(source: str, config: LocalEngineConfig, progress: Progress = no
         if not path.is_file():
             raise EngineError(f"there is no GGUF file {path}")
         return _converted(path, config.cache_folder, progress)
-    snapshot = _hub_snapshot(source, config.hub_folder)
-    return _in_full(snapshot, config.cache_folder, progress)
+    folder = _in_hub_cache(source, config.hub_folder)
+    return _in_full(folder, config.cache_folder, progress)
 
 
 def embedded_gguf(cache_folder: Path, progress: Progress = no_progress) -> Path:
@@ -130,13 +130,13 @@ def full_tensors(folder: Path) -> Mapping[str, Stored | Entry]:
     return stored_tensors(weight_files(folder)) if packed is None else packed.entries()
 
 
-def _hub_snapshot(name: str, hub_folder: Path) -> Path:
+def _in_hub_cache(name: str, hub_folder: Path) -> Path:
     repository = hub_folder / f"models--{name.replace('/', '--')}"
     reference = repository / "refs" / "main"
     if reference.is_file():
-        snapshot = repository / "snapshots" / reference.read_text("utf-8").strip()
-        if (snapshot / "config.json").is_file():
-            return snapshot
+        folder = repository / "snapshots" / reference.read_text("utf-8").strip()
+        if (folder / "config.json").is_file():
+            return folder
     raise EngineError(
         f"{name!r} is neither a folder nor a GGUF file, and is not in the Hugging Face cache "
         f"{hub_folder}; fetch it with `hf download {name}` or give the path of a folder"

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.engine.base import SnapshotInfo, SnapshotKind
+from tinsmith.engine.base import SavedAdapter, SavedKind
+from tinsmith.engine.local.adapter_files import checkpoints
 from tinsmith.engine.local.model.families import DecoderConfig, Projection
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool, Layout, LowRank
 from tinsmith.engine.local.ranks.cut import Cut
 from tinsmith.engine.local.ranks.group import Ranks
 from tinsmith.engine.local.ranks.models import cut_config
-from tinsmith.engine.local.snapshots import checkpoints
 from tinsmith.types import LoraConfig
 
 _VECTORS = ("grad", "exp_avg", "exp_avg_sq")
@@ -37,7 +37,7 @@ def adapter_pool(
     return CutAdapterPool(config, device, dtype, ranks)
 
 
-def save(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
+def save(adapter: Adapter, folder: Path, kind: SavedKind) -> SavedAdapter:
     """`checkpoints.save`, by one rank for all."""
     layout = adapter.layout
     if not isinstance(layout, CutLayout):
@@ -46,7 +46,7 @@ def save(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
     return layout.ranks.first(lambda: checkpoints.save(whole, folder, kind))
 
 
-def load(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
+def load(adapter: Adapter, folder: Path, kind: SavedKind) -> SavedAdapter:
     """`checkpoints.load`; one rank reads, and each takes its part."""
     layout = adapter.layout
     if not isinstance(layout, CutLayout):

@@ -29,13 +29,13 @@ from torch import Tensor
 
 from tinsmith.disk import FileRecord, describe_file, new_folder, write_file
 from tinsmith.engine.adapter_names import CONFIG, MANIFEST, WEIGHTS
-from tinsmith.engine.base import SnapshotInfo, SnapshotKind
+from tinsmith.engine.base import SavedAdapter, SavedKind
+from tinsmith.engine.local.adapter_files import foreign
+from tinsmith.engine.local.adapter_files.named_tensors import joined, places_of, split
+from tinsmith.engine.local.adapter_files.peft_config import peft_config, read_json
+from tinsmith.engine.local.adapter_files.tensor_files import encode_tensors, read_tensors
 from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.lora import Adapter
-from tinsmith.engine.local.snapshots import foreign
-from tinsmith.engine.local.snapshots.named_tensors import joined, places_of, split
-from tinsmith.engine.local.snapshots.peft_config import peft_config, read_json
-from tinsmith.engine.local.snapshots.tensor_files import encode_tensors, read_tensors
 from tinsmith.errors import EngineError, ValidationError
 from tinsmith.types import LoraConfig
 
@@ -43,11 +43,11 @@ FORMAT = 1
 OPTIMIZER = "optimizer.safetensors"
 GRADIENTS = "gradients.safetensors"
 
-_KINDS: tuple[SnapshotKind, ...] = get_args(SnapshotKind)
+_KINDS: tuple[SavedKind, ...] = get_args(SavedKind)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
+def save(adapter: Adapter, folder: Path, kind: SavedKind) -> SavedAdapter:
     """Write the adapter to `folder`, which must not exist; it appears whole or not at all."""
     places = places_of(adapter)
     weights = split(adapter.flat, places)
@@ -79,10 +79,10 @@ def save(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
         )
         written = {MANIFEST: write_file(draft / MANIFEST, [_json(manifest.to_json())]), **files}
     size = sum(record.size for record in written.values())
-    return SnapshotInfo(size_bytes=size, step=adapter.step, files=written)
+    return SavedAdapter(size_bytes=size, step=adapter.step, files=written)
 
 
-def begin_save(adapter: Adapter, folder: Path, kind: SnapshotKind) -> Callable[[], SnapshotInfo]:
+def begin_save(adapter: Adapter, folder: Path, kind: SavedKind) -> Callable[[], SavedAdapter]:
     """`save` of the adapter as it is now, whatever becomes of it; to be called in any thread."""
     copy = Adapter(
         adapter.base_model, adapter.lora, adapter.layout, _copied(adapter.flat), torch.float32
@@ -99,7 +99,7 @@ def _copied(vector: Tensor) -> Tensor:
     return vector.detach().to("cpu", copy=True)
 
 
-def load(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
+def load(adapter: Adapter, folder: Path, kind: SavedKind) -> SavedAdapter:
     """Overwrite an adapter from a checkpoint of its shape and base model.
 
     Kind "sampler" takes the weights, and optimizer and pending gradient start afresh; "training"
@@ -126,7 +126,7 @@ def load(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
         gradient = joined(read_tensors(folder / GRADIENTS), adapter, GRADIENTS)
     step = 0 if kind == "sampler" else manifest.step
     _replace(adapter, flat, step=step, gradient=gradient, **moments)
-    return SnapshotInfo(
+    return SavedAdapter(
         size_bytes=sum(manifest.files[name].size for name in wanted), step=adapter.step
     )
 
@@ -141,7 +141,7 @@ def read_lora(folder: Path, config: DecoderConfig) -> LoraConfig:
 class Manifest:
     """The contents of `tinsmith.json`."""
 
-    kind: SnapshotKind
+    kind: SavedKind
     base_model: str
     lora: LoraConfig
     step: int
@@ -199,17 +199,17 @@ def read_manifest(folder: Path) -> Manifest | None:
     return Manifest.from_json(read_json(path)) if path.exists() else None
 
 
-def _load_foreign(adapter: Adapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
+def _load_foreign(adapter: Adapter, folder: Path, kind: SavedKind) -> SavedAdapter:
     if kind != "sampler":
         raise ValidationError(
             f"the checkpoint has no {MANIFEST}, so it holds weights only: no optimizer state"
         )
     tensors, size = foreign.read_weights(folder, adapter)
     _replace(adapter, joined(tensors, adapter, WEIGHTS))
-    return SnapshotInfo(size_bytes=size, step=0)
+    return SavedAdapter(size_bytes=size, step=0)
 
 
-def _files_of(manifest: Manifest, kind: SnapshotKind) -> list[str]:
+def _files_of(manifest: Manifest, kind: SavedKind) -> list[str]:
     names = [WEIGHTS, CONFIG]
     if kind != "sampler":
         names.append(OPTIMIZER)
@@ -218,7 +218,7 @@ def _files_of(manifest: Manifest, kind: SnapshotKind) -> list[str]:
     return names
 
 
-def _check_fits(adapter: Adapter, manifest: Manifest, kind: SnapshotKind) -> None:
+def _check_fits(adapter: Adapter, manifest: Manifest, kind: SavedKind) -> None:
     if _KINDS.index(kind) > _KINDS.index(manifest.kind):
         missing = "pending gradients" if manifest.kind == "training" else "optimizer state"
         raise ValidationError(f"the checkpoint was saved as {manifest.kind!r}: it has no {missing}")

@@ -1,4 +1,4 @@
-"""What every engine promises of snapshots and samplers: run on each.
+"""What every engine promises of saved adapters and samplers: run on each.
 
 Numbers are compared with each other, never with constants, so a model may be anything that learns.
 """
@@ -36,7 +36,7 @@ from tinsmith.types import (
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-# Snapshots
+# Saved adapters
 
 
 async def assert_same_future(engine: Engine, left: str, right: str) -> None:
@@ -47,11 +47,11 @@ async def assert_same_future(engine: Engine, left: str, right: str) -> None:
     np.testing.assert_array_equal(await logprobs(engine, left), await logprobs(engine, right))
 
 
-async def test_an_exact_snapshot_restores_everything(engine: Engine, tmp_path: Path) -> None:
+async def test_an_exact_save_restores_everything(engine: Engine, tmp_path: Path) -> None:
     original = await create(engine)
     await train(engine, original, num_steps=2)
     await done(engine, forward_backward(original, datum(OTHER)))
-    saved = await engine.snapshot(original, tmp_path / "s", "exact")
+    saved = await engine.save(original, tmp_path / "s", "exact")
     assert not isinstance(saved, Failure)
     assert saved.step == 2
     assert saved.size_bytes == sum(f.stat().st_size for f in (tmp_path / "s").rglob("*"))
@@ -64,12 +64,12 @@ async def test_an_exact_snapshot_restores_everything(engine: Engine, tmp_path: P
     await assert_same_future(engine, original, copy)
 
 
-async def test_a_training_snapshot_restores_the_optimizer_and_drops_gradients(
+async def test_a_training_save_restores_the_optimizer_and_drops_gradients(
     engine: Engine, tmp_path: Path
 ) -> None:
     original, copy = await create(engine), await create(engine)
     await train(engine, original, num_steps=2)
-    await engine.snapshot(original, tmp_path / "s", "training")
+    await engine.save(original, tmp_path / "s", "training")
     await done(engine, forward_backward(copy, datum(OTHER)))
     assert not isinstance(await engine.restore(copy, tmp_path / "s", "training"), Failure)
     await assert_same_future(engine, original, copy)
@@ -81,8 +81,8 @@ async def test_restoring_the_weights_alone_starts_the_optimizer_afresh(
     original, copy, again = [await create(engine) for _ in range(3)]
     await train(engine, original, num_steps=2)
     await train(engine, copy, datum(OTHER))
-    await engine.snapshot(original, tmp_path / "full", "training")
-    await engine.snapshot(original, tmp_path / "weights", "sampler")
+    await engine.save(original, tmp_path / "full", "training")
+    await engine.save(original, tmp_path / "weights", "sampler")
     for name, folder in ((copy, "full"), (again, "weights")):
         info = await engine.restore(name, tmp_path / folder, "sampler")
         assert not isinstance(info, Failure)
@@ -95,29 +95,29 @@ async def test_restoring_an_adapter_onto_itself_undoes_what_came_after(
 ) -> None:
     await train(engine, adapter)
     before = await logprobs(engine, adapter)
-    await engine.snapshot(adapter, tmp_path / "s", "training")
+    await engine.save(adapter, tmp_path / "s", "training")
     await train(engine, adapter, num_steps=3)
     await engine.restore(adapter, tmp_path / "s", "training")
     np.testing.assert_array_equal(await logprobs(engine, adapter), before)
 
 
-async def test_a_snapshot_does_not_disturb_the_adapter(engine: Engine, tmp_path: Path) -> None:
+async def test_a_save_does_not_disturb_the_adapter(engine: Engine, tmp_path: Path) -> None:
     saved, unsaved = await create(engine), await create(engine)
     for name in (saved, unsaved):
         await train(engine, name)
         await done(engine, forward_backward(name, datum()))
     for kind in ("sampler", "training", "exact"):
-        await engine.snapshot(saved, tmp_path / kind, kind)  # type: ignore[arg-type]
+        await engine.save(saved, tmp_path / kind, kind)  # type: ignore[arg-type]
     for name in (saved, unsaved):
         await step(engine, name)
     await assert_same_future(engine, saved, unsaved)
 
 
-async def test_a_snapshot_never_overwrites(engine: Engine, adapter: str, tmp_path: Path) -> None:
-    await engine.snapshot(adapter, tmp_path / "s", "training")
+async def test_a_save_never_overwrites(engine: Engine, adapter: str, tmp_path: Path) -> None:
+    await engine.save(adapter, tmp_path / "s", "training")
     await train(engine, adapter)
     before = contents(tmp_path)
-    assert isinstance(await engine.snapshot(adapter, tmp_path / "s", "training"), Failure)
+    assert isinstance(await engine.save(adapter, tmp_path / "s", "training"), Failure)
     assert contents(tmp_path) == before
 
 
@@ -126,15 +126,15 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-async def test_a_snapshot_that_does_not_fit_is_refused_and_changes_nothing(
+async def test_a_save_that_does_not_fit_is_refused_and_changes_nothing(
     engine: Engine, tmp_path: Path
 ) -> None:
     source, target = await create(engine, LoraConfig(rank=2)), await create(engine)
     await train(engine, source)
     await train(engine, target)
     before = await logprobs(engine, target)
-    await engine.snapshot(source, tmp_path / "rank", "exact")
-    await engine.snapshot(target, tmp_path / "little", "sampler")
+    await engine.save(source, tmp_path / "rank", "exact")
+    await engine.save(target, tmp_path / "little", "sampler")
     (tmp_path / "empty").mkdir()
     for folder, kind, word in (
         ("rank", "training", "rank"),
@@ -159,7 +159,7 @@ async def test_a_sampler_is_frozen(engine: Engine, adapter: str, tmp_path: Path,
     if way == "freeze":
         assert await engine.freeze(adapter, sampler) is None
     else:
-        await engine.snapshot(adapter, tmp_path / "s", "sampler")
+        await engine.save(adapter, tmp_path / "s", "sampler")
         assert await engine.load_sampler(sampler, BASE_MODEL, tmp_path / "s") is None
     asked = {"weights_id": sampler, "prompt_logprobs": True, "seed": 3, "num_samples": 2}
     response = await sample(engine, job(SENTENCE, **asked))

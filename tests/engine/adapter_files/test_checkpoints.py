@@ -18,16 +18,16 @@ from torch import Tensor
 
 from tinsmith import disk
 from tinsmith.cli.weights.peft_layout import to_peft
-from tinsmith.engine.base import SnapshotKind
+from tinsmith.engine.base import SavedKind
+from tinsmith.engine.local.adapter_files import checkpoints
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool, AdapterSegments
-from tinsmith.engine.local.snapshots import checkpoints
 from tinsmith.errors import EngineError, TinkerError, ValidationError
 from tinsmith.types import LoraConfig
 
 NewAdapter = Callable[..., Adapter]
-KINDS: tuple[SnapshotKind, ...] = ("sampler", "training", "exact")
+KINDS: tuple[SavedKind, ...] = ("sampler", "training", "exact")
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def assert_untouched(adapter: Adapter, before: tuple[Any, ...]) -> None:
     assert all(same(one, other) for one, other in zip(vectors, before[:-1], strict=True))
 
 
-def test_an_exact_snapshot_restores_everything_bit_for_bit(
+def test_an_exact_save_restores_everything_bit_for_bit(
     trained: Adapter, fresh: Adapter, tmp_path: Path
 ) -> None:
     info = checkpoints.save(trained, tmp_path / "c", "exact")
@@ -80,8 +80,8 @@ def test_an_exact_snapshot_restores_everything_bit_for_bit(
 
 
 @pytest.mark.parametrize("saved", ["training", "exact"])
-def test_a_training_snapshot_restores_weights_and_optimizer(
-    trained: Adapter, fresh: Adapter, tmp_path: Path, saved: SnapshotKind
+def test_a_training_save_restores_weights_and_optimizer(
+    trained: Adapter, fresh: Adapter, tmp_path: Path, saved: SavedKind
 ) -> None:
     checkpoints.save(trained, tmp_path / "c", saved)
     checkpoints.load(fresh, tmp_path / "c", "training")
@@ -89,8 +89,8 @@ def test_a_training_snapshot_restores_weights_and_optimizer(
 
 
 @pytest.mark.parametrize("saved", KINDS)
-def test_a_sampler_snapshot_restores_weights_and_starts_the_rest_afresh(
-    trained: Adapter, fresh: Adapter, tmp_path: Path, saved: SnapshotKind
+def test_a_sampler_save_restores_weights_and_starts_the_rest_afresh(
+    trained: Adapter, fresh: Adapter, tmp_path: Path, saved: SavedKind
 ) -> None:
     checkpoints.save(trained, tmp_path / "c", saved)
     assert checkpoints.load(fresh, tmp_path / "c", "sampler").step == 0
@@ -103,7 +103,7 @@ def test_a_model_that_never_stepped_can_be_saved_and_restored(
     new_adapter: NewAdapter,
     fresh: Adapter,
     tmp_path: Path,
-    kind: SnapshotKind,
+    kind: SavedKind,
 ) -> None:
     untrained = new_adapter(tiny_decoder)
     checkpoints.save(untrained, tmp_path / "c", kind)
@@ -555,7 +555,7 @@ def test_a_folder_of_something_else_is_refused(fresh: Adapter, tmp_path: Path) -
         checkpoints.load(fresh, tmp_path, "sampler")
 
 
-def test_a_sampler_snapshot_does_not_follow_the_model(
+def test_a_sampler_save_does_not_follow_the_model(
     trained: Adapter, fresh: Adapter, tmp_path: Path
 ) -> None:
     saved = trained.flat.clone()

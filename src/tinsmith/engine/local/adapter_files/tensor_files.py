@@ -1,4 +1,4 @@
-"""A snapshot's safetensors files: written piece by piece, so that tensors are not copied, and read.
+"""An adapter's safetensors files: written piece by piece, so that tensors are not copied, and read.
 
 All of ours are float32. The format is that of `stored_tensors`.
 """

@@ -26,11 +26,11 @@ from tinsmith.engine.adapter_names import (
     WEIGHTS,
     fused_parts,
 )
+from tinsmith.engine.local.adapter_files.named_tensors import HostedNames, module_of, places_of
+from tinsmith.engine.local.adapter_files.peft_config import PeftConfig, read_peft_config
+from tinsmith.engine.local.adapter_files.tensor_files import read_tensors
 from tinsmith.engine.local.model.families import DecoderConfig, Part
 from tinsmith.engine.local.model.lora import Adapter, Layout
-from tinsmith.engine.local.snapshots.named_tensors import HostedNames, module_of, places_of
-from tinsmith.engine.local.snapshots.peft_config import PeftConfig, read_peft_config
-from tinsmith.engine.local.snapshots.tensor_files import read_tensors
 from tinsmith.engine.stored_tensors import Stored, stored_tensors
 from tinsmith.errors import ValidationError
 from tinsmith.types import LoraConfig

@@ -1,4 +1,4 @@
-"""Snapshots of fake adapters: two small files in a folder that appears whole or not at all."""
+"""Fake adapters in files: two small files in a folder that appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, get_args
 import numpy as np
 
 from tinsmith import disk
-from tinsmith.engine.base import SnapshotInfo, SnapshotKind
+from tinsmith.engine.base import SavedAdapter, SavedKind
 from tinsmith.engine.fake.model import Array, Bigram, BigramAdapter
 from tinsmith.errors import ValidationError
 from tinsmith.types import LoraConfig
@@ -21,7 +21,7 @@ _CONFIG_FILE = "adapter_config.json"
 _STATE_FILE = "state.npz"
 
 
-def save(adapter: BigramAdapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
+def save(adapter: BigramAdapter, folder: Path, kind: SavedKind) -> SavedAdapter:
     """Write the adapter to `folder`, which must not exist yet."""
     if folder.exists():
         raise FileExistsError("the folder exists already")
@@ -44,13 +44,13 @@ def save(adapter: BigramAdapter, folder: Path, kind: SnapshotKind) -> SnapshotIn
         config["sha256"] = _checksum(config)
         text = json.dumps(config).encode()
         files[_CONFIG_FILE] = disk.write_file(draft / _CONFIG_FILE, [text])
-    return SnapshotInfo(size_bytes=_size(folder), step=adapter.step, files=files)
+    return SavedAdapter(size_bytes=_size(folder), step=adapter.step, files=files)
 
 
-def restore(adapter: BigramAdapter, folder: Path, kind: SnapshotKind) -> SnapshotInfo:
-    """Overwrite the adapter; nothing is changed when the snapshot does not fit it."""
+def restore(adapter: BigramAdapter, folder: Path, kind: SavedKind) -> SavedAdapter:
+    """Overwrite the adapter; nothing is changed when what was saved does not fit it."""
     config, arrays = _read(folder)
-    kinds = get_args(SnapshotKind)
+    kinds = get_args(SavedKind)
     if kinds.index(config["kind"]) < kinds.index(kind):
         missing = "pending gradients" if config["kind"] == "training" else "optimizer state"
         raise ValidationError(
@@ -63,11 +63,11 @@ def restore(adapter: BigramAdapter, folder: Path, kind: SnapshotKind) -> Snapsho
     adapter.exp_avg_sq = arrays.get("exp_avg_sq") if has_optimizer else None
     adapter.step = int(config["step"]) if has_optimizer else 0
     adapter.grad = arrays.get("grad") if kind == "exact" else None
-    return SnapshotInfo(size_bytes=_size(folder), step=adapter.step)
+    return SavedAdapter(size_bytes=_size(folder), step=adapter.step)
 
 
 def load(model: Bigram, folder: Path) -> BigramAdapter:
-    """A new adapter with a snapshot's weights."""
+    """A new adapter with the weights that were saved."""
     config, _ = _read(folder)
     adapter = BigramAdapter(model, LoraConfig(**config["lora"]))
     restore(adapter, folder, "sampler")

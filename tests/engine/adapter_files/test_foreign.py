@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tests.support.tiny_families import save_tiny
 from tinsmith.cli.weights.peft_layout import to_peft
+from tinsmith.engine.local.adapter_files import checkpoints
+from tinsmith.engine.local.adapter_files.peft_config import read_peft_config
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool
-from tinsmith.engine.local.snapshots import checkpoints
-from tinsmith.engine.local.snapshots.peft_config import read_peft_config
 from tinsmith.errors import ValidationError
 from tinsmith.types import LoraConfig
 
