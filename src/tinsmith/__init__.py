@@ -23,7 +23,7 @@ NAMES = {
         "LossHandle",
         "PerDatumLossFn",
     ),
-    "tinsmith.client.connection.tags": ("request_tags",),
+    "tinsmith.client.uplink.tags": ("request_tags",),
     "tinsmith.client.futures": (
         "APIFuture",
         "AwaitableConcurrentFuture",

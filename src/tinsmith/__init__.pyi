@@ -11,7 +11,7 @@ from tinsmith.client.calls.custom_loss import (
     LossHandle,
     PerDatumLossFn,
 )
-from tinsmith.client.connection.tags import (
+from tinsmith.client.uplink.tags import (
     request_tags,
 )
 from tinsmith.client.futures import (

@@ -42,7 +42,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "tinker.lib.client_connection_pool_type": ("tinsmith.transport.base",),
     "tinker.lib.credentials": ("tinsmith.transport.credentials",),
     "tinker.lib.experimental": (f"{_CLIENT}.warn",),
-    "tinker.lib.internal_client_holder": (f"{_CLIENT}.connection.connection",),
+    "tinker.lib.internal_client_holder": (f"{_CLIENT}.uplink.uplink",),
     "tinker.lib.public_interfaces": (
         f"{_CLIENT}.futures",
         f"{_CLIENT}.calls.custom_loss",
@@ -63,8 +63,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "tinker.lib.retry_handler": (f"{_CLIENT}.results.retries",),
     "tinker.lib.retryable_exception": (),
     "tinker.lib.telemetry": (
-        f"{_CLIENT}.connection.telemetry",
-        f"{_CLIENT}.connection.user_errors",
+        f"{_CLIENT}.uplink.telemetry",
+        f"{_CLIENT}.uplink.user_errors",
     ),
 }
 """Each module of the official package that others import, and where ours has its names."""
@@ -72,7 +72,7 @@ MODULES: dict[str, tuple[str, ...]] = {
 # Names that are called differently here.
 RENAMED: dict[str, dict[str, tuple[str, str]]] = {
     "tinker.lib.internal_client_holder": {
-        "InternalClientHolder": (f"{_CLIENT}.connection.connection", "Connection"),
+        "InternalClientHolder": (f"{_CLIENT}.uplink.uplink", "Uplink"),
     },
     "tinker.lib.retry_handler": {"RetryHandler": (f"{_CLIENT}.results.retries", "SampleRetries")},
     "tinker.lib.retryable_exception": {

@@ -18,8 +18,8 @@ ALLOWED = {
     ("tests/client/test_sample_poller.py", "_poller"),
     ("tests/client/test_sample_poller.py", "_waiting"),
     ("tests/client/test_sample_poller.py", "_early"),
-    # Every public way to the connection waits until it is open; here it must not be yet.
-    ("tests/client/test_connection.py", "_session_connection"),
+    # Every public way to the uplink waits until it is open; here it must not be yet.
+    ("tests/client/test_uplink.py", "_session_uplink"),
     # Notebooks call it by this name.
     ("tests/types/test_notebooks.py", "_repr_html_"),
     # A tensor's, by torch; one of our functions has the same name.

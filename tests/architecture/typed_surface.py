@@ -13,10 +13,10 @@ import torch
 import tinsmith
 from tinsmith import types
 from tinsmith.client.calls.custom_loss import LossHandle
-from tinsmith.client.connection.loop import AwaitableFuture
-from tinsmith.client.connection.stats import ClassStats
 from tinsmith.client.paging import Pages
 from tinsmith.client.results.streaming import SampleStream, StreamedTokens
+from tinsmith.client.uplink.loop import AwaitableFuture
+from tinsmith.client.uplink.stats import ClassStats
 
 
 def service_client(service: tinsmith.ServiceClient) -> None:

@@ -21,7 +21,7 @@ QUICK = RetryPolicy(
 
 
 def rest_client(service: ServiceClient) -> RestClient:
-    """On the connection of a service client, which closes it."""
+    """On the uplink of a service client, which closes it."""
     with pytest.warns(FutureWarning):
         return service.create_rest_client()
 

@@ -17,9 +17,9 @@ import time
 import urllib.request
 from pathlib import Path
 
-from tinsmith.client.connection.loop import io_loop
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
+from tinsmith.client.uplink.loop import io_loop
 from tinsmith.transport.config import ClientConfig
 from tinsmith.types import AdamParams, ModelInput, SamplingParams
 

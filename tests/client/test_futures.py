@@ -10,8 +10,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from tinsmith.client.connection.loop import io_loop, submit
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture, as_completed, resolved
+from tinsmith.client.uplink.loop import io_loop, submit
 
 
 async def later(value: int, seconds: float) -> int:
@@ -145,7 +145,7 @@ def test_a_subclass_needs_only_the_two_official_methods() -> None:
 
 def test_fifty_threads_start_one_loop() -> None:
     """S76"""
-    from tinsmith.client.connection.loop import IoThread
+    from tinsmith.client.uplink.loop import IoThread
 
     shared, loops, barrier = IoThread(), list[object](), threading.Barrier(50)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tinsmith.client.connection.loop import Mailbox
+from tinsmith.client.uplink.loop import Mailbox
 
 
 class InterruptedLoop(asyncio.SelectorEventLoop):

@@ -16,8 +16,8 @@ from tests.client.sampling_calls import (
     sample,
 )
 from tests.support.scripted_server import Answer, Recorded
-from tinsmith.client.connection.api import Api
 from tinsmith.client.service import ServiceClient
+from tinsmith.client.uplink.api import Api
 from tinsmith.errors import (
     TinkerError,
 )

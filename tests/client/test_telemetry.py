@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.support.scripted_server import Answer
-from tinsmith.client.connection import telemetry as telemetry_module
-from tinsmith.client.connection.tags import request_tags
-from tinsmith.client.connection.user_errors import is_user_error
 from tinsmith.client.service import ServiceClient
+from tinsmith.client.uplink import telemetry as telemetry_module
+from tinsmith.client.uplink.tags import request_tags
+from tinsmith.client.uplink.user_errors import is_user_error
 from tinsmith.errors import (
     APIConnectionError,
     APIStatusError,

@@ -113,12 +113,12 @@ def test_without_tracing_there_is_no_span_and_no_header(
 
 USE = """
 import sys
-from tinsmith.client.connection.connection import Connection
+from tinsmith.client.uplink.uplink import Uplink
 from tinsmith.transport.config import ClientConfig
 {before}
 config = ClientConfig(base_url="http://127.0.0.1:1", api_key="tml-x", tracing={tracing})
 try:
-    Connection(config)
+    Uplink(config)
 except Exception as error:
     print(type(error).__name__, error)
 print("imported" if "opentelemetry.trace" in sys.modules else "not imported")

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterat
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from tinsmith.client.connection.loop import AwaitableFuture, is_io_thread, mailbox_of
+from tinsmith.client.uplink.loop import AwaitableFuture, is_io_thread, mailbox_of
 from tinsmith.types.model import shorten
 
 logger = logging.getLogger(__name__)

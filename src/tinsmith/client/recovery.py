@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from tinsmith.client.connection.user_errors import is_user_error
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
+from tinsmith.client.uplink.user_errors import is_user_error
 from tinsmith.errors import (
     APIConnectionError,
     APIStatusError,

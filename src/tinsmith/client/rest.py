@@ -10,13 +10,13 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, Unpack
 
-from tinsmith.client.connection.api import Options
 from tinsmith.client.downloads.download import download, download_archive
 from tinsmith.client.downloads.file import ProgressCallback
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture
 from tinsmith.client.paging import Pages
 from tinsmith.client.sessionless import SessionlessClient
 from tinsmith.client.twins import documented_twins
+from tinsmith.client.uplink.api import Options
 from tinsmith.client.warn import ExperimentalWarning, warns
 from tinsmith.errors import TinkerError
 from tinsmith.transport.tokens import jwt_claims
@@ -72,7 +72,7 @@ class RestClient(SessionlessClient):
         rest = tinsmith.RestClient()
         for run in rest.iter_training_runs(): print(run.training_run_id)
 
-    Clients with the same address and key share one connection, which needs no closing.
+    Clients with the same address and key share limits and sockets, which need no closing.
     """
 
     # --- training runs ------------------------------------------------------------------------

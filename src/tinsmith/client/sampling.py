@@ -18,10 +18,6 @@ import numpy as np
 import orjson
 
 from tinsmith.client import tokenizers
-from tinsmith.client.connection.connection import Connection
-from tinsmith.client.connection.loop import AwaitableFuture
-from tinsmith.client.connection.sharing import CONNECTIONS, SharedConnection, share
-from tinsmith.client.connection.telemetry import Telemetry
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture
 from tinsmith.client.results.poller import CompletionPoller
 from tinsmith.client.results.queue_state import QueueState, QueueStateLogger, QueueStateObserver
@@ -29,6 +25,10 @@ from tinsmith.client.results.retries import RetryConfig, SampleRetries
 from tinsmith.client.results.retrieval import retrieve, sample_kind
 from tinsmith.client.results.streaming import SampleStream
 from tinsmith.client.twins import documented_twins
+from tinsmith.client.uplink.loop import AwaitableFuture
+from tinsmith.client.uplink.sharing import UPLINKS, SharedUplink, share
+from tinsmith.client.uplink.telemetry import Telemetry
+from tinsmith.client.uplink.uplink import Uplink
 from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.transport.retry import RetryPolicy
 from tinsmith.types import (
@@ -72,7 +72,7 @@ class SamplingClient(QueueStateObserver):
 
     def __init__(
         self,
-        holder: Connection,
+        holder: Uplink,
         *,
         sampling_session_id: str,
         shadow: bool = False,
@@ -110,7 +110,7 @@ class SamplingClient(QueueStateObserver):
 
     @staticmethod
     def create(
-        holder: Connection,
+        holder: Uplink,
         *,
         model_path: str | None = None,
         base_model: str | None = None,
@@ -388,7 +388,7 @@ class SamplingClient(QueueStateObserver):
         """A client for the weights behind a handle, with this process's credential or `api_key`."""
         try:
             state = orjson.loads(base64.urlsafe_b64decode(handle))
-            shared = replace(SharedConnection(**state["holder"]), api_key=api_key)
+            shared = replace(SharedUplink(**state["holder"]), api_key=api_key)
             return _rebuild(
                 state["session_id"],
                 state["sampling_session_id"],
@@ -411,11 +411,11 @@ class SamplingClient(QueueStateObserver):
 def _rebuild(
     session_id: str,
     sampling_session_id: str,
-    shared: SharedConnection,
+    shared: SharedUplink,
     record_stability_info: bool,
 ) -> SamplingClient:
     return SamplingClient(
-        CONNECTIONS.shadow(session_id, shared),
+        UPLINKS.shadow(session_id, shared),
         sampling_session_id=sampling_session_id,
         shadow=True,
         record_stability_info=record_stability_info,
@@ -423,7 +423,7 @@ def _rebuild(
 
 
 async def _open_sampling_session(
-    holder: Connection, seq_id: int, model_path: str | None, base_model: str | None
+    holder: Uplink, seq_id: int, model_path: str | None, base_model: str | None
 ) -> str:
     created = await holder.api.call(
         endpoints.CREATE_SAMPLING_SESSION,
@@ -437,8 +437,8 @@ async def _open_sampling_session(
     return created.sampling_session_id
 
 
-def _shared_retries(holder: Connection, name: str, config: RetryConfig) -> SampleRetries:
-    """One per connection, sampling session and config, for as long as a client uses it."""
+def _shared_retries(holder: Uplink, name: str, config: RetryConfig) -> SampleRetries:
+    """One per uplink, sampling session and config, for as long as a client uses it."""
     with _RETRIES_LOCK:
         known = _RETRIES.setdefault(holder, weakref.WeakValueDictionary())
         retries = known.get((name, config))
@@ -449,7 +449,7 @@ def _shared_retries(holder: Connection, name: str, config: RetryConfig) -> Sampl
 
 _RETRIES_LOCK = threading.Lock()
 _RETRIES: weakref.WeakKeyDictionary[
-    Connection, weakref.WeakValueDictionary[tuple[str, RetryConfig], SampleRetries]
+    Uplink, weakref.WeakValueDictionary[tuple[str, RetryConfig], SampleRetries]
 ] = weakref.WeakKeyDictionary()
 
 

@@ -12,16 +12,16 @@ from typing import Any, Literal, Self
 from tinsmith.client.calls import creation, custom_loss
 from tinsmith.client.calls.custom_loss import LossHandle, PerDatumLossFn
 from tinsmith.client.calls.operation import operate
-from tinsmith.client.connection.connection import Connection, NewSession
-from tinsmith.client.connection.loop import submit
-from tinsmith.client.connection.stats import ClassStats
-from tinsmith.client.connection.telemetry import Telemetry
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture, resolved
 from tinsmith.client.rest import RestClient
 from tinsmith.client.results.retries import RetryConfig
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.training import TrainingClient
 from tinsmith.client.twins import documented_twins
+from tinsmith.client.uplink.loop import submit
+from tinsmith.client.uplink.stats import ClassStats
+from tinsmith.client.uplink.telemetry import Telemetry
+from tinsmith.client.uplink.uplink import NewSession, Uplink
 from tinsmith.client.warn import warns
 from tinsmith.errors import ClosedError
 from tinsmith.transport.config import ClientConfig
@@ -83,8 +83,8 @@ class ServiceClient:
         )
         self._plan = NewSession(user_metadata=user_metadata, display_name=display_name)
         self._lock = threading.Lock()
-        self._session: Connection | None = None
-        self._rest: Connection | None = None
+        self._session: Uplink | None = None
+        self._rest: Uplink | None = None
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -135,23 +135,23 @@ class ServiceClient:
                 if session is not None and session.is_open:
                     await _finish(session, status, detail)
             finally:
-                for connection in (session, rest):
-                    if connection is not None:
-                        await connection.aclose()
+                for uplink in (session, rest):
+                    if uplink is not None:
+                        await uplink.aclose()
 
         return AwaitableConcurrentFuture(submit(close()))
 
     @property
-    def holder(self) -> Connection:
-        """The session's connection, opened if it is not; under its official name."""
-        return self._session_connection().open()
+    def holder(self) -> Uplink:
+        """The session's uplink, opened if it is not; under its official name."""
+        return self._session_uplink().open()
 
     def stats(self) -> Mapping[str, ClassStats]:
         """How many requests were made and how long they took, per connection class.
 
         Counted here, sent nowhere.
         """
-        return self._session_connection().api.stats.current()
+        return self._session_uplink().api.stats.current()
 
     def session_has_ended(self) -> bool:
         """Ask the service whether it has ended the session, for example after hours of silence.
@@ -163,8 +163,8 @@ class ServiceClient:
 
     def get_telemetry(self) -> Telemetry | None:
         """What reports errors to the service; None if that is switched off."""
-        connection = self._session or self._rest
-        return None if connection is None else connection.get_telemetry()
+        uplink = self._session or self._rest
+        return None if uplink is None else uplink.get_telemetry()
 
     def get_console_url(self) -> str:
         """This session in the web console of the service."""
@@ -185,10 +185,8 @@ class ServiceClient:
     def _capabilities(
         self, retry: RetryPolicy | None = None
     ) -> AwaitableConcurrentFuture[GetServerCapabilitiesResponse]:
-        connection = self._rest_connection()
-        return connection.submit(
-            connection.api.call, endpoints.GET_SERVER_CAPABILITIES, None, retry=retry
-        )
+        uplink = self._rest_uplink()
+        return uplink.submit(uplink.api.call, endpoints.GET_SERVER_CAPABILITIES, None, retry=retry)
 
     def check_accessible(self) -> None:
         """Send one request, without retries; raise what is wrong with the credential or the
@@ -314,11 +312,11 @@ class ServiceClient:
             train_attn=train_attn,
             train_unembed=train_unembed,
         )
-        connection = self._session_connection()
-        return connection.submit(
+        uplink = self._session_uplink()
+        return uplink.submit(
             creation.create,
-            connection,
-            connection.next_model_seq_id(),
+            uplink,
+            uplink.next_model_seq_id(),
             base_model,
             lora,
             user_metadata,
@@ -334,10 +332,10 @@ class ServiceClient:
         optimizer: OptimizerConfig | None,
         with_optimizer: bool,
     ) -> AwaitableConcurrentFuture[TrainingClient]:
-        connection = self._session_connection()
-        return connection.submit(
+        uplink = self._session_uplink()
+        return uplink.submit(
             creation.resume,
-            connection,
+            uplink,
             path,
             base_model,
             user_metadata,
@@ -377,7 +375,7 @@ class ServiceClient:
         if model_path is None and base_model is None:
             raise ValueError("give model_path or base_model")
         return SamplingClient.create(
-            self._session_connection(),
+            self._session_uplink(),
             model_path=model_path,
             base_model=base_model,
             retry_config=retry_config,
@@ -393,28 +391,28 @@ class ServiceClient:
         `custom/<name>:sum` or `:mean`. `input_ranks` gives the rank of each parameter. Where the
         service can run it, it is uploaded; otherwise it runs here, under the same rules.
         """
-        connection = self.holder
-        handle = custom_loss.trace(fn, input_ranks, connection.get_session_id())
-        known = connection.custom_losses.setdefault(handle.key, handle)
+        uplink = self.holder
+        handle = custom_loss.trace(fn, input_ranks, uplink.get_session_id())
+        known = uplink.custom_losses.setdefault(handle.key, handle)
         if known is not handle:
             raise ValueError(
                 f"this session already has the same loss, called {known.name!r}; use its handle"
             )
-        if not connection.get_client_config().custom_loss_server_side:
+        if not uplink.get_client_config().custom_loss_server_side:
             return resolved(handle)
         request = CreateCustomLossRequest(
-            session_id=connection.get_session_id(),
-            custom_loss_seq_id=connection.next_custom_loss_seq_id(),
+            session_id=uplink.get_session_id(),
+            custom_loss_seq_id=uplink.next_custom_loss_seq_id(),
             name=handle.name,
             inputs=list(handle.inputs),
             graph=custom_loss.encode(handle),
         )
 
         async def upload() -> LossHandle:
-            created = await operate(connection, endpoints.CREATE_CUSTOM_LOSS, request)
+            created = await operate(uplink, endpoints.CREATE_CUSTOM_LOSS, request)
             return dataclasses.replace(handle, loss_id=created.loss_id)
 
-        return connection.submit(upload)
+        return uplink.submit(upload)
 
     def copy_weights(
         self,
@@ -424,7 +422,7 @@ class ServiceClient:
         weights_access_token: str | None = None,
     ) -> AwaitableConcurrentFuture[str]:
         """Copy a checkpoint into this client's project; the result is the copy's tinker path."""
-        return RestClient(self._rest_connection()).copy_weights(
+        return RestClient(self._rest_uplink()).copy_weights(
             path,
             self.config.project_id,
             ttl_seconds=ttl_seconds,
@@ -434,26 +432,26 @@ class ServiceClient:
     @warns(_NO_REST_CLIENT, FutureWarning)
     def create_rest_client(self) -> RestClient:
         """Deprecated: make a `RestClient`."""
-        return RestClient(self._rest_connection())
+        return RestClient(self._rest_uplink())
 
-    # --- connections --------------------------------------------------------------------------
+    # --- uplinks ------------------------------------------------------------------------------
 
-    def _session_connection(self) -> Connection:
+    def _session_uplink(self) -> Uplink:
         with self._lock:
             self._check_open()
             if self._session is None or self._session.has_ended:
                 # Clients of the ended session are of no use any more; new ones get a new session.
-                self._session = Connection(self.config, session=self._plan)
+                self._session = Uplink(self.config, session=self._plan)
             return self._session
 
-    def _rest_connection(self) -> Connection:
-        """The session's connection if there is one, otherwise one without a session."""
+    def _rest_uplink(self) -> Uplink:
+        """The session's uplink if there is one, otherwise one without a session."""
         with self._lock:
             self._check_open()
             if self._session is not None:
                 return self._session
             if self._rest is None:
-                self._rest = Connection(self.config)
+                self._rest = Uplink(self.config)
             return self._rest
 
     def _check_open(self) -> None:
@@ -468,8 +466,8 @@ def _status_after(error: type[BaseException] | None) -> FinishStatus:
     return "errored" if issubclass(error, Exception) else "interrupted"
 
 
-async def _finish(connection: Connection, status: FinishStatus, detail: str | None) -> None:
-    await connection.api.send(
-        endpoints.FINISH_SESSION.at(session_id=connection.get_session_id()),
+async def _finish(uplink: Uplink, status: FinishStatus, detail: str | None) -> None:
+    await uplink.api.send(
+        endpoints.FINISH_SESSION.at(session_id=uplink.get_session_id()),
         FinishSessionRequest(reason={"type": status}, detail=detail),  # type: ignore[arg-type]  # read as one of the reasons
     )

@@ -19,7 +19,7 @@ from tinsmith.errors import TinkerError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tinsmith.client.connection.connection import Connection
+    from tinsmith.client.uplink.uplink import Uplink
 
 LLAMA_3_TOKENIZER = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 """The Llama 3 tokenizer, from a place that asks for no licence agreement."""
@@ -67,10 +67,10 @@ def choose(model_name: str, tokenizer_id: str | None = None) -> TokenizerSource:
 
 
 def of_model(
-    connection: Connection, base_model: str, tokenizer_id: str | None = None
+    uplink: Uplink, base_model: str, tokenizer_id: str | None = None
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model that a service serves."""
-    folder = connection.submit(fetch_tokenizer, connection.api, base_model).result()
+    folder = uplink.submit(fetch_tokenizer, uplink.api, base_model).result()
     return load(base_model, tokenizer_id) if folder is None else load(str(folder))
 
 

@@ -14,13 +14,13 @@ from tinsmith.client.calls.custom_loss import CustomLossFn, LossHandle
 from tinsmith.client.calls.operation import operate
 from tinsmith.client.calls.passes import Passes
 from tinsmith.client.calls.turns import Turns
-from tinsmith.client.connection.connection import Connection
-from tinsmith.client.connection.telemetry import Telemetry
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture, explain_blocking
 from tinsmith.client.results.queue_state import QueueStateLogger
 from tinsmith.client.results.retries import RetryConfig
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.twins import documented_twins
+from tinsmith.client.uplink.telemetry import Telemetry
+from tinsmith.client.uplink.uplink import Uplink
 from tinsmith.client.warn import warns
 from tinsmith.errors import TinkerError
 from tinsmith.types import (
@@ -84,7 +84,7 @@ class TrainingClient:
     You get one from `ServiceClient.create_lora_training_client()`.
     """
 
-    def __init__(self, holder: Connection, model_seq_id: int, model_id: ModelID) -> None:
+    def __init__(self, holder: Uplink, model_seq_id: int, model_id: ModelID) -> None:
         self.holder = holder
         self.model_id = model_id
         self._model_seq_id = model_seq_id

@@ -9,8 +9,8 @@ import uuid
 from pathlib import Path
 from typing import Literal
 
-from tinsmith.client.connection.connection import Connection
 from tinsmith.client.downloads.file import Progress, ProgressCallback
+from tinsmith.client.uplink.uplink import Uplink
 from tinsmith.types.imports import (
     ADAPTER_FILES,
     PIECE_BYTES,
@@ -25,7 +25,7 @@ _IMPORT_SECONDS = 600.0
 
 
 async def import_adapter(
-    connection: Connection,
+    uplink: Uplink,
     folder: Path,
     *,
     base_model: str,
@@ -37,9 +37,7 @@ async def import_adapter(
 ) -> ImportWeightsResponse:
     """Make a checkpoint of the PEFT adapter in `folder`."""
     upload_id = uuid.uuid4().hex
-    files = [
-        await _send(connection, upload_id, folder / each, on_progress) for each in ADAPTER_FILES
-    ]
+    files = [await _send(uplink, upload_id, folder / each, on_progress) for each in ADAPTER_FILES]
     message = ImportWeightsRequest(
         upload_id=upload_id,
         files=files,
@@ -49,13 +47,11 @@ async def import_adapter(
         ttl_seconds=ttl_seconds,
         user_metadata=user_metadata,
     )
-    return await connection.api.call(
-        endpoints.IMPORT_WEIGHTS, message, timeout_seconds=_IMPORT_SECONDS
-    )
+    return await uplink.api.call(endpoints.IMPORT_WEIGHTS, message, timeout_seconds=_IMPORT_SECONDS)
 
 
 async def _send(
-    connection: Connection, upload_id: str, path: Path, on_progress: ProgressCallback | None
+    uplink: Uplink, upload_id: str, path: Path, on_progress: ProgressCallback | None
 ) -> UploadedFile:
     digest, number, done = hashlib.sha256(), 0, 0
     with path.open("rb") as file:
@@ -64,7 +60,7 @@ async def _send(
             endpoint = endpoints.UPLOAD_PIECE.at(
                 upload_id=upload_id, name=path.name, number=str(number)
             )
-            await connection.api.send(endpoint, piece)
+            await uplink.api.send(endpoint, piece)
             digest.update(piece)
             number, done = number + 1, done + len(piece)
             if on_progress is not None:

@@ -162,7 +162,7 @@ class Step:
 
 
 SavedKind = Literal["sampler", "training", "exact"]
-"""What is saved of an adapter: weights; also optimizer and steps; and pending gradients."""
+"""What is saved of an adapter: weights; optimizer state and steps too; pending gradients too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinsmith.cli.failures import CommandError
-from tinsmith.client.connection.api import Api
 from tinsmith.client.rest import RestClient
+from tinsmith.client.uplink.api import Api
 from tinsmith.errors import NotFoundError
 from tinsmith.types import TrainingRun
 from tinsmith.types.observing import RunOperation, RunQueueResponse, Series

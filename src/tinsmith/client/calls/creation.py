@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from tinsmith.client.calls.operation import operate
-from tinsmith.client.connection.connection import Connection
 from tinsmith.client.results.queue_state import QueueStateLogger
 from tinsmith.client.training import TrainingClient, load_weights
+from tinsmith.client.uplink.uplink import Uplink
 from tinsmith.errors import TinkerError
 from tinsmith.types import (
     AdamOptimizerConfig,
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 async def create(
-    connection: Connection,
+    uplink: Uplink,
     model_seq_id: int,
     base_model: str,
     lora: LoraConfig,
@@ -34,10 +34,10 @@ async def create(
 ) -> TrainingClient:
     """A new adapter on a base model."""
     created = await operate(
-        connection,
+        uplink,
         endpoints.CREATE_MODEL,
         CreateModelRequest(
-            session_id=connection.get_session_id(),
+            session_id=uplink.get_session_id(),
             model_seq_id=model_seq_id,
             base_model=base_model,
             user_metadata=user_metadata,
@@ -47,11 +47,11 @@ async def create(
         observer=_observer(base_model),
     )
     logger.info("Model %s is ready to be trained.", created.model_id)
-    return TrainingClient(connection, model_seq_id=model_seq_id, model_id=created.model_id)
+    return TrainingClient(uplink, model_seq_id=model_seq_id, model_id=created.model_id)
 
 
 async def resume(
-    connection: Connection,
+    uplink: Uplink,
     path: str,
     base_model: str | None,
     user_metadata: dict[str, str] | None,
@@ -60,11 +60,11 @@ async def resume(
     with_optimizer: bool,
 ) -> TrainingClient:
     """A new run from a checkpoint, in the way that the service supports."""
-    if connection.get_client_config().create_model_via_load_weights:
+    if uplink.get_client_config().create_model_via_load_weights:
         return await _load_as_new(
-            connection, path, base_model, user_metadata, token, optimizer, with_optimizer
+            uplink, path, base_model, user_metadata, token, optimizer, with_optimizer
         )
-    info = await _weights_info(connection, path, token)
+    info = await _weights_info(uplink, path, token)
     if not info.is_lora or info.lora_rank is None:
         raise TinkerError(f"{path} is not a LoRA checkpoint; only those can be trained")
     lora = LoraConfig(
@@ -74,8 +74,8 @@ async def resume(
         train_attn=info.train_attn is not False,
     )
     training = await create(
-        connection,
-        connection.next_model_seq_id(),
+        uplink,
+        uplink.next_model_seq_id(),
         base_model or info.base_model,
         lora,
         user_metadata,
@@ -86,7 +86,7 @@ async def resume(
 
 
 async def _load_as_new(
-    connection: Connection,
+    uplink: Uplink,
     path: str,
     base_model: str | None,
     user_metadata: dict[str, str] | None,
@@ -95,13 +95,13 @@ async def _load_as_new(
     with_optimizer: bool,
 ) -> TrainingClient:
     """Create and load in one request; the id is the one that the service derives, too."""
-    model_seq_id = connection.next_model_seq_id()
-    model_id = protocol.model_id(connection.get_session_id(), model_seq_id)
+    model_seq_id = uplink.next_model_seq_id()
+    model_id = protocol.model_id(uplink.get_session_id(), model_seq_id)
     await operate(
-        connection,
+        uplink,
         endpoints.LOAD_WEIGHTS,
         LoadWeightsRequest(
-            session_id=connection.get_session_id(),
+            session_id=uplink.get_session_id(),
             model_seq_id=model_seq_id,
             base_model=base_model,
             user_metadata=user_metadata,
@@ -112,16 +112,14 @@ async def _load_as_new(
         ),
         observer=_observer(model_id),
     )
-    return TrainingClient(connection, model_seq_id=model_seq_id, model_id=model_id)
+    return TrainingClient(uplink, model_seq_id=model_seq_id, model_id=model_id)
 
 
-async def _weights_info(
-    connection: Connection, path: str, token: str | None
-) -> WeightsInfoResponse:
+async def _weights_info(uplink: Uplink, path: str, token: str | None) -> WeightsInfoResponse:
     """Asked with the other account's token, if there is one."""
-    asker = connection
+    asker = uplink
     if token is not None:
-        asker = Connection(connection.config.with_credential(token))
+        asker = Uplink(uplink.config.with_credential(token))
         await asker.ready()
     try:
         return await asker.api.call(
@@ -130,7 +128,7 @@ async def _weights_info(
             sdk_method="get_weights_info_by_tinker_path",
         )
     finally:
-        if asker is not connection:
+        if asker is not uplink:
             await asker.aclose()
 
 

@@ -11,15 +11,15 @@ from tinsmith.client.results.retrieval import json_kind, retrieve
 from tinsmith.wire.endpoints import Promised
 
 if TYPE_CHECKING:
-    from tinsmith.client.connection.connection import Connection
     from tinsmith.client.results.queue_state import QueueStateObserver
+    from tinsmith.client.uplink.uplink import Uplink
 
 Req = TypeVar("Req")
 Result = TypeVar("Result")
 
 
 async def operate(
-    connection: Connection,
+    uplink: Uplink,
     endpoint: Promised[Req, Result],
     message: Req,
     *,
@@ -28,15 +28,15 @@ async def operate(
 ) -> Result:
     """Send `message` in its `turn`, and wait for the result."""
     started = time.monotonic()
-    with connection.spans.span(
+    with uplink.spans.span(
         endpoint.path.strip("/"),
         model_id=getattr(message, "model_id", None),
         seq_id=getattr(message, "seq_id", None),
     ):
         async with turn or contextlib.nullcontext():
-            promise = await connection.api.call(endpoint, message)
+            promise = await uplink.api.call(endpoint, message)
         return await retrieve(
-            connection,
+            uplink,
             promise,
             json_kind(type(message).__name__.removesuffix("Request"), endpoint.result),
             roundtrip_seconds=time.monotonic() - started,

@@ -28,8 +28,8 @@ from tinsmith.wire import endpoints, proto, zstd
 
 if TYPE_CHECKING:
     from tinsmith.client.calls.turns import Turns
-    from tinsmith.client.connection.connection import Connection
     from tinsmith.client.results.queue_state import QueueStateObserver
+    from tinsmith.client.uplink.uplink import Uplink
 
 T = TypeVar("T")
 
@@ -64,12 +64,12 @@ class Passes:
 
     def __init__(
         self,
-        connection: Connection,
+        uplink: Uplink,
         model_id: ModelID,
         turns: Turns,
         observer: QueueStateObserver,
     ) -> None:
-        self._connection = connection
+        self._uplink = uplink
         self._model_id = model_id
         self._turns = turns
         self._observer = observer
@@ -82,7 +82,7 @@ class Passes:
         *,
         forward_only: bool,
     ) -> PassFuture:
-        flags = self._connection.get_client_config()
+        flags = self._uplink.get_client_config()
         cut = list(
             chunking.split(
                 chunking.checked(data),
@@ -99,14 +99,14 @@ class Passes:
             _Chunk(seq_id, each, AwaitableConcurrentFuture(Future()))
             for seq_id, each in zip(ids, inputs, strict=True)
         ]
-        future = self._connection.submit(self._run, runs, forward_only).future()
-        self._turns.release_after(future, ids, self._connection.get_loop())
+        future = self._uplink.submit(self._run, runs, forward_only).future()
+        self._turns.release_after(future, ids, self._uplink.get_loop())
         parts = tuple(run.part for run in runs)
         future.add_done_callback(lambda done: _settle_parts(done, parts))
         return PassFuture(future, parts)
 
     async def _run(self, runs: list[_Chunk], forward_only: bool) -> ForwardBackwardOutput:
-        with self._connection.spans.span(
+        with self._uplink.spans.span(
             "forward" if forward_only else "forward_backward",
             model_id=self._model_id,
             seq_id=runs[0].seq_id,
@@ -119,7 +119,7 @@ class Passes:
 
             async def fetch(promise: UntypedAPIFuture, run: _Chunk) -> ForwardBackwardOutput:
                 output = await retrieve(
-                    self._connection,
+                    self._uplink,
                     promise,
                     kind,
                     roundtrip_seconds=time.monotonic() - started,
@@ -133,7 +133,7 @@ class Passes:
 
     async def _post_all(self, runs: list[_Chunk], forward_only: bool) -> list[UntypedAPIFuture]:
         first, *rest = runs
-        if not self._connection.get_client_config().parallel_fwdbwd_chunks:
+        if not self._uplink.get_client_config().parallel_fwdbwd_chunks:
             posted = (self._post(run, forward_only) for run in runs)
             return list(await asyncio.gather(*posted))
         # The service starts with the first id. It is sent last, so that all others are there by
@@ -158,16 +158,14 @@ class Passes:
         num_bytes = sum(datum.nbytes for datum in run.inputs.data)
         async with (
             self._turns.take(run.seq_id, after=after),
-            self._connection.pass_budget.hold(num_bytes),
+            self._uplink.pass_budget.hold(num_bytes),
         ):
             body = proto.encode_pass(cls(run.inputs, self._model_id, run.seq_id))
             headers = {}
-            if self._connection.get_client_config().proto_compress_fwdbwd:
+            if self._uplink.get_client_config().proto_compress_fwdbwd:
                 body = await asyncio.to_thread(zstd.compress, body)
                 headers["Content-Encoding"] = "zstd"
-            return await self._connection.api.call(
-                endpoints.FORWARD_BACKWARD, body, headers=headers
-            )
+            return await self._uplink.api.call(endpoints.FORWARD_BACKWARD, body, headers=headers)
 
 
 def _settle(future: Future[T], value: T) -> None:

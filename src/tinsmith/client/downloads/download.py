@@ -9,9 +9,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tinsmith.client.connection.connection import Connection
 from tinsmith.client.downloads.archive import check_free, confined, extract, put_in_place
 from tinsmith.client.downloads.file import ProgressCallback, fetch, forget_version
+from tinsmith.client.uplink.uplink import Uplink
 from tinsmith.errors import ValidationError
 from tinsmith.types import ExternalWeightsUrlsResponse
 
@@ -20,7 +20,7 @@ _SIGN_AGAIN = timedelta(minutes=5)
 
 
 async def download(
-    connection: Connection,
+    uplink: Uplink,
     source: str,
     sign: Callable[[], Awaitable[ExternalWeightsUrlsResponse]],
     folder: Path,
@@ -38,9 +38,9 @@ async def download(
         if datetime.now(UTC) >= signed.expires - _SIGN_AGAIN:
             fresh = await sign()
             if _places(fresh) != _places(signed):
-                return await download(connection, source, sign, folder, on_progress)
+                return await download(uplink, source, sign, folder, on_progress)
             signed = fresh
-        await fetch(connection, signed.urls[name], name, confined(beside, name), on_progress)
+        await fetch(uplink, signed.urls[name], name, confined(beside, name), on_progress)
     for name in signed.urls:
         forget_version(confined(beside, name))
     put_in_place(beside, folder)
@@ -48,7 +48,7 @@ async def download(
 
 
 async def download_archive(
-    connection: Connection,
+    uplink: Uplink,
     source: str,
     url: str,
     folder: Path,
@@ -57,7 +57,7 @@ async def download_archive(
     """Fetch a tar archive of a checkpoint and unpack it as `folder`; its files."""
     check_free(folder)
     tar = unfinished(folder, source)
-    await fetch(connection, url, tar.name, tar, on_progress)
+    await fetch(uplink, url, tar.name, tar, on_progress)
     try:
         files = await asyncio.to_thread(extract, tar, folder)
     except ValidationError:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinsmith.client.connection.connection import Connection
+from tinsmith.client.uplink.uplink import Uplink
 from tinsmith.errors import APIConnectionError, APIStatusError, TinkerError, ValidationError
 from tinsmith.transport.base import Request, Response
 from tinsmith.transport.retry import Attempts
@@ -38,7 +38,7 @@ ProgressCallback = Callable[[Progress], None]
 
 
 async def fetch(
-    connection: Connection,
+    uplink: Uplink,
     url: str,
     name: str,
     target: Path,
@@ -60,9 +60,9 @@ async def fetch(
             if on_progress is not None:
                 on_progress(progress)
 
-        return await _continue(connection, url, name, local, report)
+        return await _continue(uplink, url, name, local, report)
 
-    head = await connection.api.repeater.run(attempt, connection.config.retry)
+    head = await uplink.api.repeater.run(attempt, uplink.config.retry)
     if head.status_code == 304:
         return
     expected = stated_sha256(head.headers)
@@ -105,7 +105,7 @@ class _Local:
 
 
 async def _continue(
-    connection: Connection, url: str, name: str, local: _Local, on_progress: ProgressCallback
+    uplink: Uplink, url: str, name: str, local: _Local, on_progress: ProgressCallback
 ) -> Response:
     """Fetch what is missing, in one request."""
     headers = {"Accept-Encoding": "identity", "Want-Repr-Digest": "sha-256=10"}
@@ -126,7 +126,7 @@ async def _continue(
         timeout_seconds=CHUNK_TIMEOUT_SECONDS,
     )
     try:
-        async with connection.api.http.stream(request) as (head, pieces):
+        async with uplink.api.http.stream(request) as (head, pieces):
             if head.status_code == 304:
                 return head
             if head.status_code != 206:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tinsmith.client.connection.api import Api
+from tinsmith.client.uplink.api import Api
 from tinsmith.errors import NotFoundError, TinkerError
 from tinsmith.types.tokenizers import MAX_TOKENIZER_FILE_BYTES, TOKENIZER_FILES, TokenizerFile
 from tinsmith.wire import endpoints

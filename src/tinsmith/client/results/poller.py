@@ -25,7 +25,7 @@ from tinsmith.types import (
 from tinsmith.wire import endpoints
 
 if TYPE_CHECKING:
-    from tinsmith.client.connection.api import Api
+    from tinsmith.client.uplink.api import Api
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class CompletionPoller:
         clone_id: int,
         keep: Callable[[asyncio.Task[None]], None],
     ) -> None:
-        """`keep` is given the background task, to be cancelled when the connection ends."""
+        """`keep` is given the background task, to be cancelled when the uplink ends."""
         self._api = api
         self._target = SamplingSessionFuturesTarget(
             sampling_session_id=sampling_session_id, cloned_sampler_id=clone_id

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tinsmith.client.connection.api import decode, invalid_answer
 from tinsmith.client.results import queue_state
+from tinsmith.client.uplink.api import decode, invalid_answer
 from tinsmith.errors import (
     APIResponseValidationError,
     APIStatusError,
@@ -38,8 +38,8 @@ from tinsmith.types.protocol import PROTOBUF
 from tinsmith.wire import endpoints, proto
 
 if TYPE_CHECKING:
-    from tinsmith.client.connection.connection import Connection
     from tinsmith.client.results.poller import CompletionPoller
+    from tinsmith.client.uplink.uplink import Uplink
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ def sample_kind(promise: UntypedAPIFuture) -> ResultKind[SampleResponse]:
 
 
 async def retrieve(
-    connection: Connection,
+    uplink: Uplink,
     promise: UntypedAPIFuture,
     kind: ResultKind[T],
     *,
@@ -104,7 +104,7 @@ async def retrieve(
     `roundtrip_seconds` is how long accepting took; the service is told. With a
     `poller`, nothing is asked before that has seen the request finish.
     """
-    asking = _Asking(connection, promise, kind.request_type, roundtrip_seconds)
+    asking = _Asking(uplink, promise, kind.request_type, roundtrip_seconds)
     if kind.is_protobuf:
         asking.headers["Accept"] = PROTOBUF
     async with contextlib.AsyncExitStack() as held:
@@ -136,12 +136,12 @@ class _Asking:
 
     def __init__(
         self,
-        connection: Connection,
+        uplink: Uplink,
         promise: UntypedAPIFuture,
         request_type: str,
         roundtrip_seconds: float,
     ) -> None:
-        self._connection = connection
+        self._uplink = uplink
         self._request_id = promise.request_id
         self.headers = {
             "X-Tinker-Request-Type": request_type,
@@ -155,7 +155,7 @@ class _Asking:
     async def ask(self) -> tuple[Response, dict[str, Any] | None]:
         """A response, and what it says if it is not the result itself. Failures that do not mean
         anything about the request are waited out here."""
-        return await self._connection.api.repeater.run(lambda _: self._ask_once(), POLLING)
+        return await self._uplink.api.repeater.run(lambda _: self._ask_once(), POLLING)
 
     async def _ask_once(self) -> tuple[Response, dict[str, Any] | None]:
         try:
@@ -175,7 +175,7 @@ class _Asking:
         headers = {**self.headers, "X-Tinker-Request-Iteration": str(self._iteration)}
         self.headers.pop(_ROUNDTRIP, None)  # told once
         self._iteration += 1
-        return await self._connection.api.send(
+        return await self._uplink.api.send(
             endpoints.RETRIEVE_FUTURE,
             FutureRetrieveRequest(
                 request_id=self._request_id, allow_metadata_only=self._allow_metadata_only
@@ -187,7 +187,7 @@ class _Asking:
 
     async def make_room(self, num_bytes: int, held: contextlib.AsyncExitStack) -> None:
         """Reserve room for a result of that size; then it is asked for itself."""
-        await held.enter_async_context(self._connection.response_budget.hold(num_bytes))
+        await held.enter_async_context(self._uplink.response_budget.hold(num_bytes))
         self._allow_metadata_only = False
 
     async def pause_unless_held(self, seconds: float) -> None:

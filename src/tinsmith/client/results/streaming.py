@@ -19,8 +19,8 @@ from typing import Any
 
 import orjson
 
-from tinsmith.client.connection.connection import Connection
 from tinsmith.client.futures import explain_blocking
+from tinsmith.client.uplink.uplink import Uplink
 from tinsmith.errors import APIConnectionError, APIResponseValidationError, RequestFailedError
 from tinsmith.transport.base import Response
 from tinsmith.transport.retry import RetryPolicy
@@ -50,9 +50,9 @@ class SampleStream:
     Memory does not grow with the length: the server is read as fast as the loop takes.
     """
 
-    def __init__(self, connection: Connection, request: SampleRequest, policy: RetryPolicy) -> None:
+    def __init__(self, uplink: Uplink, request: SampleRequest, policy: RetryPolicy) -> None:
         """`policy` is for opening the stream; one that breaks later is not begun again."""
-        self._connection = connection
+        self._uplink = uplink
         self._request = request
         self._policy = policy
 
@@ -63,23 +63,23 @@ class SampleStream:
         explain_blocking("a plain loop over a stream", "use async for")
         reader = _Reader(self._pieces())
         try:
-            while (piece := self._connection.submit(reader.next).result()) is not None:
+            while (piece := self._uplink.submit(reader.next).result()) is not None:
                 yield piece
         finally:
-            self._connection.submit(reader.close).result()
+            self._uplink.submit(reader.close).result()
 
     async def __aiter__(self) -> AsyncIterator[StreamedTokens]:
         reader = _Reader(self._pieces())
         try:
-            while (piece := await self._connection.submit(reader.next)) is not None:
+            while (piece := await self._uplink.submit(reader.next)) is not None:
                 yield piece
         finally:
-            await self._connection.submit(reader.close)
+            await self._uplink.submit(reader.close)
 
     async def _pieces(self) -> Any:  # an async generator, driven on the I/O loop alone
         left = self._request.num_samples
         async with AsyncExitStack() as stack:
-            head, body = await self._connection.api.repeater.run(
+            head, body = await self._uplink.api.repeater.run(
                 lambda _: stack.enter_async_context(self._opened()), self._policy
             )
             if head.media_type != EVENT_STREAM:
@@ -96,7 +96,7 @@ class SampleStream:
         raise APIConnectionError(head.request, "The stream ended before its sequences did.")
 
     def _opened(self) -> AbstractAsyncContextManager[tuple[Response, AsyncIterator[bytes]]]:
-        return self._connection.api.stream(endpoints.SAMPLE_STREAM, self._request)
+        return self._uplink.api.stream(endpoints.SAMPLE_STREAM, self._request)
 
 
 class _Reader:

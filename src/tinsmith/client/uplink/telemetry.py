@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from tinsmith.client.connection.api import Api
-from tinsmith.client.connection.tags import current_tags
-from tinsmith.client.connection.user_errors import find_user_error
+from tinsmith.client.uplink.api import Api
+from tinsmith.client.uplink.tags import current_tags
+from tinsmith.client.uplink.user_errors import find_user_error
 from tinsmith.errors import APIError
 from tinsmith.transport.base import Request
 from tinsmith.transport.config import PROTOCOL_VERSION
@@ -49,7 +49,7 @@ CLOSE_SECONDS = 2.0
 
 
 class Telemetry:
-    """One per connection. The `log` methods may be called from any thread."""
+    """One per uplink. The `log` methods may be called from any thread."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 
-from tinsmith.client.connection.api import Api
+from tinsmith.client.uplink.api import Api
 from tinsmith.errors import APIStatusError, TinkerError
 from tinsmith.transport.config import PROTOCOL_VERSION
 from tinsmith.transport.retry import NO_RETRY, RetryPolicy

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from tests.support.scripted_server import Answer
-from tinsmith.client.connection import session
-from tinsmith.client.connection.connection import Connection
-from tinsmith.client.connection.loop import io_loop, submit
 from tinsmith.client.rest import RestClient
 from tinsmith.client.service import ServiceClient
+from tinsmith.client.uplink import session
+from tinsmith.client.uplink.loop import io_loop, submit
+from tinsmith.client.uplink.uplink import Uplink
 from tinsmith.errors import (
     APIStatusError,
     AuthenticationError,
@@ -365,7 +365,7 @@ def test_a_refused_key_is_refused_once(stub: Any, service: ServiceClient) -> Non
     assert stub.count("/client/config") == 1
 
 
-def test_rest_clients_of_one_key_share_a_connection(stub: Any) -> None:
+def test_rest_clients_of_one_key_share_an_uplink(stub: Any) -> None:
     one = RestClient(base_url=stub.url, api_key="tml-a")
     two = RestClient(base_url=stub.url + "/", api_key="tml-a")
     other = RestClient(base_url=stub.url, api_key="tml-b")
@@ -420,12 +420,12 @@ def test_switches_are_refreshed_and_kept_when_that_fails(
 ) -> None:
     monkeypatch.setattr(session, "MIN_REFRESH_SECONDS", 0.03)
     stub.switches = {"refresh_interval_sec": 0}
-    connection = make_service().holder
+    uplink = make_service().holder
     stub.switches = {"refresh_interval_sec": 0, "sample_cancel_enabled": True}
-    assert settle(lambda: connection.get_client_dynamic_config().sample_cancel_enabled)
+    assert settle(lambda: uplink.get_client_dynamic_config().sample_cancel_enabled)
     stub.on(DYNAMIC, Answer(500))
     time.sleep(0.1)
-    assert connection.get_client_dynamic_config().sample_cancel_enabled
+    assert uplink.get_client_dynamic_config().sample_cancel_enabled
 
 
 def test_deprecation_notes_are_shown_once(
@@ -479,11 +479,11 @@ def test_a_forked_child_is_told_instead_of_hanging(stub: Any, service: ServiceCl
     os.close(read)
 
 
-def test_an_opened_connection_survives_impatient_callers(stub: Any, service: ServiceClient) -> None:
+def test_an_opened_uplink_survives_impatient_callers(stub: Any, service: ServiceClient) -> None:
     stub.on(CONFIG, Answer(200, {}, delay=0.2))
-    connection = service._session_connection()
-    assert isinstance(connection, Connection)
-    impatient = submit(connection.ready())
+    uplink = service._session_uplink()
+    assert isinstance(uplink, Uplink)
+    impatient = submit(uplink.ready())
     time.sleep(0.05)
     impatient.cancel()
     service.create_sampling_client(base_model="m")

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
-from tinsmith.client.connection.stats import Stats
+from tinsmith.client.uplink.stats import Stats
 from tinsmith.errors import APIError, APIResponseValidationError, ValidationError
 from tinsmith.transport import urls
 from tinsmith.transport.base import Request, Response, Transport

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tinsmith import extras
-from tinsmith.client.connection.tags import current_tags
+from tinsmith.client.uplink.tags import current_tags
 from tinsmith.errors import TinkerError
 
 _OFF: AbstractContextManager[None] = nullcontext()

@@ -15,9 +15,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from tinsmith.client.connection.api import Api
-from tinsmith.client.connection.loop import AwaitableFuture, io_loop, submit
-from tinsmith.client.connection.session import (
+from tinsmith.client.futures import AwaitableConcurrentFuture, explain_blocking
+from tinsmith.client.uplink.api import Api
+from tinsmith.client.uplink.loop import AwaitableFuture, io_loop, submit
+from tinsmith.client.uplink.session import (
     Cancellations,
     Switches,
     fetch_switches,
@@ -25,9 +26,8 @@ from tinsmith.client.connection.session import (
     is_alive,
     release_sampler,
 )
-from tinsmith.client.connection.telemetry import Telemetry
-from tinsmith.client.connection.tracing import Spans
-from tinsmith.client.futures import AwaitableConcurrentFuture, explain_blocking
+from tinsmith.client.uplink.telemetry import Telemetry
+from tinsmith.client.uplink.tracing import Spans
 from tinsmith.errors import ClosedError, NotFoundError, TinkerError
 from tinsmith.transport.config import PROTOCOL_VERSION, ClientConfig
 from tinsmith.transport.destination import warn_of_strange_destination
@@ -58,7 +58,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSession:
-    """A session that is created when the connection opens."""
+    """A session that is created when the uplink opens."""
 
     user_metadata: dict[str, str] | None = None
     display_name: str | None = None
@@ -73,7 +73,7 @@ class ExistingSession:
     switches: ClientDynamicConfigResponse
 
 
-class Connection:
+class Uplink:
     """Opens with the first call that needs it. Any thread may call `submit` and the counters.
 
     Without a session (`session=None`) it serves the REST calls alone.
@@ -115,12 +115,12 @@ class Connection:
         weakref.finalize(self, _release, self._loop, self._tasks, self.api).atexit = False
 
     def __repr__(self) -> str:
-        return f"<Connection to {self.config.base_url}, session {self._session_id}>"
+        return f"<Uplink to {self.config.base_url}, session {self._session_id}>"
 
     # --- opening and closing ------------------------------------------------------------------
 
-    async def ready(self) -> Connection:
-        """This connection, open. Many may ask at once; a failed attempt is repeated by the next."""
+    async def ready(self) -> Uplink:
+        """This uplink, open. Many may ask at once; a failed attempt is repeated by the next."""
         if self._is_closed:
             raise ClosedError("the client is closed; create a new one")
         if not self._is_open:
@@ -130,7 +130,7 @@ class Connection:
             await asyncio.shield(self._opening)
         return self
 
-    def open(self) -> Connection:
+    def open(self) -> Uplink:
         """The same for plain code: blocks."""
         if self._is_open and not self._is_closed:
             return self
@@ -268,7 +268,7 @@ class Connection:
             self._ended.discard(task)
 
     def keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run in the background until the connection ends."""
+        """Run in the background until the uplink ends."""
         self.keep_task(asyncio.create_task(work))
 
     def keep_task(self, task: asyncio.Task[None]) -> None:
@@ -316,7 +316,7 @@ class Connection:
         return self._session_id
 
     def get_client_config(self) -> ClientConfigResponse:
-        """The service's switches, fixed when the connection opened."""
+        """The service's switches, fixed when the uplink opened."""
         return self._client_config or ClientConfigResponse()
 
     def get_client_dynamic_config(self) -> ClientDynamicConfigResponse:
