@@ -32,7 +32,7 @@ def test_samples_come_as_text_and_as_json(run: Run, run_json: Any, byte_tokenize
     assert "--- 2 ---" in run("sample", FAKE, "hello", "-n", "2", *options).stdout
 
 
-def test_a_prompt_may_come_from_a_file_and_be_a_turn_of_a_chat(
+def test_a_prompt_may_come_from_a_file_and_be_a_message_of_a_chat(
     run_json: Any, run: Run, byte_tokenizer: Path, paths: Paths
 ) -> None:
     options = ("--tokenizer", str(byte_tokenizer), "--max-tokens", "4", "--temperature", "0")
@@ -62,8 +62,8 @@ def test_a_chat_keeps_its_history(
         stdin="one\ntwo\n/reset\nthree\n/exit\nnever\n",
     )
     assert result.exit_code == 0, result.output
-    turns = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [turn["user"] for turn in turns] == ["one", "two", "three"]
+    exchanges = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [exchange["user"] for exchange in exchanges] == ["one", "two", "three"]
     assert seen == [2, 4, 2]
 
 

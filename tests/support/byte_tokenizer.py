@@ -1,4 +1,4 @@
-"""A tokenizer for the fake engine, without a hub: a token is a byte, and 0 ends a turn."""
+"""A tokenizer for the fake engine, without a hub: a token is a byte, and 0 ends a message."""
 
 from __future__ import annotations
 

@@ -52,13 +52,13 @@ _CHAT_TOKENS = (
     *("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
 )
-"""By which the models that people train tell turns apart."""
+"""By which the models that people train tell messages apart."""
 
 _FIRST_BYTE = 100
 
 
 def save_chat_tokenizer(folder: Path) -> None:
-    """A token per byte, and one for each mark between turns of any family; 90 to 99 are free."""
+    """A token per byte, and one for each mark between messages of any family; 90 to 99 are free."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {piece: number for number, piece in enumerate(_CHAT_TOKENS)}
     vocabulary |= {piece: _FIRST_BYTE + number for number, piece in enumerate(alphabet)}

@@ -67,7 +67,7 @@ def random(*shape: int, seed: int) -> Tensor:
     return numbers.to(HALF).float()
 
 
-def results(dtype: torch.dtype, device: torch.device, *, takes_turns: bool) -> dict[str, Tensor]:
+def results(dtype: torch.dtype, device: torch.device, *, is_interleaved: bool) -> dict[str, Tensor]:
     """Both products and all their gradients, under several adapters, some rows under none."""
     pool = AdapterPool(CONFIG, device, dtype)
     adapters = []
@@ -88,7 +88,7 @@ def results(dtype: torch.dtype, device: torch.device, *, takes_turns: bool) -> d
     routing = Routing(scores.topk(2).indices.to(device), NUM_EXPERTS)
     batch = Batch(routing, segments)
     halves = (slice(INNER), slice(INNER, None))
-    columns = (slice(0, None, 2), slice(1, None, 2)) if takes_turns else halves
+    columns = (slice(0, None, 2), slice(1, None, 2)) if is_interleaved else halves
     weight, bias = given(NUM_EXPERTS, HIDDEN, 2 * INNER, seed=10), given(6, 2 * INNER, seed=11)
     x = given(NUM_TOKENS, HIDDEN, seed=12)
     up = Up(x, ExpertWeights(weight, bias, columns), batch, (0, "experts_up"))
@@ -106,15 +106,15 @@ def results(dtype: torch.dtype, device: torch.device, *, takes_turns: bool) -> d
     return found | {f"adapter {n}": buffer.flat for n, buffer in enumerate(buffers)}
 
 
-@pytest.mark.parametrize("takes_turns", [False, True])
+@pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["float32", "half"])
 def test_products_of_experts_and_their_gradients(
-    dtype: torch.dtype, takes_turns: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, is_interleaved: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = results(dtype, device, takes_turns=takes_turns)
+    found = results(dtype, device, is_interleaved=is_interleaved)
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "are_usable", lambda x: False)
-        expected = results(torch.float32, device, takes_turns=takes_turns)
+        expected = results(torch.float32, device, is_interleaved=is_interleaved)
     relative = 1e-5 if dtype == torch.float32 else 2e-2
     for name, wanted in expected.items():
         difference = (found[name].float() - wanted).abs().max()

@@ -21,7 +21,7 @@ from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model import verification
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.experts.router import Router
-from tinsmith.engine.local.model.experts.routing import Owners, Routing
+from tinsmith.engine.local.model.experts.routing import Routing, TokenAdapters
 from tinsmith.engine.local.model.families import DecoderConfig, read_config
 from tinsmith.engine.local.model.foreign.config import is_foreign
 from tinsmith.engine.local.model.foreign.describing import read_foreign_config
@@ -51,7 +51,7 @@ def test_tiles_cover_every_row_once_and_never_mix_experts_or_owners(
     if adapters is not None:
         runs = len(adapters)
         of_token = torch.tensor([adapters[n * runs // num_tokens] for n in range(num_tokens)])
-        owners = Owners(of_token, runs)
+        owners = TokenAdapters(of_token, runs)
     tiles = routing.tiles(4, owners)
     covered: list[int] = []
     for first, count in tiles.table.t().tolist():
@@ -113,7 +113,7 @@ def test_nothing_of_a_decoding_step_depends_on_what_the_router_chooses() -> None
         assert routing.offsets.shape == (NUM_EXPERTS,)
         assert routing.edges(torch.zeros(3, dtype=torch.int64)).shape == (NUM_EXPERTS, 3)
         assert routing.tiles(4).table.shape == (2, 8)
-        assert routing.tiles(4, Owners(adapters, 6)).table.shape == (2, 12)
+        assert routing.tiles(4, TokenAdapters(adapters, 6)).table.shape == (2, 12)
         with pytest.raises(DataDependentOutputException):
             routing.host_edges((6,))
 

@@ -34,11 +34,11 @@ def plain_heads(
     if norms is not None:
         q, k = plain_norm(q, norms[0]), plain_norm(k, norms[1])
 
-    def turn(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         left, right = x.chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
-    return turn(q), turn(k), v
+    return rotated(q), rotated(k), v
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:

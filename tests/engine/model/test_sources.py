@@ -152,7 +152,9 @@ def test_of_two_processes_one_converts_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.real_model
-def test_the_embedded_model_loads_quickly_and_ends_turns_rightly(real_model_folder: Path) -> None:
+def test_the_embedded_model_loads_quickly_and_ends_messages_rightly(
+    real_model_folder: Path,
+) -> None:
     from transformers import AutoTokenizer
 
     began = time.perf_counter()

@@ -209,7 +209,7 @@ async def test_tokens_that_the_sampler_has_not_read_so_are_left_to_the_routers(
 async def test_the_last_token_of_a_sample_is_left_to_the_router_where_a_datum_goes_on(
     server: TestServer,
 ) -> None:
-    """As in a conversation, whose next turn follows behind it."""
+    """As in a conversation, whose next message follows behind it."""
     (sequence,) = (await sampled(server.api)).sequences
     tokens = [*PROMPT, *sequence.tokens, 9]
     datum = datum_of(tokens, str(sequence.sequence_id))

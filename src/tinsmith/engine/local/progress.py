@@ -1,6 +1,6 @@
 """Progress of what is done before a model can be served: fetching and converting.
 
-The engine's process logs each stage to a logger of its own; the process's owner, who reads its
+The engine's process logs each stage to a logger of its own; the process's caller, who reads its
 output, hands it on to the logger of the same name. `tinsmith serve` shows that at every log level.
 """
 

@@ -135,7 +135,7 @@ class EngineListener:
 
 
 class _Stranger:
-    """The owner of a channel until its engine is known."""
+    """Who hears a channel until its engine is known."""
 
     def __init__(self, listener: EngineListener) -> None:
         self._listener = listener

@@ -22,13 +22,13 @@ class TlsStream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
         self._sock = sock
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def sendall(self, data: Buffer, /) -> None:
         rest = memoryview(data).cast("B")
         while rest:
             try:
-                with self._turn:
+                with self._lock:
                     sent = self._sock.send(rest)
             except ssl.SSLWantWriteError:
                 self._wait(select.POLLOUT)
@@ -38,7 +38,7 @@ class TlsStream:
     def recv_into(self, buffer: memoryview, /) -> int:
         while True:
             try:
-                with self._turn:
+                with self._lock:
                     return self._sock.recv_into(buffer)
             except ssl.SSLWantReadError:
                 self._wait(select.POLLIN)

@@ -1,1 +1,1 @@
-"""Between the engine's owner and its process: frames, messages, and the process itself."""
+"""Between an engine's process and its caller: frames, messages, and the process itself."""

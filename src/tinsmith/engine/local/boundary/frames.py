@@ -1,4 +1,4 @@
-"""Frames: how Python values cross the socket between an engine's owner and its process.
+"""Frames: how Python values cross the socket between an engine's process and its caller.
 
 A frame is one pickled value whose large arrays travel beside the pickle, unchanged: they are
 written from the memory they lie in and, on arrival, stay in the memory they were received
@@ -190,7 +190,7 @@ def read(stream: Stream) -> Iterator[Any]:
         yield from decoder.advance(received)
 
 
-class ChannelOwner(Protocol):
+class Receiver(Protocol):
     """Who is told what happens on a `Channel`."""
 
     def message_received(self, message: Any) -> None: ...
@@ -201,19 +201,19 @@ class ChannelOwner(Protocol):
 class Channel(asyncio.BufferedProtocol):
     """One end of a stream, of any kind of socket, under asyncio."""
 
-    def __init__(self, owner: ChannelOwner) -> None:
-        self.owner = owner
+    def __init__(self, receiver: Receiver) -> None:
+        self.receiver = receiver
         self.is_lost = False
         self._decoder = Decoder()
         self._transport: asyncio.Transport | None = None
 
     @classmethod
-    async def open(cls, sock: socket.socket, owner: ChannelOwner) -> Channel:
+    async def open(cls, sock: socket.socket, receiver: Receiver) -> Channel:
         loop = asyncio.get_running_loop()
         connect = (
             loop.create_unix_connection if sock.family == socket.AF_UNIX else loop.create_connection
         )
-        _, channel = await connect(lambda: cls(owner), sock=sock)
+        _, channel = await connect(lambda: cls(receiver), sock=sock)
         return channel
 
     @property
@@ -254,8 +254,8 @@ class Channel(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         for message in self._decoder.advance(nbytes):
-            self.owner.message_received(message)
+            self.receiver.message_received(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_lost = True
-        self.owner.channel_lost(exc)
+        self.receiver.channel_lost(exc)

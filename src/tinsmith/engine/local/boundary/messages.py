@@ -1,7 +1,7 @@
-"""Messages: what an engine's owner and its process say to each other.
+"""Messages: what an engine's process and its caller say to each other.
 
-The owner sends one message a frame; the process sends lists of them, because one decoding
-turn advances many jobs. Every request has a number, chosen by the owner, and ends with exactly
+The caller sends one message a frame; the process sends lists of them, because one decoding
+turn advances many jobs. Every request has a number, chosen by the caller, and ends with exactly
 one `Result`, `Done` or `Trouble` of that number, unless it is abandoned; streams have `Item`s
 before it. `Beat`s come in between, at regular times, also during a long turn.
 """
@@ -25,7 +25,7 @@ class Patience(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """The first message of an engine that connected to its owner: who it is."""
+    """The first message of an engine that connected to its caller: who it is."""
 
     slot: int
     epoch: int
@@ -44,7 +44,7 @@ class SharedFile(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The owner's first message: what to build. Answered like request number 0."""
+    """The caller's first message: what to build. Answered like request number 0."""
 
     core: str
     """Where the core class is, as `module:name`; it is called with `config`."""
@@ -66,7 +66,7 @@ class Request(NamedTuple):
 
 
 class Abandon(NamedTuple):
-    """The owner no longer wants the rest of this stream."""
+    """The caller no longer wants the rest of this stream."""
 
     number: int
 

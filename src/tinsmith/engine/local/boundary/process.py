@@ -1,14 +1,14 @@
 """The engine's own process: `python -m tinsmith.engine.local.boundary.process FD`.
 
-FD is a connected socket whose other end belongs to the owner (`engine.py`); an engine on another
-machine has connected to its owner (`engine/remote/joining.py`). The first message says which core
+FD is a connected socket whose other end belongs to the caller (`engine.py`); an engine on another
+machine has connected to its caller (`engine/remote/joining.py`). The first message says which core
 to build; after it one thread receives requests, one sends replies, and the main thread
 works (`worker.py`). A thread of its own sends signs of life, which also say how long the present
-turn has taken and may take; by them the owner tells a process that hangs from one that has much to
+turn has taken and may take; by them the caller tells a process that hangs from one that has much to
 do.
 
-The process ends when the socket closes, which also happens when the owner dies: no orphans.
-It ignores Ctrl-C, because when to stop is for the owner to decide. The mathematics is the core's.
+The process ends when the socket closes, which also happens when the caller dies: no orphans.
+It ignores Ctrl-C, because when to stop is for the caller to decide. The mathematics is the core's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BEAT_SECONDS = 1.0
 
 
 class Outbox:
-    """Sends frames from a thread of its own, so that a slow owner never delays the core."""
+    """Sends frames from a thread of its own, so that a slow caller never delays the core."""
 
     def __init__(self, stream: frames.Stream) -> None:
         self._stream = stream
@@ -120,7 +120,7 @@ def be_first_to_go() -> None:
 
 
 def _refused(message: list[Reply] | None) -> int:
-    """There is nothing to start: the owner has gone, or says why it does not want this engine."""
+    """There is nothing to start: the caller has gone, or says why it does not want this engine."""
     if message is None:
         logger.error("the server closed the connection before it said what to start")
     for reply in message or ():
@@ -162,7 +162,7 @@ def _receive(messages: Iterator[Incoming], inbox: queue.SimpleQueue[Incoming]) -
         for message in messages:
             inbox.put(message)
     except OSError as error:
-        logger.warning("the socket to the engine's owner failed: %s", error)
+        logger.warning("the socket to the engine's caller failed: %s", error)
     finally:
         inbox.put(None)
     # The main thread normally ends the process before this does, unless its turn is a long one.

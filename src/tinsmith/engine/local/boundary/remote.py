@@ -53,7 +53,7 @@ class RemoteEngine(Engine):
     async def take(self, channel: Channel, start: Start) -> None:
         """Take over an open channel; returns when the engine behind it is ready for calls."""
         self._channel = channel
-        channel.owner = self
+        channel.receiver = self
         if channel.is_lost:
             self.channel_lost(None)
         await self._ask(start)

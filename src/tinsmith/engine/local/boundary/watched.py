@@ -18,7 +18,7 @@ HEALTH_SECONDS = 1.0
 """Most time to wait for the engine's own view; a long turn keeps it from answering."""
 
 WATCH_SECONDS = 1.0
-"""How often the owner looks at the engine's signs of life."""
+"""How often the caller looks at the engine's signs of life."""
 
 
 class WatchedEngine(RemoteEngine):

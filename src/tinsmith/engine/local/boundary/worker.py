@@ -501,7 +501,7 @@ class Worker:
                 return
             if isinstance(value, Health):
                 value = dataclasses.replace(value, busy_seconds=self._busy_seconds)
-        # One request's failure must not stop the loop; the owner is told.
+        # One request's failure must not stop the loop; the caller is told.
         except Exception as error:
             self._report([request.number], request.method, error)
         else:

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinsmith.engine.local.kernels.launching import Launcher
-from tinsmith.engine.local.model.experts.routing import Owners, Routing, Tiles
+from tinsmith.engine.local.model.experts.routing import Routing, Tiles, TokenAdapters
 
 _WIDE_BLOCK = 128
 _MAX_RANKS = 128
@@ -55,17 +55,17 @@ class Matrices(NamedTuple):
 
 
 class Sorted(NamedTuple):
-    """Rows and who they belong to: adapters' numbers, negative for none."""
+    """Rows and their adapters: numbers, negative for none."""
 
     routing: Routing
-    owners: Owners
+    adapters: TokenAdapters
 
     @property
     def tiles(self) -> Tiles:
         """Of one expert and adapter each."""
         average = self.routing.num_rows // self.routing.num_experts
         num_rows = _MANY_ROWS if average >= _MANY_ROWS else _FEW_ROWS
-        return self.routing.tiles(num_rows, self.owners)
+        return self.routing.tiles(num_rows, self.adapters)
 
 
 def product(
@@ -211,7 +211,7 @@ def add_gradients(
 
 def _places(rows: Sorted, tiles: Tiles) -> tuple[Tensor | int, ...]:
     routing, table = rows.routing, tiles.table
-    return rows.owners.adapters, routing.tokens, routing.experts, table, table.shape[1]
+    return rows.adapters.of_tokens, routing.tokens, routing.experts, table, table.shape[1]
 
 
 def _found_at(matrices: Matrices) -> tuple[Tensor | int, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tinsmith.engine.local.kernels import low_rank
 from tinsmith.engine.local.kernels.low_rank import Columns, Rows
-from tinsmith.engine.local.model.experts.routing import Owners
+from tinsmith.engine.local.model.experts.routing import TokenAdapters
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments, GradientBuffer, Layout
 
 _Key = tuple[int | None, str]
@@ -179,12 +179,12 @@ class Group:
         return torch.tensor(self._runs).t().contiguous().to(self.stack.device)
 
     @functools.cached_property
-    def owners(self) -> Owners:
+    def token_adapters(self) -> TokenAdapters:
         """The number of each row's adapter, negative for none."""
         numbers = torch.full((self._batch_rows,), -1)
         for start, stop, number in self._runs:
             numbers[start:stop] = number
-        return Owners(numbers.to(self.stack.device), 2 * len(self._runs) + 1)
+        return TokenAdapters(numbers.to(self.stack.device), 2 * len(self._runs) + 1)
 
     def on_rows(self, runs: Sequence[tuple[int, int, int]], batch_rows: int) -> Group:
         return Group(self._stack, runs, batch_rows)
@@ -209,9 +209,9 @@ def _all_groups(adapters: AdapterSegments) -> list[Group]:
             numbers[index] = (adapter.layout, len(same))
             same.append(index)
     runs: dict[Layout, list[tuple[int, int, int]]] = {}
-    for (start, stop, adapter), owner in zip(adapters.runs, adapters.owners, strict=True):
+    for (start, stop, adapter), origin in zip(adapters.runs, adapters.origins, strict=True):
         if adapter is not None:
-            layout, number = numbers[owner]
+            layout, number = numbers[origin]
             runs.setdefault(layout, []).append((start, stop, number))
     if adapters is not root:
         of_root = {group.layout: group for group in root.groups or ()}

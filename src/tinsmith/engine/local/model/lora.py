@@ -312,7 +312,7 @@ class AdapterSegments:
         self.root = self
         """The segments of the whole batch, where these are of some of its rows."""
 
-        self.owners: tuple[int, ...] = tuple(range(len(self.runs)))
+        self.origins: tuple[int, ...] = tuple(range(len(self.runs)))
         """For each run the one of `root` that it comes from."""
 
         self._active: dict[tuple[int | None, str], list[ActiveRun]] = {}
@@ -344,16 +344,16 @@ class AdapterSegments:
         """The segments of a smaller batch made of `rows` of this one, in that order."""
         index = rows.cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
         stops = np.array([stop for _, stop, _ in self.runs])
-        owners = np.searchsorted(stops, index, side="right")
-        edges = np.flatnonzero(np.diff(owners)) + 1
+        origins = np.searchsorted(stops, index, side="right")
+        edges = np.flatnonzero(np.diff(origins)) + 1
         bounds = [0, *edges.tolist(), len(index)]
         runs: list[Run] = []
         sources: list[int] = []
         for start, stop in itertools.pairwise(bounds):
             if stop > start:
-                sources.append(int(owners[start]))
+                sources.append(int(origins[start]))
                 runs.append((start, stop, self.runs[sources[-1]][2]))
         gathered = AdapterSegments(runs, [self.gradients[source] for source in sources])
         gathered.root = self.root
-        gathered.owners = tuple(self.owners[source] for source in sources)
+        gathered.origins = tuple(self.origins[source] for source in sources)
         return gathered

@@ -24,7 +24,7 @@ class UnsupportedModelError(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary position embedding of a layer: the frequencies by which positions turn."""
+    """Rotary position embedding of a layer: the frequencies by which positions rotate."""
 
     theta: float
     head_dim: int
@@ -51,11 +51,11 @@ class Rope:
 
     def _llama3(self, frequencies: Tensor) -> Tensor:
         """Long waves are stretched by `factor`, short ones kept, those between blended."""
-        turns = self.original_context * frequencies / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        rotations = self.original_context * frequencies / (2 * math.pi)
+        kept = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         blended = kept * frequencies + (1 - kept) * frequencies / self.factor
-        is_long = turns < self.low_freq_factor
-        is_between = ~is_long & (turns <= self.high_freq_factor)
+        is_long = rotations < self.low_freq_factor
+        is_between = ~is_long & (rotations <= self.high_freq_factor)
         return torch.where(
             is_between, blended, torch.where(is_long, frequencies / self.factor, frequencies)
         )
@@ -63,14 +63,14 @@ class Rope:
     def _yarn(self, frequencies: Tensor) -> Tensor:
         """The same idea with a ramp that is linear in the index of the dimension."""
 
-        def dimension(turns: float) -> float:
-            waves = self.original_context / (turns * 2 * math.pi)
+        def dimension(rotations: float) -> float:
+            waves = self.original_context / (rotations * 2 * math.pi)
             return self.head_dim * math.log(waves) / (2 * math.log(self.theta))
 
         low = max(math.floor(dimension(self.beta_fast)), 0)
         high = min(math.ceil(dimension(self.beta_slow)), self.head_dim - 1)
         index = torch.arange(self.head_dim // 2, dtype=torch.float32)
-        # Swapped betas turn the ramp round, as they do in transformers.
+        # Swapped betas reverse the ramp, as they do in transformers.
         stretched = ((index - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
         return (1 - stretched) * frequencies + stretched * frequencies / self.factor
 

@@ -18,7 +18,7 @@ from tinsmith.engine.local.kernels import experts as kernels
 from tinsmith.engine.local.kernels.decode_lora import TiledAdapters
 from tinsmith.engine.local.kernels.experts import Matrices, Sorted
 from tinsmith.engine.local.model.experts.mlp import ExpertMlp
-from tinsmith.engine.local.model.experts.routing import Owners, Routing
+from tinsmith.engine.local.model.experts.routing import Routing, TokenAdapters
 from tinsmith.engine.local.model.experts.steering import Steer
 from tinsmith.engine.local.model.families import Projection
 from tinsmith.engine.local.model.pointwise import Activation, swiglu
@@ -31,7 +31,7 @@ class ExpertAdapters(NamedTuple):
     """The adapters of a step, as a layer of experts needs them."""
 
     tiled: TiledAdapters
-    owners: Owners
+    token_adapters: TokenAdapters
     """The number of each row's adapter."""
 
     up: Placed
@@ -46,7 +46,7 @@ class ExpertAdapters(NamedTuple):
         narrow = routing.expanded(inner.sum(dim=0))
         for module, part in enumerate(y.split(projection.outputs, dim=1)):
             matrices = self._matrices(self.up, 1 + module)
-            rows = Sorted(routing, self.owners)
+            rows = Sorted(routing, self.token_adapters)
             kernels.expand(part, narrow[:, module], matrices, rows, scales=True)
 
     def add_down(self, y: Tensor, x: Tensor, routing: Routing, shares: Tensor) -> None:
@@ -55,7 +55,7 @@ class ExpertAdapters(NamedTuple):
         index, projection = self.down
         narrow = torch.zeros(len(x), self.tiled.max_rank, device=x.device)
         matrices = self._matrices(self.down, 0)
-        kernels.shrink(x, matrices, Sorted(routing, self.owners), narrow, scales=False)
+        kernels.shrink(x, matrices, Sorted(routing, self.token_adapters), narrow, scales=False)
         # (S, R) to (B, R), as a sum over one share of the inputs, for one module.
         inner = routing.weighed_sums(narrow, shares)[None, :, None]
         self.tiled.expand(y, inner.contiguous(), index, projection)

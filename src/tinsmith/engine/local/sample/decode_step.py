@@ -32,7 +32,7 @@ from tinsmith.engine.local.model import pointwise
 from tinsmith.engine.local.model.blocks import DenseMlp
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.experts.mlp import ExpertMlp, SharedExpert
-from tinsmith.engine.local.model.experts.routing import Owners
+from tinsmith.engine.local.model.experts.routing import TokenAdapters
 from tinsmith.engine.local.model.experts.steering import Steer
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import Adapter
@@ -187,7 +187,9 @@ class DecodeStep:
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         tiles = tiles_of_rows(rows, self._group) if decoder.is_invariant else None
-        owners = Owners(self._table.adapters[:count], count) if shape.num_tiles else None
+        token_adapters = (
+            TokenAdapters(self._table.adapters[:count], count) if shape.num_tiles else None
+        )
         choices = self._table.choices(count)
         y: Tensor | None = None
         for index, layer in enumerate(decoder.layers):
@@ -218,7 +220,7 @@ class DecodeStep:
             z = self._add_and_norm(x, y, layer.mlp_norm)
             if isinstance(layer.mlp, ExpertMlp):
                 steer = None if choices is None else functools.partial(choices, index)
-                y = self._experts(z, layer.mlp, index, shape, owners, steer)
+                y = self._experts(z, layer.mlp, index, shape, token_adapters, steer)
             else:
                 y = self._mlp(z, layer.mlp, index, shape)
             if layer.post_mlp_norm is not None:
@@ -250,14 +252,14 @@ class DecodeStep:
         mlp: ExpertMlp,
         index: int,
         shape: StepShape,
-        owners: Owners | None,
+        token_adapters: TokenAdapters | None,
         steer: Steer | None,
     ) -> Tensor:
-        """`owners` are the numbers of the rows' adapters, where there is any."""
+        """`token_adapters` are the numbers of the rows' adapters, where there is any."""
         adapters = None
-        if owners is not None:
+        if token_adapters is not None:
             up, down = (self._projections[index, name] for name in ("experts_up", "experts_down"))
-            adapters = ExpertAdapters(self._tiled(shape), owners, up, down)
+            adapters = ExpertAdapters(self._tiled(shape), token_adapters, up, down)
         y = run_experts(x, mlp, self._decoder.config.activation, adapters, steer)
         if mlp.shared is None:
             return y

@@ -174,7 +174,7 @@ class Generator:
 
     def cancel(self, job_id: str) -> None:
         """Give up a job, of which no event follows. Unknown and finished ones are ignored."""
-        self._events = [(owner, event) for owner, event in self._events if owner != job_id]
+        self._events = [(other, event) for other, event in self._events if other != job_id]
         self._compiling.cancel(job_id)
         request = self._requests.get(job_id)
         if request is not None:

@@ -165,9 +165,9 @@ class MixedStep:
 
 def requests_of(chunks: list[Chunk], running: list[Sequence]) -> list[Request]:
     """The requests behind some work, each once."""
-    owners = [chunk.prefill.request for chunk in chunks]
-    owners += [sequence.request for sequence in running]
-    return list(dict.fromkeys(owners))
+    requests = [chunk.prefill.request for chunk in chunks]
+    requests += [sequence.request for sequence in running]
+    return list(dict.fromkeys(requests))
 
 
 def _by_adapter(

@@ -178,9 +178,9 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]  # torch is unann
 
 
 def _is_concatenated(module: Any) -> bool:
-    """Whether all gates come before all ups, or one of each in turn.
+    """Whether all gates come before all ups, or the two are interleaved.
 
-    Older releases of `transformers` do not say it: there, a layer that takes turns has a gate of
+    Older releases of `transformers` do not say it: there, an interleaved layer has a gate of
     its own in place of the one that all share.
     """
     said = getattr(module, "is_concatenated", None)

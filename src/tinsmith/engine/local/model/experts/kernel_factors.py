@@ -116,7 +116,7 @@ class _Own:
                 )
 
     def _rows(self, group: Group) -> Sorted:
-        return Sorted(self._routing, group.owners)
+        return Sorted(self._routing, group.token_adapters)
 
     def _matrices(self, group: Group, module: int) -> Matrices:
         offset, size = self._place(group, module)

@@ -27,19 +27,19 @@ class Tiles(NamedTuple):
     """Most rows of a tile."""
 
 
-class Owners:
-    """Who the tokens belong to, of one expert's rows or another's."""
+class TokenAdapters:
+    """The adapters of tokens, of one expert's rows or another's."""
 
-    def __init__(self, adapters: Tensor, most: int) -> None:
-        """`adapters` (T,) has a number for each token, of which those of one adapter lie together;
+    def __init__(self, of_tokens: Tensor, most: int) -> None:
+        """`of_tokens` (T,) has a number for each token, of which those of one adapter lie together;
         there are `most` runs of one number at most."""
-        self.adapters = adapters
+        self.of_tokens = of_tokens
         self.most = most
 
     @functools.cached_property
     def numbers(self) -> Tensor:
         """(T,): a number that rises from run to run."""
-        is_other = self.adapters[1:] != self.adapters[:-1]
+        is_other = self.of_tokens[1:] != self.of_tokens[:-1]
         return F.pad(is_other.cumsum(0), (1, 0))
 
 
@@ -55,7 +55,7 @@ class Routing:
         """(S,) The token of each row."""
 
         self._host_edges: dict[tuple[int, ...], list[list[int]]] = {}
-        self._tiles: dict[tuple[int, Owners | None], Tiles] = {}
+        self._tiles: dict[tuple[int, TokenAdapters | None], Tiles] = {}
 
     @property
     def num_rows(self) -> int:
@@ -108,19 +108,19 @@ class Routing:
             self._host_edges[points] = self.edges(on_device).tolist()
         return self._host_edges[points]
 
-    def tiles(self, num_rows: int, owners: Owners | None = None) -> Tiles:
-        """The rows in tiles of up to `num_rows`, of one expert each and where given one owner."""
-        key = (num_rows, owners)
+    def tiles(self, num_rows: int, adapters: TokenAdapters | None = None) -> Tiles:
+        """The rows in tiles of up to `num_rows`, of one expert each and where given one adapter."""
+        key = (num_rows, adapters)
         if key not in self._tiles:
-            self._tiles[key] = self._divided(num_rows, owners)
+            self._tiles[key] = self._divided(num_rows, adapters)
         return self._tiles[key]
 
-    def _divided(self, num_rows: int, owners: Owners | None) -> Tiles:
-        keys, num_owners = self.experts, 1
-        if owners is not None:
-            num_owners = owners.most
-            keys = keys * num_owners + self.expanded(owners.numbers)
-        total, num_keys = self.num_rows, min(self.num_rows, self.num_experts * num_owners)
+    def _divided(self, num_rows: int, adapters: TokenAdapters | None) -> Tiles:
+        keys, num_runs = self.experts, 1
+        if adapters is not None:
+            num_runs = adapters.most
+            keys = keys * num_runs + self.expanded(adapters.numbers)
+        total, num_keys = self.num_rows, min(self.num_rows, self.num_experts * num_runs)
         num_tiles = min(total, total // num_rows + num_keys)
         # Every so many rows of a key begin a tile. Each row knows its tile's number, from 1 on.
         row = torch.arange(total, device=keys.device)

@@ -9,8 +9,8 @@ import { classOf, hideCard, token, tokenBlock, toldOf } from "../tokens.js";
 
 const MOST_LANES = 3;
 const ALTERNATIVES = 5;
-const state = { isChat: true, models: [], lanes: [], turns: [], prompt: "" };
-/* A turn is {user, replies}; a reply belongs to a lane: {text, block, finish, isDone}. */
+const state = { isChat: true, models: [], lanes: [], exchanges: [], prompt: "" };
+/* An exchange is {user, replies}; a reply belongs to a lane: {text, block, finish, isDone}. */
 let running = new Set(); // the AbortController of each answer under way
 
 page(async () => {
@@ -41,12 +41,12 @@ function controls() {
   on("completion-mode", "click", () => setMode(false));
   on("add-model", "click", () => {
     state.lanes.push(state.models.find((model) => !state.lanes.includes(model)) ?? state.lanes[0]);
-    for (const turn of state.turns) turn.replies.push(newReply());
+    for (const exchange of state.exchanges) exchange.replies.push(newReply());
     keep();
   });
   on("clear", "click", () => {
     stopAll();
-    state.turns = [];
+    state.exchanges = [];
     show();
   });
   on("copy-as", "click", showCode);
@@ -74,7 +74,7 @@ function controls() {
 function setMode(isChat) {
   stopAll();
   state.isChat = isChat;
-  state.turns = [];
+  state.exchanges = [];
   $("chat-mode").setAttribute("aria-pressed", String(isChat));
   $("completion-mode").setAttribute("aria-pressed", String(!isChat));
   $("system-field").hidden = !isChat;
@@ -109,18 +109,18 @@ function submit() {
   const text = $("prompt").value;
   if (!text.trim() || running.size) return;
   if (state.isChat) {
-    state.turns.push({ user: text, replies: state.lanes.map(newReply) });
+    state.exchanges.push({ user: text, replies: state.lanes.map(newReply) });
     $("prompt").value = "";
-  } else state.turns = [{ user: text, replies: state.lanes.map(newReply) }];
-  answerTurn(state.turns.length - 1, sharedSeed());
+  } else state.exchanges = [{ user: text, replies: state.lanes.map(newReply) }];
+  answerExchange(state.exchanges.length - 1, sharedSeed());
 }
 
 /** Lanes are asked with the same seed, so that they differ by their weights alone. */
 const sharedSeed = () => ($("seed").value === "" ? Math.floor(Math.random() * 2 ** 31) : Number($("seed").value));
 
-function answerTurn(index, seed) {
-  state.turns.length = index + 1;
-  state.turns[index].replies = state.lanes.map(newReply);
+function answerExchange(index, seed) {
+  state.exchanges.length = index + 1;
+  state.exchanges[index].replies = state.lanes.map(newReply);
   show();
   state.lanes.forEach((_, lane) => answer(index, lane, seed));
 }
@@ -128,7 +128,7 @@ function answerTurn(index, seed) {
 const newReply = () => ({ text: "", block: tokenBlock("Answer, token by token"), finish: "", isDone: false });
 
 async function answer(index, lane, seed) {
-  const reply = state.turns[index].replies[lane];
+  const reply = state.exchanges[index].replies[lane];
   const controller = new AbortController();
   running.add(controller);
   busy();
@@ -175,11 +175,11 @@ function requestOf(index, lane, seed) {
     model: state.lanes[lane], max_tokens: Number($("max-tokens").value), temperature: Number($("temperature").value),
     top_p: Number($("top-p").value), ...(Number.isFinite(seed) && { seed }), ...($("stop").value && { stop: $("stop").value }), stream: true,
   };
-  if (!state.isChat) return ["/completions", { ...shared, prompt: state.turns[index].user, logprobs: ALTERNATIVES }];
+  if (!state.isChat) return ["/completions", { ...shared, prompt: state.exchanges[index].user, logprobs: ALTERNATIVES }];
   const messages = $("system").value ? [{ role: "system", content: $("system").value }] : [];
-  state.turns.slice(0, index + 1).forEach((turn, i) => {
-    messages.push({ role: "user", content: turn.user });
-    if (i < index) messages.push({ role: "assistant", content: turn.replies[lane].text });
+  state.exchanges.slice(0, index + 1).forEach((exchange, i) => {
+    messages.push({ role: "user", content: exchange.user });
+    if (i < index) messages.push({ role: "assistant", content: exchange.replies[lane].text });
   });
   return ["/chat/completions", { ...shared, messages, logprobs: true, top_logprobs: ALTERNATIVES }];
 }
@@ -197,7 +197,7 @@ function show() {
   $("add-model").hidden = state.lanes.length >= MOST_LANES;
   fill($("lanes"), state.lanes.map((model, lane) => h("section", { class: "lane card", "aria-label": `Model ${lane + 1}` },
     laneHead(model, lane),
-    state.turns.length ? state.turns.map((turn, index) => turnOf(turn, index, lane)) : h("p", { class: "muted hint" }, state.isChat ? "Say something below." : "The text goes on here."))));
+    state.exchanges.length ? state.exchanges.map((exchange, index) => exchangeOf(exchange, index, lane)) : h("p", { class: "muted hint" }, state.isChat ? "Say something below." : "The text goes on here."))));
 }
 
 function laneHead(model, lane) {
@@ -209,7 +209,7 @@ function laneHead(model, lane) {
   const remove = h("button", { class: "small", "aria-label": `Remove model ${lane + 1}`, onclick: () => {
     stopAll();
     state.lanes.splice(lane, 1);
-    for (const turn of state.turns) turn.replies.splice(lane, 1);
+    for (const exchange of state.exchanges) exchange.replies.splice(lane, 1);
     keep();
   } }, "Remove");
   return h("div", { class: "lane-head" }, select, state.lanes.length > 1 ? remove : null);
@@ -221,18 +221,18 @@ function labelOf(model) {
   return run ? `${name} · ${state.nameOf(run)}` : model;
 }
 
-function turnOf(turn, index, lane) {
-  const reply = turn.replies[lane];
+function exchangeOf(exchange, index, lane) {
+  const reply = exchange.replies[lane];
   reply.end ??= h("p", { class: "reply-end small muted" });
   showFinish(reply);
-  if (!state.isChat) return h("div", { class: "reply completion" }, h("span", { class: "given" }, turn.user), reply.block, reply.end, again(index));
+  if (!state.isChat) return h("div", { class: "reply completion" }, h("span", { class: "given" }, exchange.user), reply.block, reply.end, again(index));
   return [
-    h("div", { class: "said" }, h("p", {}, turn.user), h("button", { class: "small", onclick: () => edit(index) }, "Edit")),
-    h("div", { class: "reply" }, reply.block, reply.end, index === state.turns.length - 1 ? again(index) : null),
+    h("div", { class: "said" }, h("p", {}, exchange.user), h("button", { class: "small", onclick: () => edit(index) }, "Edit")),
+    h("div", { class: "reply" }, reply.block, reply.end, index === state.exchanges.length - 1 ? again(index) : null),
   ];
 }
 
-const again = (index) => h("button", { class: "small", onclick: () => !running.size && answerTurn(index, sharedSeed()) }, "Regenerate");
+const again = (index) => h("button", { class: "small", onclick: () => !running.size && answerExchange(index, sharedSeed()) }, "Regenerate");
 
 const ENDS = { length: "Ended: most tokens reached", stopped: "Stopped by you", stop: "" };
 
@@ -244,15 +244,15 @@ function showFinish(reply) {
 
 function edit(index) {
   stopAll();
-  $("prompt").value = state.turns[index].user;
-  state.turns.length = index;
+  $("prompt").value = state.exchanges[index].user;
+  state.exchanges.length = index;
   show();
   $("prompt").focus();
 }
 
 function showCode() {
-  if (!state.turns.length) return notify(state.isChat ? "Send a message first; the code repeats it." : "Complete a text first; the code repeats it.");
-  const [path, body] = requestOf(state.turns.length - 1, 0, $("seed").value === "" ? undefined : Number($("seed").value));
+  if (!state.exchanges.length) return notify(state.isChat ? "Send a message first; the code repeats it." : "Complete a text first; the code repeats it.");
+  const [path, body] = requestOf(state.exchanges.length - 1, 0, $("seed").value === "" ? undefined : Number($("seed").value));
   const plain = { ...body };
   delete plain.stream;
   const both = [["curl", curl(path, plain)], ["Python", python(path, plain)]];
