@@ -1,6 +1,6 @@
 """What holds requests back before they are sent: counts, bytes, back-pressure, billing.
 
-All of it runs on the I/O loop and is shared by every client of one service client.
+All of it runs on the I/O loop and is shared by every client of one uplink.
 """
 
 from __future__ import annotations

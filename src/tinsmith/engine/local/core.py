@@ -3,8 +3,8 @@
 It owns the base models, the adapters that train on them, the samplers, which are frozen copies, and
 one generator for each base model that is being sampled. The mathematics is in the modules it
 puts together; here is decided what a call means. Everything is checked before anything is
-computed, so a user's mistake becomes a `Failure` and changes nothing. The process around it
-(`process.py`) decides whose turn it is.
+computed, so a user's mistake becomes a `Failure` and changes nothing. The worker
+(`boundary/worker.py`) decides whose turn it is.
 """
 
 from __future__ import annotations

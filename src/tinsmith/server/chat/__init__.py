@@ -1,1 +1,1 @@
-"""Endpoints that speak text: the OpenAI-compatible messages, chat templates and detokenizing."""
+"""Endpoints that speak text: messages as OpenAI and Anthropic have them, and chat templates."""

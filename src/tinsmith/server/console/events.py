@@ -1,9 +1,9 @@
 """What happens in runs, told to whoever looks: events of what has just been recorded.
 
 An event is made when the end that it tells of is on disk, and only if somebody looks. Its id is the
-number of the entry in the store, so a reader who was away is first told what the store has after
-the last id he saw; he misses nothing and hears nothing twice. A reader who does not read is let go
-and comes back the same way. What is no entry there (sessions, keys, queues, what is done to
+number of the entry in the store, so readers who were away are first told what the store has after
+the last id they saw: they miss nothing and hear nothing twice. A reader who does not read is let
+go and comes back the same way. What is no entry there (sessions, keys, queues, what is done to
 checkpoints) is told to who is there, without an id.
 """
 

@@ -157,7 +157,7 @@ class Endings:
             )
 
     def _tell(self, model: ModelRecord, number: int, step: StepRecord) -> None:
-        """Whoever listens is beside the way: his trouble must not keep later ends from the disk."""
+        """Listeners come second: their trouble must not keep later ends from the disk."""
         try:
             self._on_step(model, number, step)
         except Exception:

@@ -181,8 +181,8 @@ M = TypeVar("M", bound=Resident)
 
 
 def in_order_of_leaving(models: Iterable[M]) -> list[M]:
-    """Who holds most loses first, until he holds as many as the next; of his the one idle longest.
-    So who holds no more than an even part of what may stay loses none."""
+    """The owner who holds most loses first, the model idle longest, until another holds as many.
+    So one who holds no more than an even part of what may stay loses none."""
     place: Counter[str] = Counter()
     ranked = []
     for model in sorted(models, key=lambda m: m.last_used_at, reverse=True):

@@ -1,8 +1,8 @@
-"""How much of the engine's time each owner has had, and each of his models.
+"""How much of the engine's time each owner has had, and each of their models.
 
 The unit is seconds. Before a pass runs it counts with what its tokens are expected to take, and
-afterwards with what it took: a loss that sorts costs more than one that adds. Who was idle does
-not save up turns: he begins where those stand who are being served. Pure bookkeeping.
+afterwards with what it took: a loss that sorts costs more than one that adds. An owner who
+was idle saves up no turns, and begins where those who are being served stand. Pure bookkeeping.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The store's records: one plain value per row.
 
 The tables in `schema` are made of these fields, so a column is written here and nowhere else (and
-once in the migration that adds it). Moments are seconds since the epoch (UTC).
+once in the migration that adds it). Moments are seconds since 1970 (UTC).
 
 The log of a model is its operations in the order of `seq_id`; the row of seq_id 0 created it.
 """

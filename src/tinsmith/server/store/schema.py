@@ -1,6 +1,6 @@
 """The tables, once for both databases: each is made of the fields of its record.
 
-Moments are seconds since the epoch in double precision, because SQLite has no type for them and
+Moments are seconds since 1970 in double precision, because SQLite has no type for them and
 comparisons are all we do.
 """
 

@@ -51,7 +51,7 @@ class Store:
 
         `blobs_in` is where large requests and results are kept: a folder, or what holds them.
         `max_owner_bytes` bounds what one owner's checkpoints and unnamed samplers take, and
-        `max_example_bytes` what his examples take; `loss_bounds` do so for losses.
+        `max_example_bytes` what their examples take; `loss_bounds` do so for losses.
         `open_writer` says how writes are carried out, where that is not by a thread of their own.
         `fence` is of a server among several: nothing is written once another has taken over.
         """

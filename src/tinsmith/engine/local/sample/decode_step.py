@@ -116,7 +116,7 @@ class DecodeStep:
         self._adapters.forget(adapter)
 
     def _take_seats(self, running: list[Sequence]) -> None:
-        """Who was in the last step keeps his seat; others take those of who is not in this one."""
+        """Who was in the last step keeps its seat; others take seats of those not in this one."""
         kept = {sequence: self._seats.get(sequence) for sequence in running}
         free = iter(set(range(len(self._last))) - set(kept.values()))
         self._seats = {

@@ -255,7 +255,7 @@ class Scheduler:
         return Counter(sequence.request.scope for sequence in self.running)
 
     def _max_rows(self) -> int:
-        """Fewer where several scopes have work. Whoever is alone gets more little by little: his
+        """Fewer where several scopes have work. Whoever is alone gets more little by little: a
         neighbour may be back for the next step, and would wait for all of its rows."""
         scopes = {*self._rows(), *self._parked.scopes, *self._waiting.scopes}
         scopes.update(prefill.request.scope for prefill in self.prefilling)

@@ -1,6 +1,6 @@
 """Sampling work in progress: a request, the prefills it needs, and its sequences.
 
-These hold state and know how an answer is put together. Who runs when is decided in `generation`.
+These hold state and know how an answer is put together. Who runs when is decided in `scheduler`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Decoupled weight decay, bias correction and clipping of the gradient's global norm, with the
 parameters that came with this step; they may differ from one step to the next. An adapter has
 its own moments and its own norm, so no model feels another's step. Gradients are what
-`training` left in the adapter, and a step consumes them.
+`passes` left in the adapter, and a step consumes them.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Steps:
     async def since(
         self, entry_id: int, owner: str, model_id: str | None, limit: int
     ) -> Sequence[StepRecord] | None:
-        """What was recorded after an entry for an owner, or for one run of his, in order; None
+        """What was recorded after an entry for an owner, or for one of their runs, in order; None
         when too much was recorded since, or some of it has left the log."""
         posted, logged, models = schema.steps, schema.operations, schema.models
         is_asked = models.c.owner == owner

@@ -1,1 +1,1 @@
-"""Checkpoints whose files hold weights in few bits, read by the layouts that others publish."""
+"""Models whose files hold weights in few bits, read by the layouts that others publish."""

@@ -1,4 +1,4 @@
-"""A checkpoint in few bits as one in full: written once, a tensor at a time.
+"""A model in few bits as one in full: written once, a tensor at a time.
 
 What comes out is a model folder like any other, so that everything that reads a base model (the
 decoder, `transformers`, exports, comparisons) reads this one. Its weights have the type that the
@@ -171,6 +171,6 @@ class PackedFiles:
 
 def _tensor(stored: Stored) -> torch.Tensor:
     if stored.dtype not in _STORED_TYPES:
-        raise EngineError(f"a tensor of type {stored.dtype} is not read from packed checkpoints")
+        raise EngineError(f"a tensor of type {stored.dtype} is not read from packed files")
     data = torch.frombuffer(bytearray(stored.read_bytes()), dtype=_STORED_TYPES[stored.dtype])
     return data.reshape(stored.shape)

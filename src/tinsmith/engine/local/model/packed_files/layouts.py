@@ -80,7 +80,7 @@ def packed_weights(quantization: Mapping[str, Any], stored: _Tensors) -> dict[st
     if method not in LAYOUTS:
         raise UnsupportedModelError(
             f"its weights are stored as {layout_name(quantization)!r}, which is not read; known: "
-            f"{', '.join(LAYOUTS)}; take the checkpoint in full, and serve it with --base-weights"
+            f"{', '.join(LAYOUTS)}; take the model in full, and serve it with --base-weights"
         )
     found = dict(LAYOUTS[method](quantization, stored))
     used = {name for packed in found.values() for name in packed.parts.values()}
@@ -155,8 +155,7 @@ def _compressed(quantization: Mapping[str, Any], stored: _Tensors) -> _Found:
         elif name.endswith(".weight") and tensor.dtype in (*_FP8, "I8"):
             if len(blocks) > 1:
                 raise UnsupportedModelError(
-                    f"the layers of its checkpoint have scales for blocks of {', '.join(blocks)}; "
-                    "one size is known"
+                    f"the layers have scales for blocks of {', '.join(blocks)}; one size is known"
                 )
             block = next(iter(blocks.values()), None)
             yield name, _scaled(stored, name, f"{name}_scale", _block(block, name))
@@ -175,7 +174,7 @@ def _packed_words(stored: _Tensors, plain: str) -> tuple[str, Packed]:
     )
     shape_name = f"{plain}_shape"
     if shape_name not in stored:
-        raise EngineError(f"the checkpoint has {plain}_packed and no {shape_name}")
+        raise EngineError(f"the model has {plain}_packed and no {shape_name}")
     integers = {"I32": "<i4", "I64": "<i8"}.get(stored[shape_name].dtype)
     if integers is None:
         raise _misshapen(shape_name, stored[shape_name])
@@ -328,7 +327,7 @@ def _parts(
     missing = [name for name in needed.values() if name not in stored]
     if missing:
         has = next(name for name in needed.values() if name in stored)
-        raise EngineError(f"the checkpoint has {has!r} and no {missing[0]!r}")
+        raise EngineError(f"the model has {has!r} and no {missing[0]!r}")
     extra = {role: name for role, name in (optional or {}).items() if name in stored}
     return {**needed, **extra}
 
