@@ -233,7 +233,7 @@ def read(folder: Path) -> Backup:
         facts = json.loads((folder / _FACTS).read_bytes())
         form = facts.pop("form")
         if form != _FORM:
-            raise ValidationError(f"the backup {folder} has form {form}; a later release made it")
+            raise ValidationError(f"the backup {folder} has format {form}; a later release made it")
         files = {path: FileRecord(**record) for path, record in facts.pop("files").items()}
         return Backup(files=files, **facts)
     except FileNotFoundError:

@@ -32,14 +32,14 @@ def split(data: Sequence[Datum], *, max_items: int, max_bytes: int) -> Iterator[
     A datum above `max_bytes` still gets a chunk of its own: whether it is too
     large is for the server to say, and its answer names the limit.
     """
-    run: list[Datum] = []
+    chunk: list[Datum] = []
     size = 0
     for datum in data:
         nbytes = datum.nbytes
-        if run and (len(run) == max_items or size + nbytes > max_bytes):
-            yield run
-            run, size = [], 0
-        run.append(datum)
+        if chunk and (len(chunk) == max_items or size + nbytes > max_bytes):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(datum)
         size += nbytes
-    if run:
-        yield run
+    if chunk:
+        yield chunk

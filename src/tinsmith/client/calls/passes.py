@@ -95,29 +95,29 @@ class Passes:
         # Checked before an id is taken: a mistake here must not leave a gap.
         inputs = [ForwardBackwardInput(each, loss_fn, loss_fn_config) for each in cut]
         ids = self._turns.reserve(len(cut))
-        runs = [
+        chunks = [
             _Chunk(seq_id, each, AwaitableConcurrentFuture(Future()))
             for seq_id, each in zip(ids, inputs, strict=True)
         ]
-        future = self._uplink.submit(self._run, runs, forward_only).future()
+        future = self._uplink.submit(self._run, chunks, forward_only).future()
         self._turns.release_after(future, ids, self._uplink.get_loop())
-        parts = tuple(run.part for run in runs)
+        parts = tuple(chunk.part for chunk in chunks)
         future.add_done_callback(lambda done: _settle_parts(done, parts))
         return PassFuture(future, parts)
 
-    async def _run(self, runs: list[_Chunk], forward_only: bool) -> ForwardBackwardOutput:
+    async def _run(self, chunks: list[_Chunk], forward_only: bool) -> ForwardBackwardOutput:
         with self._uplink.spans.span(
             "forward" if forward_only else "forward_backward",
             model_id=self._model_id,
-            seq_id=runs[0].seq_id,
-            datums=sum(len(run.inputs.data) for run in runs),
-            chunks=len(runs),
+            seq_id=chunks[0].seq_id,
+            datums=sum(len(chunk.inputs.data) for chunk in chunks),
+            chunks=len(chunks),
         ):
             started = time.monotonic()
-            promises = await self._post_all(runs, forward_only)
+            promises = await self._post_all(chunks, forward_only)
             kind = pass_kind(forward_only=forward_only)
 
-            async def fetch(promise: UntypedAPIFuture, run: _Chunk) -> ForwardBackwardOutput:
+            async def fetch(promise: UntypedAPIFuture, chunk: _Chunk) -> ForwardBackwardOutput:
                 output = await retrieve(
                     self._uplink,
                     promise,
@@ -125,21 +125,21 @@ class Passes:
                     roundtrip_seconds=time.monotonic() - started,
                     observer=self._observer,
                 )
-                _settle(run.part.future(), output)
+                _settle(chunk.part.future(), output)
                 return output
 
-            outputs = await asyncio.gather(*map(fetch, promises, runs))
+            outputs = await asyncio.gather(*map(fetch, promises, chunks))
             return combine(outputs)
 
-    async def _post_all(self, runs: list[_Chunk], forward_only: bool) -> list[UntypedAPIFuture]:
-        first, *rest = runs
+    async def _post_all(self, chunks: list[_Chunk], forward_only: bool) -> list[UntypedAPIFuture]:
+        first, *rest = chunks
         if not self._uplink.get_client_config().parallel_fwdbwd_chunks:
-            posted = (self._post(run, forward_only) for run in runs)
+            posted = (self._post(chunk, forward_only) for chunk in chunks)
             return list(await asyncio.gather(*posted))
         # The service starts with the first id. It is sent last, so that all others are there by
         # then and the service can run them together.
         later = await asyncio.gather(
-            *(self._post(run, forward_only, after=first.seq_id) for run in rest),
+            *(self._post(chunk, forward_only, after=first.seq_id) for chunk in rest),
             return_exceptions=True,
         )
         refusal = next((each for each in later if isinstance(each, BaseException)), None)
@@ -152,15 +152,15 @@ class Passes:
         return promises + [each for each in later if isinstance(each, UntypedAPIFuture)]
 
     async def _post(
-        self, run: _Chunk, forward_only: bool, *, after: int | None = None
+        self, chunk: _Chunk, forward_only: bool, *, after: int | None = None
     ) -> UntypedAPIFuture:
         cls = ForwardRequest if forward_only else ForwardBackwardRequest
-        num_bytes = sum(datum.nbytes for datum in run.inputs.data)
+        num_bytes = sum(datum.nbytes for datum in chunk.inputs.data)
         async with (
-            self._turns.take(run.seq_id, after=after),
+            self._turns.take(chunk.seq_id, after=after),
             self._uplink.pass_budget.hold(num_bytes),
         ):
-            body = proto.encode_pass(cls(run.inputs, self._model_id, run.seq_id))
+            body = proto.encode_pass(cls(chunk.inputs, self._model_id, chunk.seq_id))
             headers = {}
             if self._uplink.get_client_config().proto_compress_fwdbwd:
                 body = await asyncio.to_thread(zstd.compress, body)

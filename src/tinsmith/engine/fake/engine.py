@@ -1,6 +1,6 @@
 """`FakeEngine`: the engine interface without torch.
 
-It keeps every promise of the interface (order, failure as a value, exact saves, frozen
+It keeps every rule of the interface (order, failure as a value, exact saves, frozen
 samplers, seeds, streams, cancelling) over the toy model of `model`, in microseconds a call.
 It trains: a datum it has seen becomes more likely. What it leaves out, it refuses by name.
 """

@@ -53,7 +53,7 @@ class TiledAdapters(NamedTuple):
 
     max_rank: int
     is_aligned: bool
-    """A promise that every address is a multiple of 16 bytes and every rank one of 8."""
+    """Whether every address is a multiple of 16 bytes and every rank one of 8."""
 
     def new_inner(self, x: Tensor, projection: Projection) -> Tensor:
         """Room for what `shrink` finds: (S, B, modules, R), a sum over S shares of the inputs."""

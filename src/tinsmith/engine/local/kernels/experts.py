@@ -51,7 +51,7 @@ class Matrices(NamedTuple):
     is_b: bool
     max_rank: int
     is_aligned: bool
-    """A promise that every first number is at a multiple of 16 bytes, ranks and `size` of 8."""
+    """Whether every first number is at a multiple of 16 bytes, ranks and `size` of 8."""
 
 
 class Sorted(NamedTuple):

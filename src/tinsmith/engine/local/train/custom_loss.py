@@ -4,7 +4,7 @@ What a node receives and returns is a dense tensor, a number, or a tuple of thos
 can reach nothing else. What a node may cost is looked at before it runs (`custom_work`).
 
 Graphs run on the CPU whatever the model runs on: there an index out of range is an error of
-that graph, while on a GPU it would take down the device with every tenant on it.
+that graph, while on a GPU it would take down the device with every model on it.
 """
 
 from __future__ import annotations
