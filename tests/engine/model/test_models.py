@@ -149,7 +149,16 @@ def test_packing_in_deterministic_mode_is_refused(three: dict[str, Path]) -> Non
         models_of(three, deterministic=True, pack_weights=True)
 
 
-FOREIGN = {
+FOREIGN: dict[str, dict[str, Any]] = {
+    # Calls attention with the mask by name.
+    "AfmoeConfig": {
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_dense_layers": 1,
+        "sliding_window": 8,
+    },
     "GPTNeoXConfig": {"num_key_value_heads": None},
     "StableLmConfig": {"use_qkv_bias": True},
     "Phi3Config": {},
@@ -241,6 +250,13 @@ def test_another_architecture_samples_what_transformers_generates(
         ("Llama4TextConfig", {"num_local_experts": 4}, "experts are not in the form.*'llama'"),
         ("MambaConfig", {}, "attend in the usual way|linear layers"),
         ("CohereConfig", {}, "more between hidden states and logits"),
+        # What five tokens do not show: chunks, and a window that attention is not told of.
+        (
+            "Llama4TextConfig",
+            {"moe_layers": [], "num_local_experts": 0, "attention_chunk_size": 64},
+            "the mask of its layer 0",
+        ),
+        ("PhimoeConfig", {"num_local_experts": 4, "sliding_window": 64}, "the mask of its layer 0"),
     ],
 )
 def test_an_architecture_that_does_not_fit_is_refused_with_the_reason(

@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.engine.conftest import build_reference
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
-from tinsmith.engine.local.model import verification
+from tinsmith.engine.local.model import families, verification
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.families import read_config
@@ -31,6 +31,7 @@ from tinsmith.types import LoraConfig
 
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
+KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 
 # From the fault to the variant of a tiny model, and what its config.json says besides.
 SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -76,6 +77,8 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "kinds of layers in a family without them": ("llama", KINDS),
+    "kinds of layers in a family that has them in another one's name": ("mistral", KINDS),
     "a tied flag beside a matrix of its own": ("llama", {"tie_word_embeddings": True}),
 }
 
@@ -239,6 +242,19 @@ def test_a_verified_model_is_not_compared_again_until_its_settings_change(
     for folder in (first, again, changed, first):
         core({"m": folder}, tmp_path / "cache").capabilities()
     assert compared == [first.name, changed.name]
+
+
+def test_a_window_larger_than_what_is_compared_is_compared_all_the_same(
+    respelled: Callable[[str, dict[str, Any]], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if Llamas had windows in our reading, and in that of transformers' settings."""
+    folder = respelled("llama", {**KINDS, "sliding_window": 100})
+    for module in (families, verification):
+        monkeypatch.setattr(module, "BY_LAYER_TYPES", ("llama",))
+    monkeypatch.setattr(verification, "NEVER_SLIDING", ())
+    config = read_config(folder)
+    assert config.layers[0].window == 100
+    assert verification.compare(folder, config) > verification.TOLERANCE
 
 
 def test_a_verification_takes_memory_for_a_few_layers_and_rows_only(

@@ -297,6 +297,13 @@ _NO_O_BIAS = ("qwen2", "qwen2_moe", "mixtral")
 
 _EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 
+BY_LAYER_TYPES = ("mistral", "qwen2", "qwen3", "qwen2_moe", "gemma2", "gemma3_text")
+"""Families whose layers are what `layer_types` says, where it is there; the others do not look at
+it. `transformers` takes a Mistral that has it for a Ministral."""
+
+NEVER_SLIDING = ("llama", "olmoe")
+"""Families that do not look at `sliding_window` either."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
@@ -415,7 +422,7 @@ class _Reader:
         """`full_attention` or `sliding_attention` for each layer."""
         values = self.values
         count = int(values["num_hidden_layers"])
-        kinds = values.get("layer_types")
+        kinds = values.get("layer_types") if self.family in BY_LAYER_TYPES else None
         if kinds is None:
             kinds = [
                 "sliding_attention" if self._slides(layer) else "full_attention"

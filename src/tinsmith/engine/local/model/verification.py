@@ -3,7 +3,8 @@
 Settings in `config.json` have many spellings, and reading one of them differently gives a model
 that talks and is wrong. So before a model is served, a small one is cut from it (one layer of each
 kind, a few experts, the first rows of the vocabulary, the settings as they stand), both libraries
-load that from disk, and their logits are compared, at short and at the longest positions. It takes
+load that from disk, and their logits are compared, at short and at the longest positions, beyond
+the attention's windows, which are made small. It takes
 memory for those few layers, in float32 on the CPU. The outcome is kept in the cache folder while
 the model's files, our code and `transformers` stay the same.
 """
@@ -23,7 +24,13 @@ import torch
 
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.families import DecoderConfig, read_config, read_settings
+from tinsmith.engine.local.model.families import (
+    BY_LAYER_TYPES,
+    NEVER_SLIDING,
+    DecoderConfig,
+    read_config,
+    read_settings,
+)
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.sources import quiet_transformers
 from tinsmith.engine.stored_tensors import Entry, encode_header, stored_tensors, weight_files
@@ -99,8 +106,9 @@ def _compare_kinds(folder: Path, config: DecoderConfig) -> None:
     from transformers import AutoConfig
 
     theirs = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
-    kinds = getattr(theirs, "layer_types", None)
-    window = getattr(theirs, "sliding_window", None)
+    family = theirs.model_type.replace("ministral", "mistral")
+    kinds = getattr(theirs, "layer_types", None) if family in BY_LAYER_TYPES else None
+    window = None if family in NEVER_SLIDING else getattr(theirs, "sliding_window", None)
     if kinds is None:
         kinds = ["sliding_attention" if window else "full_attention"] * theirs.num_hidden_layers
     expected = [window if kind == "sliding_attention" else None for kind in kinds]
@@ -137,6 +145,10 @@ def _cut(
     text = settings["text_config"] if isinstance(settings.get("text_config"), dict) else settings
     text["num_hidden_layers"] = len(layers)
     text["vocab_size"] = num_rows
+    windows = [spec.window for spec in config.layers if spec.window is not None]
+    if windows or text.get("sliding_window"):
+        # Of a large one nothing would be seen.
+        text["sliding_window"] = min([_NUM_TOKENS // 3, *windows])
     if text.get("layer_types") is not None:
         text["layer_types"] = [text["layer_types"][layer] for layer in layers]
     elif len(layers) > 1:

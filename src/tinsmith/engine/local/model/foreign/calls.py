@@ -77,7 +77,7 @@ class ForwardCall:
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        layer = self.config.attending.index(_number(module))
+        layer = self.config.attending.index(layer_number(module))
         size = v.shape[-1]
         q, k, v = (_widened(x[0].transpose(0, 1), self.config.head_dim) for x in (q, k, v))
         return self.attention(layer, q, k, v, options.get("s_aux"))[None, ..., :size]
@@ -98,7 +98,7 @@ class ForwardCall:
         return logits, torch.where(is_own, own_shares, shares), choices
 
     def recur(self, layer: RecurrentLayer, module: nn.Module, x: Tensor) -> Tensor:
-        place = self.config.recurring.index(_number(module))
+        place = self.config.recurring.index(layer_number(module))
         return layer.forward(module, x[0], self.attention.sequences, place)[None]
 
 
@@ -120,7 +120,7 @@ class ProbeCall:
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        layer = _number(module)
+        layer = layer_number(module)
         if layer in self.specs:
             raise UnsupportedModelError("its attention layers are not numbered")
         if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
@@ -145,11 +145,11 @@ class ProbeCall:
         return routed
 
     def recur(self, layer: RecurrentLayer, module: nn.Module, x: Tensor) -> Tensor:
-        self.states[_number(module)] = layer.state_shape(module)
+        self.states[layer_number(module)] = layer.state_shape(module)
         return torch.empty_like(x)
 
 
-def _number(module: nn.Module) -> int:
+def layer_number(module: nn.Module) -> int:
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise UnsupportedModelError("its attention layers are not numbered")
@@ -169,9 +169,15 @@ def calling(call: Call) -> Iterator[None]:
 
 
 def attention_function(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """`transformers`' form: (1, heads, N, D) in, (1, N, heads, D) out."""
+    options["mask"] = attention_mask
     return _CURRENT.get().attend(module, query, key, value, options), None
 
 

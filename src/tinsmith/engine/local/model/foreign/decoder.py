@@ -28,6 +28,7 @@ from tinsmith.engine.local.model.foreign.calls import (
     replace_routers,
 )
 from tinsmith.engine.local.model.foreign.config import ForeignConfig
+from tinsmith.engine.local.model.foreign.masks import check_masks
 from tinsmith.engine.local.model.images.settings import model_class
 from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.inputs import Seen
@@ -37,6 +38,7 @@ from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.sources import quiet_transformers
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
 from tinsmith.engine.local.ranks.models import cut_config
+from tinsmith.errors import EngineError
 
 
 def load_foreign(
@@ -72,7 +74,17 @@ def load_foreign(
         _keep_part(model, config)
         model = model.to(device)
     decoder = ForeignDecoder(config, model, image_cache_bytes, ranks)
-    if not agree(our_logits(decoder), expected.to(decoder.device), dtype):
+    try:
+        check_masks(decoder.text, config, decoder.device)
+        logits = our_logits(decoder)
+    except (EngineError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # foreign code: whatever it raises means that it does not fit
+        raise UnsupportedModelError(
+            f"{config.architecture} does not run with our attention, experts and adapters "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if not agree(logits, expected.to(decoder.device), dtype):
         raise UnsupportedModelError(
             f"{config.architecture} does more between hidden states and logits, or in its "
             f"attention, than we know of; supported model types: {', '.join(FAMILIES)}"
@@ -106,12 +118,12 @@ class ForeignDecoder(Decoder):
         self.device = model.device
         self.dtype = model.dtype
         self._model = model
-        self._text = text_model(model)
+        self.text = text_model(model)
         if config.images is not None:
             self.vision = Vision(config.images, model.base_model.visual, image_cache_bytes)
         head = model.get_output_embeddings()
         self.head = Linear(head.weight, head.bias)
-        self._text.set_attn_implementation(ATTENTION_NAME)
+        self.text.set_attn_implementation(ATTENTION_NAME)
         self._linears_adapted = [
             AdaptedLinear(model.get_submodule(projection.name), projection)
             for projection in config.projections
@@ -166,7 +178,7 @@ class ForeignDecoder(Decoder):
         else:
             inputs = self._with_images(tokens, positions, seen)
         with calling(ForwardCall(self.config, attention, adapters, self.ranks, steering)):
-            output = self._text(**inputs, use_cache=False)
+            output = self.text(**inputs, use_cache=False)
         return output.last_hidden_state[0]
 
     def _with_images(self, tokens: Tensor, positions: Tensor, seen: Seen) -> dict[str, Any]:

@@ -145,6 +145,11 @@ def _part(model: nn.Module, name: str) -> Part:
     return "attn" if "att" in f"{path} {kind}".lower() else "mlp"
 
 
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer and does no more: some routers are linear layers that choose."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
 def _projections(model: Any) -> Iterator[Projection]:
     """What is adapted inside the blocks, and the unembedding under the name `lm_head`."""
     _refuse_unknown_experts(model)
@@ -167,7 +172,7 @@ def _projections(model: Any) -> Iterator[Projection]:
             not_ours += (f"{name}.",)
         elif name.startswith(not_ours):
             continue
-        elif isinstance(module, nn.Linear) and name.rpartition(".")[2] not in _NOT_ADAPTED:
+        elif _is_linear(module) and name.rpartition(".")[2] not in _NOT_ADAPTED:
             part = _part(model, name)
             found.add(part)
             yield Projection(
