@@ -16,6 +16,16 @@ def test_numbers_in_quotes_are_refused() -> None:
         SamplingParams(max_tokens="5")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("token", [1.0, True])
+def test_what_is_almost_a_whole_number_is_refused(token: float) -> None:
+    assert tinker.ModelInput.from_ints([token]).to_ints() == [1]  # type: ignore[list-item]
+    with pytest.raises(ValidationError, match="tokens"):
+        tinsmith.ModelInput.from_ints([token])  # type: ignore[list-item]
+    assert tinker.TensorData(data=[1.5], dtype="int64").data == [1]
+    with pytest.raises(ValidationError, match="data"):
+        TensorData(data=[1.5], dtype="int64")
+
+
 def test_the_validation_error_is_ours_and_names_the_field() -> None:
     with pytest.raises(ValidationError) as caught:
         tinsmith.LoraConfig(rank="x")  # type: ignore[arg-type]

@@ -174,10 +174,17 @@ class Datum:
             raise error.under("model_input") from None
         return cls(model_input=model_input, loss_fn_inputs=tensors)
 
-    def model_dump(self, *, mode: str = "python", **_: Any) -> dict[str, Any]:
+    def model_dump(
+        self, *, mode: str = "python", exclude_none: bool = False, exclude_defaults: bool = False
+    ) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "mode": mode,
+            "exclude_none": exclude_none,
+            "exclude_defaults": exclude_defaults,
+        }
         return {
-            "model_input": self.model_input.model_dump(mode=mode),
-            "loss_fn_inputs": {k: t.model_dump(mode=mode) for k, t in self.loss_fn_inputs.items()},
+            "model_input": self.model_input.model_dump(**options),
+            "loss_fn_inputs": {k: t.model_dump(**options) for k, t in self.loss_fn_inputs.items()},
         }
 
     def to_wire(self) -> dict[str, Any]:

@@ -30,10 +30,11 @@ class _Plain(Frozen):
         values = {name: getattr(self, name) for name in self._names}
         return type(self)(**{**values, **(update or {})})
 
-    def model_dump_json(self, *, exclude_none: bool = False, **_: Any) -> str:
+    def model_dump_json(self, *, indent: int | None = None, exclude_none: bool = False) -> str:
         import orjson
 
-        return orjson.dumps(self.model_dump(mode="json", exclude_none=exclude_none)).decode()
+        plain = self.model_dump(mode="json", exclude_none=exclude_none)
+        return orjson.dumps(plain, option=orjson.OPT_INDENT_2 if indent else 0).decode()
 
     @classmethod
     def model_validate_json(cls, text: str | bytes) -> Self:
@@ -48,7 +49,23 @@ class _Plain(Frozen):
     def model_validate(cls, obj: Any) -> Self:
         raise NotImplementedError
 
-    def model_dump(self, **options: Any) -> dict[str, Any]:
+    def model_dump(
+        self,
+        *,
+        mode: str = "python",
+        include: set[str] | None = None,
+        exclude: set[str] | None = None,
+        exclude_none: bool = False,
+        exclude_defaults: bool = False,
+    ) -> dict[str, Any]:
+        fields = self._dump(mode=mode, exclude_none=exclude_none, exclude_defaults=exclude_defaults)
+        return {
+            name: value
+            for name, value in fields.items()
+            if (include is None or name in include) and name not in (exclude or ())
+        }
+
+    def _dump(self, **options: Any) -> dict[str, Any]:
         raise NotImplementedError
 
     def to_wire(self) -> dict[str, Any]:
@@ -109,7 +126,7 @@ class EncodedTextChunk(_Plain):
             raise ValidationError("EncodedTextChunk needs this field", "tokens")
         return cls(**fields)
 
-    def model_dump(self, *, exclude_defaults: bool = False, **_: Any) -> dict[str, Any]:
+    def _dump(self, *, exclude_defaults: bool = False, **_: Any) -> dict[str, Any]:
         return {"tokens": self.tokens, **({} if exclude_defaults else {"type": "encoded_text"})}
 
     def to_wire(self) -> dict[str, Any]:
@@ -267,7 +284,7 @@ class ModelInput(_Plain):
             raise ValidationError("ModelInput needs this field", "chunks")
         return cls(**fields)
 
-    def model_dump(self, **options: Any) -> dict[str, Any]:
+    def _dump(self, **options: Any) -> dict[str, Any]:
         return {"chunks": [chunk.model_dump(**options) for chunk in self.chunks]}
 
     def to_wire(self) -> dict[str, Any]:

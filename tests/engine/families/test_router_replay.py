@@ -28,6 +28,13 @@ from tests.engine.train.training_reference import (
     succeed,
 )
 from tests.support.tiny_families import save_tiny
+from tests.support.tiny_vision import (
+    VISION_END,
+    VISION_START,
+    image_chunk,
+    save_tiny_vision,
+    with_images,
+)
 from tinsmith.engine.base import ExpertsChosen, Failure, Pass, SampleJob
 from tinsmith.engine.expert_choices import are_known, dtype_for, unknown
 from tinsmith.engine.local.config import LocalEngineConfig
@@ -161,6 +168,40 @@ def test_tokens_that_were_read_for_an_earlier_prompt_are_reported_too(
     assert response.prompt_cache_hit_tokens > 0
     tokens = [*prompt, 5, 6, *response.sequences[0].tokens[:-1]]
     assert (choices == chosen_by_trainer(decoder, tokens)).all()
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_a_model_that_reads_images_replays_its_text(
+    model_type: str, tmp_path: Path, new_adapter: NewAdapter
+) -> None:
+    """Among prompts with images, whose places the sampler reports too: one for each row."""
+    reference = save_tiny_vision(model_type, tmp_path)
+    decoder = load(tmp_path)
+    adapter, prompt = new_adapter(decoder), tokens_of(11)
+    seen = with_images(tokens_of(4), [VISION_START], image_chunk(3, 2, 1), [VISION_END, 5])
+    jobs = [
+        (job_of("text", prompt, num_samples=2, max_tokens=9, seed=5), adapter),
+        (replace(job_of("seen", [3], max_tokens=6, seed=5), prompt=seen), adapter),
+    ]
+    found = sampled(Generator(decoder, KEEPING), jobs)
+    response, (own,) = found["seen"]
+    assert len(own) == seen.length + len(response.sequences[0].tokens) - 1
+    assert are_known(own).all()
+    response, choices = found["text"]
+    for sequence, own in zip(response.sequences, choices, strict=True):
+        tokens = prompt + sequence.tokens[:-1]
+        assert (own == chosen_by_trainer(decoder, tokens, adapter)).all()
+        assert decoder.config.routed is not None
+        changed = others(own, decoder.config.routed.num_experts)
+        datum = Datum(ModelInput.from_ints(tokens), {"target_tokens": [*tokens[1:], 5]})
+        with forced(reference, [changed]):
+            loss, _, expected = Reference(reference, adapter).run([datum])
+        adapter.grad = None
+        output = succeed(decoder, [datum], adapter, KEEPING, choices=[changed])
+        assert output.metrics["loss:sum"] == pytest.approx(loss, rel=RELATIVE)
+        assert output.metrics[REPLAYED] == len(tokens)
+        assert adapter.grad is not None
+        assert_close(adapter.grad, expected)
 
 
 def test_sequences_that_gave_way_report_all_their_tokens(decoder: Decoder) -> None:
