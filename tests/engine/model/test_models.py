@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tinsmith import memory
 from tinsmith.engine.base import SampleJob
@@ -266,6 +267,20 @@ def test_an_architecture_that_does_not_fit_is_refused_with_the_reason(
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         models_of({"foreign": tmp_path}).get("foreign")
     assert "llama" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.o_proj.weight", "lm_head.weight"])
+def test_a_weight_that_the_files_of_another_architecture_lack_is_not_made_up(
+    name: str, tmp_path: Path
+) -> None:
+    """`transformers` would draw it at random, another each time."""
+    save_foreign("Olmo2Config", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors[name]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(EngineError, match=f"has no tensor '{name}'"):
+        models_of({"foreign": tmp_path}).get("foreign")
 
 
 def test_a_container_has_the_memory_it_is_limited_to(tmp_path: Path) -> None:

@@ -55,16 +55,7 @@ def load_foreign(
     Weights in few bits come after that: it is there in full for a moment, on the CPU, and on the
     device never. Of several ranks each reads the whole model, on the CPU, and keeps its part.
     """
-    with quiet_transformers():
-        settings = transformers_config(folder)
-        model = model_class(settings.model_type, config.images).from_pretrained(
-            folder,
-            config=settings,
-            dtype=dtype,
-            attn_implementation="eager",
-            experts_implementation="eager",
-            trust_remote_code=False,
-        )
+    model = _read(folder, config, dtype)
     model = model.eval().requires_grad_(False)
     if ranks.count == 1 and base_weights == "full":
         model = model.to(device)
@@ -91,6 +82,31 @@ def load_foreign(
         )
     decoder.quantize(base_weights, device)
     return decoder
+
+
+def _read(folder: Path, config: ForeignConfig, dtype: torch.dtype) -> Any:
+    """The model as its files have it. Where these lack a weight, `transformers` draws one at
+    random, another each time: that is refused."""
+    with quiet_transformers():
+        settings = transformers_config(folder)
+        try:
+            model, found = model_class(settings.model_type, config.images).from_pretrained(
+                folder,
+                config=settings,
+                dtype=dtype,
+                attn_implementation="eager",
+                experts_implementation="eager",
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise EngineError(f"the weights of {folder} could not be read: {error}") from error
+    if missing := sorted(found["missing_keys"]):
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise EngineError(f"the model in {folder} has no tensor {missing[0]!r}{others}")
+    return model
 
 
 def _keep_part(model: nn.Module, config: ForeignConfig) -> None:
