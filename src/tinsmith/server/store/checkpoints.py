@@ -39,11 +39,11 @@ class Checkpoints:
                 return False
             self._weights.check_room(connection, checkpoint.owner, checkpoint.size_bytes)
             if model is not None:
-                connection.execute(sa.insert(schema.models).values(row_of(model)))
+                connection.execute(sa.insert(schema.models), row_of(model))
             if weights is not None:
-                connection.execute(sa.insert(schema.weights).values(row_of(weights)))
+                connection.execute(sa.insert(schema.weights), row_of(weights))
             put_checkpoint(connection, checkpoint)
-            connection.execute(sa.insert(schema.audit).values(row_of(audit)))
+            connection.execute(sa.insert(schema.audit), row_of(audit))
             return True
 
         return await self._database.write(write)
@@ -72,7 +72,7 @@ class Checkpoints:
             changed = sa.update(schema.checkpoints).where(_same(checkpoint)).values(dict(values))
             is_there = connection.execute(changed).rowcount == 1
             if is_there:
-                connection.execute(sa.insert(schema.audit).values(row_of(audit)))
+                connection.execute(sa.insert(schema.audit), row_of(audit))
             return is_there
 
         return await self._database.write(write)
@@ -83,7 +83,7 @@ class Checkpoints:
         def write(connection: sa.Connection) -> bool:
             is_there = _remove(connection, _same(checkpoint))
             if is_there:
-                connection.execute(sa.insert(schema.audit).values(row_of(audit)))
+                connection.execute(sa.insert(schema.audit), row_of(audit))
             return is_there
 
         return await self._database.write(write)
@@ -95,8 +95,8 @@ class Checkpoints:
 
         def write(connection: sa.Connection) -> None:
             self._database.put_new(connection, schema.weights, row_of(weights))
-            connection.execute(sa.insert(schema.checkpoints).values(row_of(checkpoint)))
-            connection.execute(sa.insert(schema.audit).values(row_of(audit)))
+            connection.execute(sa.insert(schema.checkpoints), row_of(checkpoint))
+            connection.execute(sa.insert(schema.audit), row_of(audit))
 
         await self._database.write(write)
 
@@ -133,7 +133,7 @@ class Checkpoints:
 def put_checkpoint(connection: sa.Connection, checkpoint: CheckpointRecord) -> None:
     """Enter a checkpoint, in the place of an earlier one of its name."""
     _remove(connection, _checkpoint(checkpoint.model_id, checkpoint.checkpoint_id))
-    connection.execute(sa.insert(schema.checkpoints).values(row_of(checkpoint)))
+    connection.execute(sa.insert(schema.checkpoints), row_of(checkpoint))
 
 
 def _remove(connection: sa.Connection, where: sa.ColumnElement[bool]) -> bool:

@@ -219,9 +219,13 @@ def create_engine(url: str, connect_args: dict[str, Any] | None = None) -> sa.En
     parsed = sa.make_url(url)
     if parsed.get_backend_name() == "postgresql" and parsed.drivername == "postgresql":
         parsed = parsed.set(drivername="postgresql+psycopg")
-    # A connection that was lost while nobody used it is replaced without a word.
     engine = sa.create_engine(
-        parsed, pool_size=_READ_THREADS + 2, pool_pre_ping=True, connect_args=connect_args or {}
+        parsed,
+        pool_size=_READ_THREADS + 2,
+        # A connection that was lost while nobody used it is replaced without a word. A file is
+        # never lost.
+        pool_pre_ping=parsed.get_backend_name() == "postgresql",
+        connect_args=connect_args or {},
     )
     if engine.dialect.name == "sqlite":
         sa.event.listen(engine, "connect", _prepare_sqlite)

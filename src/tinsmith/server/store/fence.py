@@ -8,6 +8,7 @@ import sqlalchemy as sa
 
 from tinsmith.server.store import schema
 from tinsmith.server.store.errors import LeaseLostError
+from tinsmith.server.store.statements import Run, prepared
 
 LEASE = "engines"
 """The one lease there is: its holder runs the engines and all that is scheduled on them."""
@@ -30,8 +31,12 @@ class Fence:
 
     def check(self, connection: sa.Connection) -> None:
         """Raise unless the lease is still ours; until this transaction ends nobody takes it."""
-        held = connection.execute(_HELD, {"of_holder": self.holder, "of_epoch": self.epoch})
-        if held.first() is None:
+        held = _PREPARED.get(connection.dialect.name)
+        if held is None:
+            held = prepared(connection.dialect, _HELD, ["of_holder", "of_epoch"])
+            _PREPARED[connection.dialect.name] = held
+        ours = {"of_holder": self.holder, "of_epoch": self.epoch}
+        if held(connection, ours).fetchone() is None:
             raise LeaseLostError(
                 "another server has taken over; what this one was to write was not written"
             )
@@ -46,3 +51,5 @@ _HELD = (
     )
     .with_for_update(read=True)
 )
+_PREPARED: dict[str, Run] = {}
+"""The same statement by the dialect's name."""

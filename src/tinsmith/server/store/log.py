@@ -94,6 +94,7 @@ class Log:
         put_new = database.insert(table).on_conflict_do_nothing()
         self._put_new = database.prepared(put_new, [column.name for column in _COLUMNS])
         self._note_used = database.prepared(_USED, ["of_model", "number", "at"])
+        self._payload_of = database.prepared(_PAYLOAD, ["of_request"])
         self._note_ended = database.prepared(_ENDED, ["of_request", *_ENDED_COLUMNS])
 
     async def record(
@@ -113,7 +114,7 @@ class Log:
         def write(connection: sa.Connection) -> tuple[OperationRecord, bool]:
             is_new = self._put_new(connection, values).rowcount == 1
             if is_new and model is not None:
-                connection.execute(sa.insert(schema.models).values(row_of(model)))
+                connection.execute(sa.insert(schema.models), row_of(model))
             elif is_new and not self._note_use(connection, operation):
                 raise ExpiredOperationError(
                     f"operation {operation.seq_id} of {operation.model_id} ended long ago and is "
@@ -186,13 +187,13 @@ class Log:
             made = finish.checkpoint or finish.sampler
             if made is not None:
                 self._weights.check_room(connection, made.owner, finish.weights.size_bytes)
-            connection.execute(sa.insert(schema.weights).values(row_of(finish.weights)))
+            connection.execute(sa.insert(schema.weights), row_of(finish.weights))
         if finish.checkpoint is not None:
             put_checkpoint(connection, finish.checkpoint)
         if finish.sampler is not None:
-            connection.execute(sa.insert(schema.samplers).values(row_of(finish.sampler)))
+            connection.execute(sa.insert(schema.samplers), row_of(finish.sampler))
         if finish.audit is not None:
-            connection.execute(sa.insert(schema.audit).values(row_of(finish.audit)))
+            connection.execute(sa.insert(schema.audit), row_of(finish.audit))
         for example in finish.examples:
             self._examples.add(connection, example)
         step = finish.step
@@ -237,12 +238,12 @@ class Log:
 
         def read() -> Any:
             with self._database.connect() as connection:
-                return connection.execute(_PAYLOAD, {"of_request": request_id}).one()
+                return self._payload_of(connection, {"of_request": request_id}).fetchone()
 
-        row = await self._database.in_thread(read)
-        if row.payload_file is not None:
-            return await self._blobs.read(row.payload_file)
-        return bytes(row.payload)
+        payload, payload_file = await self._database.in_thread(read)
+        if payload_file is not None:
+            return await self._blobs.read(payload_file)
+        return bytes(payload)
 
     async def blob_names(self) -> set[str]:
         """The files that operations refer to."""

@@ -60,7 +60,7 @@ class Models:
         models, table = schema.models, schema.operations
 
         def write(connection: sa.Connection) -> list[str]:
-            connection.execute(sa.insert(schema.weights).values(row_of(weights)))
+            connection.execute(sa.insert(schema.weights), row_of(weights))
             present = connection.execute(
                 sa.select(
                     models.c.snapshot_seq_id,
