@@ -42,6 +42,9 @@ class Total:
     num_calls: int = 0
     """Calls of clients, with their answers, that went through the checker of histories."""
     num_steps: int = 0
+    num_faults: int = 0
+    """Troubles and losses of the network and the database; those of a server alone are not
+    counted."""
     cpu_seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 
@@ -50,14 +53,15 @@ class Total:
         self.num_operations += other.num_operations
         self.num_calls += other.num_calls
         self.num_steps += other.num_steps
+        self.num_faults += other.num_faults
         self.cpu_seconds += other.cpu_seconds
         self.problems += other.problems
 
     def __str__(self) -> str:
         return (
             f"{self.num_lives} lives: {self.num_operations} operations, {self.num_calls} calls "
-            f"checked, {self.num_steps} steps, {self.cpu_seconds:.0f} s of a core, "
-            f"{len(self.problems)} problems"
+            f"checked, {self.num_steps} steps, {self.num_faults} faults, "
+            f"{self.cpu_seconds:.0f} s of a core, {len(self.problems)} problems"
         )
 
 
@@ -73,6 +77,7 @@ def lives(seeds: range) -> Total:
             total.num_steps += lived.num_steps
             total.num_operations += lived.num_operations
             total.num_calls += lived.num_calls
+            total.num_faults += lived.num_faults
         else:
             total.problems.append(lived)
     total.add(alone(seeds[-1]))

@@ -30,6 +30,8 @@ class SimulatedDatabase:
         self.lost_answers = FEW_LOST_ANSWERS
         """How many commits are made and not confirmed: the connection breaks."""
         self.clock_error = 0.0
+        self.num_faults = 0
+        """Answers that were lost."""
 
     def now(self) -> float:
         return 1_000_000.0 + asyncio.get_running_loop().time() + self.clock_error
@@ -75,6 +77,7 @@ class _Writer(LoopWriter):
     def _committed(self, seconds: float, num_writes: int) -> None:
         super()._committed(seconds, num_writes)
         if self._random.random() < self._database.lost_answers:
+            self._database.num_faults += 1
             raise _lost()
 
 

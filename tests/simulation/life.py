@@ -54,6 +54,8 @@ class Lived:
     num_calls: int
     """Calls in the history that the checker has seen: what clients submitted, also again, and what
     they were told when they asked for a result, also "not yet"."""
+    num_faults: int
+    """What went wrong on purpose: troubles, and losses of the network and the database."""
     seconds: float
     """Simulated."""
 
@@ -81,6 +83,7 @@ class World:
             for name in ("east", "west", "north")[: random.choice((2, 3))]
         ]
         self.history: list[Entry] = []
+        self.num_troubles = 0
         keys = _template()[1]
         programs = [random.randrange(NUM_PROGRAMS) for _ in range(3)]
         self.clients = [
@@ -140,6 +143,7 @@ async def make_trouble(world: World, trouble: Trouble) -> None:
     mean = world.random.choice(trouble.mean_seconds)
     while True:
         await asyncio.sleep(world.random.expovariate(1 / mean))
+        world.num_troubles += 1
         await world.random.choice(trouble.kinds)(world)
 
 
@@ -307,7 +311,8 @@ def _live(seed: int, trouble: Trouble, folder: Path) -> Lived:
         error.add_note(f"replay with seed {seed}")
         raise
     num_operations = sum(client.num_operations for client in world.clients)
-    return Lived(loop.num_steps, num_operations, len(world.history), loop.time())
+    num_faults = world.num_troubles + world.network.num_faults + world.database.num_faults
+    return Lived(loop.num_steps, num_operations, len(world.history), num_faults, loop.time())
 
 
 @contextmanager

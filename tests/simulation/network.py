@@ -97,6 +97,8 @@ class Network:
         self.cut: set[frozenset[str]] = set()
         """Pairs of names between which nothing passes."""
         self.is_lossy = True
+        self.num_faults = 0
+        """Requests and answers that were lost, and requests that were delivered twice."""
 
     def join(self, host: Host) -> None:
         self._hosts[host.name] = host
@@ -119,6 +121,7 @@ class Network:
             call.patience = loop.call_later(seconds, call.leave)
         self._deliver(source, call, request)
         if self.is_lossy and request.method == "POST" and self._random.random() < 0.02:
+            self.num_faults += 1
             again = Call(loop.create_future(), call.host)
             pause = self._random.choice((0.1, 5.0, 40.0))
             loop.call_later(pause, self._deliver, source, again, request, context=outside())
@@ -176,9 +179,10 @@ class Network:
             self._later(call.end, None)
 
     def _is_lost(self, source: str, host: Host) -> bool:
-        if frozenset((source, host.name)) in self.cut:
-            return True
-        return self.is_lossy and self._random.random() < 0.01
+        is_cut = frozenset((source, host.name)) in self.cut
+        is_lost = is_cut or (self.is_lossy and self._random.random() < 0.01)
+        self.num_faults += is_lost
+        return is_lost
 
     def _later(self, function: Callable[..., None], *args: Any, seconds: float = 0.02) -> None:
         seconds *= self._random.random()

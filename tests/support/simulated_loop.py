@@ -20,10 +20,8 @@ class Stuck(AssertionError):
     """Somebody waits, and nothing can ever happen any more."""
 
 
-def simulated_now() -> float | None:
-    """The time in the simulation that this thread is in the middle of, if it is in one."""
-    loop = asyncio._get_running_loop()
-    return loop._now if isinstance(loop, SimulatedLoop) else None
+running_loop: Callable[[], Any] = asyncio._get_running_loop
+"""This thread's loop, if it is in the middle of one: a simulated one has the time as `_now`."""
 
 
 class Callback(asyncio.TimerHandle):

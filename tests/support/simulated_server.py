@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import sqlalchemy as sa
 
-from tests.support.simulated_loop import simulated_now
+from tests.support.simulated_loop import running_loop
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.data_folder import DataFolder
@@ -52,18 +52,25 @@ def simulated_machine(
     began, chance = int(time.time()) + _HEAD_START_SECONDS, random.Random(seed)
     real_time, real_monotonic, real_counter = time.time, time.monotonic, time.perf_counter
 
-    # Threads that an earlier test has left keep their time.
+    # Threads that an earlier test has left keep their time. A server looks at the clock dozens of
+    # times for each operation.
     def time_of_day() -> float:
-        now = simulated_now()
-        return real_time() if now is None else began + now + clock_error()
+        try:
+            return began + running_loop()._now + clock_error()
+        except AttributeError:
+            return real_time()
 
     def monotonic() -> float:
-        now = simulated_now()
-        return real_monotonic() if now is None else now
+        try:
+            return running_loop()._now
+        except AttributeError:
+            return real_monotonic()
 
     def perf_counter() -> float:
-        now = simulated_now()
-        return real_counter() if now is None else now
+        try:
+            return running_loop()._now
+        except AttributeError:
+            return real_counter()
 
     with (
         patch("time.time", time_of_day),
