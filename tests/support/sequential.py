@@ -142,15 +142,15 @@ class Sequential:
         path = f"tinker://{model_id}/weights/{operation.fields['path']}"
         if path in self.saved and not operation.fields["overwrite"]:
             return f"{path} exists already; choose another name, or save with overwrite"
-        return await self._save(model_id, path, "training", operation.kind)
+        return await self._saved(model_id, path, "training", operation.kind)
 
     async def _save_for_sampler(self, model_id: str, operation: Operation) -> Outcome:
         path = f"tinker://{model_id}/sampler_weights/{operation.fields['path']}"
         if path in self.saved:
             return f"{path} exists already; choose another name"
-        return await self._save(model_id, path, "sampler", operation.kind)
+        return await self._saved(model_id, path, "sampler", operation.kind)
 
-    async def _save(self, model_id: str, path: str, kind: SavedKind, answer: str) -> Outcome:
+    async def _saved(self, model_id: str, path: str, kind: SavedKind, answer: str) -> Outcome:
         folder = self._folder / uuid.uuid4().hex
         info = await self._engine.save(model_id, folder, kind)
         assert not isinstance(info, Failure), info
