@@ -127,6 +127,10 @@ class Network:
             loop.call_later(pause, self._deliver, source, again, request, context=outside())
         return call
 
+    def takes_connections(self, source: str, target: str) -> bool:
+        host = self._hosts[target]
+        return host.app is not None and not host.process.is_dead and not self._is_lost(source, host)
+
     def break_connections(self, host: Host, *, cancel: bool = False) -> None:
         """A process has ended, or stopped listening and lets nobody wait any longer."""
         for call in list(self._calls):
@@ -220,6 +224,9 @@ class SimulatedForwarding:
         await send(start)
         await send({"type": "http.response.body", "body": answer.body})
         return answer.status
+
+    async def reaches(self, url: str) -> bool:
+        return self._network.takes_connections(self._source, url)
 
     def drop(self, *, only_unanswered: bool = False) -> None:
         for call in list(self._calls):

@@ -21,6 +21,7 @@ from tinsmith.server.edge.connections import Connection
 from tinsmith.server.edge.sockets import Sockets
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.replicas import body as bodies
+from tinsmith.server.replicas import upstream
 from tinsmith.server.replicas.lease import Holder, View
 from tinsmith.server.replicas.replica import Replica
 
@@ -34,10 +35,11 @@ class ScriptedLease:
         self._on_change = on_change
         self.view = View()
         self.store_id = None
+        self.is_certain = True
 
     @property
     def is_held(self) -> bool:
-        return self.view.epoch is not None
+        return self.view.epoch is not None and self.is_certain
 
     def show(self, view: View) -> None:
         self.view = view
@@ -59,7 +61,7 @@ class Follower:
 
 
 @contextlib.asynccontextmanager
-async def listening(app: Any) -> AsyncIterator[str]:
+async def listening(app: Any, port: int = 0) -> AsyncIterator[str]:
     config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none")
     config.load()
     state = ServerState()
@@ -69,7 +71,7 @@ async def listening(app: Any) -> AsyncIterator[str]:
             config=config, server_state=state, app_state={}, sockets=sockets, head_seconds=30.0
         ),
         "127.0.0.1",
-        0,
+        port,
     )
     try:
         yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
@@ -302,3 +304,56 @@ async def test_health_and_metrics_are_the_followers_own(follower: Follower) -> N
         numbers = (await follower.http.get("/metrics")).text
     assert "tinsmith_leads 0.0" in numbers and "tinsmith_lease_epoch 7.0" in numbers
     assert "tinsmith_forwarded_requests_total 1.0" in numbers
+
+
+async def test_many_that_wait_for_a_dead_holder_cost_one_look_at_a_time(
+    follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trying by itself was 40,000 connections a second, while the lease ran out."""
+    tried = 0
+    connect = upstream._connect
+
+    async def counted(url: str) -> upstream.Link:
+        nonlocal tried
+        tried += 1
+        return await connect(url)
+
+    monkeypatch.setattr(upstream, "_connect", counted)
+    async with leading(_echo) as gone:
+        pass
+    follower.follow(gone, 1)
+    asking = [asyncio.create_task(follower.http.get(f"/{n}")) for n in range(50)]
+    await asyncio.sleep(0.45)
+    assert 50 <= tried <= 50 + 5, "each once, and then one for all"
+    newcomer = asyncio.create_task(follower.http.get("/late"))
+    await asyncio.sleep(0.05)
+    assert tried <= 50 + 6
+    async with leading(_echo) as url:
+        follower.follow(url, 2)
+        answers = await asyncio.gather(*asking, newcomer)
+    assert {answer.status_code for answer in answers} == {207}
+
+
+async def test_who_waits_for_a_dead_holder_hears_when_it_is_back(follower: Follower) -> None:
+    async with leading(_echo) as url:
+        pass
+    follower.follow(url)
+    asking = asyncio.create_task(follower.http.get("/x"))
+    await asyncio.sleep(0.25)
+    port = int(url.rpartition(":")[2])
+    app = Starlette(routes=[Route("/{path:path}", _echo, methods=METHODS)])
+    async with listening(app, port):
+        assert (await asking).status_code == 207
+
+
+async def test_who_waits_hears_when_a_late_renewal_makes_the_lease_certain_again(
+    follower: Follower,
+) -> None:
+    follower.lease.show(View(epoch=1))
+    while follower.replica.service is None:  # noqa: ASYNC110  # there is no event to wait for
+        await asyncio.sleep(0.01)
+    follower.lease.is_certain = False
+    asking = asyncio.create_task(follower.http.post("/x", content=b"1"))
+    await asyncio.sleep(0.05)
+    follower.lease.is_certain = True
+    assert (await asking).content == b"here: 1"

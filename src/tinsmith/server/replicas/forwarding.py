@@ -44,6 +44,14 @@ class Forwarding:
         except OSError:
             return None
 
+    async def reaches(self, url: str) -> bool:
+        """Whether anybody takes connections there."""
+        try:
+            await self._upstream.reach(url)
+        except OSError:
+            return False
+        return True
+
     def drop(self, *, only_unanswered: bool = False) -> None:
         """End the exchanges under way, or those of them that have no answer yet."""
         self._upstream.drop(only_unanswered=only_unanswered)

@@ -24,7 +24,7 @@ from tinsmith.server.edge.http import WAIT, answer, detail_body, with_pause
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.replicas.body import Body, ClientGoneError, Memory
 from tinsmith.server.replicas.forwarding import HOP, NOT_HERE, Forwarding
-from tinsmith.server.replicas.lease import Lease
+from tinsmith.server.replicas.lease import Holder, Lease
 from tinsmith.server.service import Service
 from tinsmith.types import HealthResponse
 from tinsmith.wire import endpoints
@@ -35,6 +35,8 @@ _KEPT_BYTES = 256 * 1024 * 1024
 """Memory for bodies of requests that wait for their answer; larger ones are not sent again."""
 
 AGAIN_SECONDS = 0.1
+"""How often a server looks, for all requests that wait together, whether somebody answers them."""
+
 _HELD_SECONDS = 1.0
 _MOST_NAMES = 10_000
 
@@ -65,6 +67,9 @@ class Replica:
         self._change = asyncio.Event()
         self._passing_to = 0
         """The epoch of the server that requests were last passed on to."""
+        self._silent: Holder | None = None
+        """A holder that takes no connections."""
+        self._looking: asyncio.Task[None] | None = None
         self._life = Starlette(lifespan=self._living)
         self._taking: asyncio.Task[None] | None = None
         self._app: Starlette | None = None
@@ -225,7 +230,7 @@ class Replica:
             if other is not None and HOP.decode() in headers:
                 await _not_here()(scope, body.receive, send)
                 return
-            if other is not None:
+            if other is not None and other != self._silent:
                 if not self._name(scope, headers):
                     detail = "you have too many connections; close some"
                     refusal = _refusal(headers, 429, detail, close=True)
@@ -244,10 +249,29 @@ class Replica:
             deadline = deadline or loop.time() + self._patience_seconds
             if loop.time() >= deadline:
                 break
+            self._look_for_somebody()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(AGAIN_SECONDS):
+                async with asyncio.timeout_at(deadline):
                     await change.wait()
         await self._away(headers)(scope, body.receive, send)
+
+    def _look_for_somebody(self) -> None:
+        """Thousands may wait. If each tried by itself, this server would do nothing else."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        """Wake those who wait when there is somebody to answer them: this server, or the holder."""
+        while not self._is_draining:
+            await asyncio.sleep(AGAIN_SECONDS)
+            other = self._lease.view.other
+            if self._app is not None and self._leads:
+                break
+            if other is not None and await self.forwarding.reaches(other.url):
+                break
+            self._silent = other
+        self._silent = None
+        self._wake()
 
     def _away(self, headers: Headers) -> Response:
         other = self._lease.view.other

@@ -117,6 +117,12 @@ class Upstream:
             else:
                 link.abort()
 
+    async def reach(self, url: str) -> None:
+        """Make a connection, for whoever is next to ask; raises where none can be had."""
+        link = await _connect(url)
+        link.reuse()
+        self._idle.setdefault(url, []).append(link)
+
     def drop(self, *, only_unanswered: bool = False) -> None:
         """End the connections: requests on them get no answer any more, or not all of it."""
         for link in list(self._busy):
