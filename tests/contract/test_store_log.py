@@ -72,6 +72,16 @@ async def test_the_log_is_read_in_order_and_pending_models_are_known(store: Stor
     assert await store.log.models_with_pending() == [MODEL.model_id]
 
 
+async def test_many_payloads_are_read_together_but_for_those_in_files(store: Store) -> None:
+    sizes = {0: 10, 1: 100_000, 2: 20}
+    payloads = {f"r{n}": os.urandom(size) for n, size in sizes.items()}
+    for n in sizes:
+        await store.log.record(operation(n, payload=payloads[f"r{n}"]), None if n else MODEL)
+    found = await store.log.read_payloads(["r0", "r1", "r2", "r9"])
+    assert found == {name: payloads[name] for name in ("r0", "r2")}
+    assert await store.log.read_payloads([]) == {}
+
+
 async def test_a_snapshot_drops_the_payloads_before_the_previous_one(store: Store) -> None:
     """The previous one is kept, and what is needed to come from there to the newest."""
     for seq_id in range(4):

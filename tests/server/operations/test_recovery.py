@@ -9,10 +9,11 @@ import pytest
 import sqlalchemy as sa
 
 from tinsmith.engine.fake import FakeEngine
+from tinsmith.server.store.database import Database
 from tinsmith.server.trash import Trash
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from tests.support.in_process_server import Api, StartServer, TestServer
@@ -60,6 +61,30 @@ async def test_an_engine_that_dies_while_idle_is_replaced_before_the_next_reques
     before = await api.loss(model, 5)
     server.kill_engine()
     assert await api.loss(model, 6) == before
+
+
+async def test_a_rebuild_asks_the_store_a_few_times_however_long_the_log_is(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a question for each operation, hundreds of models took half a minute to come back."""
+    asked = 0
+    in_thread = Database.in_thread
+
+    async def counted(database: Database, function: Callable[..., Any], *args: Any) -> Any:
+        nonlocal asked
+        asked += function.__qualname__.startswith(("Log.", "Database."))
+        return await in_thread(database, function, *args)
+
+    api = server.api
+    model = await api.model()
+    for request_id in await _steps(api, model, 1, 20):
+        await api.result(request_id)
+    before = await api.loss(model, 41)
+    server.kill_engine()
+    await server.until(lambda: len(server.engines) == 2)
+    monkeypatch.setattr(Database, "in_thread", counted)
+    assert await api.loss(model, 42) == before
+    assert 0 < asked < 20, "40 operations were replayed"
 
 
 async def test_a_step_that_failed_fails_again_in_the_replay_and_nothing_else_does(

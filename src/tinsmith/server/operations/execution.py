@@ -68,12 +68,13 @@ class Executor:
     async def request_of(self, operation: Operation, kind: type[R]) -> R:
         """The operation's request, read from the store if need be."""
         if operation.request is None:
-            record = operation.record
-            body = await self.store.log.read_payload(record.request_id)
-            codec = operation.kind.codec
-            operation.request = codec.decode(body, record.content_type, self.limits)
+            self.decode(operation, await self.store.log.read_payload(operation.record.request_id))
         assert isinstance(operation.request, kind)
         return operation.request
+
+    def decode(self, operation: Operation, body: bytes) -> None:
+        content_type = operation.record.content_type
+        operation.request = operation.kind.codec.decode(body, content_type, self.limits)
 
     async def pass_of(self, model: LiveModel, operation: Operation) -> Pass | Failure:
         recorded = await self.request_of(operation, RecordedPass)

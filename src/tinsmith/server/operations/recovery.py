@@ -8,6 +8,7 @@ recording anything; those still pending are in the model's queue and run in thei
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from tinsmith.engine.base import Engine, Failure, Pass
@@ -22,6 +23,8 @@ from tinsmith.server.store.records import ModelRecord
 logger = logging.getLogger(__name__)
 
 _PASSES_AT_A_TIME = 32
+_READ_AT_A_TIME = 64
+"""Requests that are read together: one by one, the reading takes far longer than a small replay."""
 
 
 class RebuildError(TinkerError):
@@ -77,7 +80,7 @@ class Recovery:
 
     async def _replay(self, engine: Engine, model: LiveModel, operations: list[Operation]) -> None:
         passes: list[Pass] = []
-        for operation in operations:
+        async for operation in self._with_requests(operations):
             if isinstance(operation.kind, PassKind):
                 passes.append(await self._pass_of(operation.kind, model, operation))
             if passes and (len(passes) == _PASSES_AT_A_TIME or not operation.is_pass):
@@ -93,6 +96,18 @@ class Recovery:
                 failure = await operation.kind.replay(self._executor, engine, model, operation)
                 _check(failure, f"replay operation {operation.seq_id} of")
         await _run(engine, passes)
+
+    async def _with_requests(self, operations: list[Operation]) -> AsyncIterator[Operation]:
+        """The operations, with their requests where these are small; others are read when used."""
+        for start in range(0, len(operations), _READ_AT_A_TIME):
+            part = operations[start : start + _READ_AT_A_TIME]
+            bodies = await self._executor.store.log.read_payloads(
+                [operation.record.request_id for operation in part]
+            )
+            for operation in part:
+                if (body := bodies.get(operation.record.request_id)) is not None:
+                    self._executor.decode(operation, body)
+                yield operation
 
     async def _pass_of(self, kind: PassKind, model: LiveModel, operation: Operation) -> Pass:
         item = await kind.prepare(self._executor, model, operation)

@@ -71,6 +71,10 @@ _AFTER_NUMBER = _OF_MODEL.where(schema.operations.c.seq_id > sa.bindparam("numbe
 _WITH_RESULT = sa.select(*[c for c in _COLUMNS if c.name != "payload"]).where(
     schema.operations.c.request_id == sa.bindparam("of_request")
 )
+_PAYLOADS = sa.select(schema.operations.c.request_id, schema.operations.c.payload).where(
+    schema.operations.c.request_id.in_(sa.bindparam("of_requests", expanding=True)),
+    schema.operations.c.payload.is_not(None),
+)
 _PAYLOAD = sa.select(schema.operations.c.payload, schema.operations.c.payload_file).where(
     schema.operations.c.request_id == sa.bindparam("of_request")
 )
@@ -244,6 +248,16 @@ class Log:
         if payload_file is not None:
             return await self._blobs.read(payload_file)
         return bytes(payload)
+
+    async def read_payloads(self, request_ids: Sequence[str]) -> Mapping[str, bytes]:
+        """The payloads of many operations, of those that are in the table and not in files."""
+
+        def read() -> dict[str, bytes]:
+            with self._database.connect() as connection:
+                rows = connection.execute(_PAYLOADS, {"of_requests": request_ids})
+                return {request_id: bytes(payload) for request_id, payload in rows}
+
+        return await self._database.in_thread(read)
 
     async def blob_names(self) -> set[str]:
         """The files that operations refer to."""
