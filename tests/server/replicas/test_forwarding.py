@@ -108,7 +108,7 @@ async def follower() -> AsyncIterator[Follower]:
         service = type("Service", (), {"begin_drain": lambda self: None, "stop": stop})()
         return service, Starlette(routes=[Route("/{path:path}", here, methods=METHODS)])
 
-    replica = Replica(lease, lead, Metrics(), 2.0, lambda: None)
+    replica = Replica(lease, lead, Metrics(), 5.0, lambda: None)
     async with listening(replica) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
         yield Follower(replica, leases[0], http)
     replica.forwarding.drop()
