@@ -21,7 +21,7 @@ pytest.importorskip("torch", reason="the walks go through the local engine")
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-ASIDE = ("types/", "errors.py", "memory.py", "disk.py", "server/metrics.py", "server/garbage.py",
+ASIDE = ("types/", "errors.py", "memory.py", "disk.py", "server/metrics.py",
          "server/serving.py", "server/service.py", "server/tracing.py", "server/owners.py",
          "engine/local/memory_plan.py", "engine/local/device_memory.py")  # fmt: skip
 """The vocabulary, and what runs beside every request: counting, housekeeping."""

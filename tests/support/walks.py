@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import tinsmith
+import tinsmith.server.service
 from tinsmith.engine.base import Engine
 from tinsmith.engine.local.boundary import frames
 from tinsmith.engine.local.boundary.messages import Patience, Result, Start
@@ -37,11 +38,12 @@ from tinsmith.types import Datum, ModelInput, SamplingParams
 
 ROOT = Path(tinsmith.__file__).parent
 
-# They come every second, at times in the midst of a walk that has no part in them.
+# They come every few seconds, at times in the midst of a walk that has no part in them.
+tinsmith.server.service.HOUSEKEEPING_SECONDS = 3600.0
 scheduler.HOUSEKEEPING_SECONDS = 3600.0
 supervisor.HEALTH_SECONDS = 3600.0
 
-BESIDE = {"scheduler", "housekeeping", "lag", "watching"}
+BESIDE = {"scheduler", "garbage", "lag", "watching"}
 """Tasks of the server that look after everything every moment, and have no part in a walk either;
 the tasks that run operations have other names."""
 
@@ -183,8 +185,8 @@ class Trace:
 
     def _settle(self) -> None:
         """Wait for what the last call has left to be done after its answer."""
-        deadline = time.monotonic() + 2
-        while time.monotonic() < min(deadline, self._latest + 0.3):
+        deadline = time.monotonic() + 30
+        while time.monotonic() < min(deadline, self._latest + 0.5):
             time.sleep(0.05)
 
     def _note(self, frame: Any, event: str, _: Any) -> None:
