@@ -21,7 +21,7 @@ from tinsmith.server.checkpoints import checkpoint_name
 from tinsmith.types import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
-    from tests.support.in_process_server import TestServer
+    from tests.support.in_process_server import Api, TestServer
 
 HOSTILE_NAMES = [
     "",
@@ -140,6 +140,15 @@ async def _raw_get(
     return sent[0]["status"], body
 
 
+async def saved(api: Api, tmp_path: Path) -> tuple[str, Path]:
+    """The address of a checkpoint, and the folder that it is kept in."""
+    model = await api.model()
+    save = await api.ok("/save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
+    await api.result(save["request_id"])
+    (folder,) = (tmp_path / "data" / "weights").iterdir()
+    return f"/training_runs/{model}/checkpoints/weights/a", folder
+
+
 async def test_a_link_in_the_data_folder_is_not_followed(
     server: TestServer, tmp_path: Path
 ) -> None:
@@ -147,13 +156,9 @@ async def test_a_link_in_the_data_folder_is_not_followed(
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "key.txt").write_text("do not read this")
-    model = await api.model()
-    saved = await api.ok("/save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
-    await api.result(saved["request_id"])
-    (folder,) = (tmp_path / "data" / "weights").iterdir()
+    url, folder = await saved(api, tmp_path)
     (folder / "link.txt").symlink_to(secret / "key.txt")
     (folder / "linked").symlink_to(secret)
-    url = f"/training_runs/{model}/checkpoints/weights/a"
     listed = (await api.get(f"{url}/external_weights_urls")).json()["urls"]
     assert listed and not [name for name in listed if "link" in name]
     expires = int(time.time()) + 60
@@ -179,15 +184,11 @@ async def test_deleting_a_folder_that_became_a_link_leaves_its_target(
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_text("keep")
-    model = await api.model()
-    saved = await api.ok("/save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
-    await api.result(saved["request_id"])
-    (folder,) = (tmp_path / "data" / "weights").iterdir()
+    url, folder = await saved(api, tmp_path)
     for file in folder.rglob("*"):
         file.unlink()
     folder.rmdir()
     folder.symlink_to(precious)
-    url = f"/training_runs/{model}/checkpoints/weights/a"
     assert (await api.get(f"{url}/external_weights_urls")).json()["urls"] == {}
     response = await api.http.delete(f"/api/v1{url}", headers=api.headers)
     assert response.status_code == 204

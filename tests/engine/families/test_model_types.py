@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shapes import SHAPES
 from tests.engine.families.test_families import FAMILIES
 from tests.support.tiny_families import save_tiny
 from tests.support.tiny_vision import save_tiny_vision
@@ -81,20 +82,7 @@ def test_thirty_billion_parameters_train_in_24_gib_in_nf4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shape of Qwen3-30B-A3B, by its headers: which kinds fit, and what they take."""
-    settings = {
-        "model_type": "qwen3_moe",
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-30b-a3b"]))
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (151_936, 2048),
         "lm_head.weight": (151_936, 2048),

@@ -378,6 +378,7 @@ def _expand(
     PRECISION: tl.constexpr,
 ):
     # One program per tile of rows (of one expert and adapter) and WIDE columns.
+    # It begins as `_shrink` does, written again: a helper cannot return in place of its kernel.
     tile = tl.program_id(0)
     first, count = tl.load(tiles + tile), tl.load(tiles + num_tiles + tile)
     if count == 0:
