@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "recovery.py"
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_ready_again_within_ten_seconds_plus_replay() -> None:
     """The measure of `benchmarks/recovery.py` made small, on the fake engine."""
     command = [sys.executable, str(SCRIPT), "--engine", "fake"]

@@ -73,6 +73,7 @@ def test_a_sample_is_shown_as_it_comes(slow_server: ServerProcess, byte_tokenize
     assert len(moments) >= 5 and moments[-1] - moments[0] > 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_samples", ["1", "2"])
 def test_a_sample_that_is_abandoned_ends_at_the_server(
     slow_server: ServerProcess, byte_tokenizer: Path, num_samples: str

@@ -75,6 +75,7 @@ def test_a_chat_with_saved_weights_prints_the_reply(
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.slow
 def test_the_server_brings_the_tokenizer_wherever_the_command_runs(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def logged(server: ServerProcess, byte_tokenizer: Path, tmp_path: Path) -> Logge
     return logged
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_the_curves(logged: Logged) -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -75,6 +75,7 @@ def begun(server: ServerProcess, *arguments: str, until: int) -> subprocess.Pope
     return process
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(
     server: ServerProcess, data: Path, byte_tokenizer: Path, run: Run, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_poller", [False, True])
 def test_two_thousand_samples_starve_nobody(
     stub: Any, make_service: Callable[..., ServiceClient], with_poller: bool
@@ -86,6 +87,7 @@ def test_two_thousand_samples_starve_nobody(
     assert open_files() <= before + 10, "no socket is left, on neither side"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_poller", [False, True])
 def test_a_process_under_load_stays_quick_small_and_leaves_nothing(
     stub: Any, with_poller: bool

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 STEPS = "12"
 
 
+@pytest.mark.slow
 def test_a_server_killed_twice_loses_nothing_that_it_answered(start_server: StartServer) -> None:
     """Before the first snapshot, and after it."""
     server = start_server("--set", "fake_pass_seconds=0.1", "--set", "snapshot_steps=4")
@@ -50,6 +51,7 @@ def loss_curves(server: ServerProcess) -> list[tuple[list[int], list[float]]]:
     return [(each["x"], each["mean"]) for each in series]
 
 
+@pytest.mark.slow
 def test_a_client_that_waits_for_all_samples_with_one_question_outlives_a_restart(
     start_server: StartServer,
 ) -> None:

@@ -37,6 +37,7 @@ def storage_options(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> lis
     return ["--storage", s3_server.new_place()]
 
 
+@pytest.mark.slow
 def test_a_killed_server_with_an_empty_cache_loses_nothing_that_it_answered(
     start_server: StartServer, storage_options: list[str]
 ) -> None:
@@ -72,6 +73,7 @@ def test_the_official_command_line_downloads_from_the_bucket(
     assert (folder / "state.npz").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_servers_that_share_nothing_but_a_database_and_a_bucket_take_over_from_each_other(
     storage_options: list[str], tmp_path: Path
 ) -> None:

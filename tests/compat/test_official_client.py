@@ -46,6 +46,7 @@ def test_clones_handles_rich_samples_and_custom_losses_work(start_server: StartS
     assert server.run("samplers.py").strip() == "ok"
 
 
+@pytest.mark.slow
 def test_mistakes_are_answered_promptly_and_by_name(start_server: StartServer) -> None:
     server = start_server("--set", "custom_loss_server_side=true")
     assert server.run("mistakes.py").strip() == "ok"
@@ -63,6 +64,7 @@ FLIPPED = {
 }
 
 
+@pytest.mark.slow
 def test_every_feature_flag_works_the_other_way_too(start_server: StartServer) -> None:
     options = [text for k, v in FLIPPED.items() for text in ("--set", f"{k}={v}")]
     server = start_server(*options, "--set", "fake_token_seconds=0.001")
@@ -86,6 +88,7 @@ def test_a_traced_loss_runs_on_the_server_or_at_the_client(
     assert server.run("uploaded_loss.py", where).strip() == "ok"
 
 
+@pytest.mark.slow
 def test_the_official_command_line_lists_and_downloads(
     start_server: StartServer, tmp_path: Path
 ) -> None:

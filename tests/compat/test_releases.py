@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 RELEASES = ["0.3.0", "0.7.0", "0.16.1", "0.18.2", "0.24.1", "0.25.0", "0.26.2", "0.30.4", "0.36.0"]
 
 
-@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize(
+    "version",
+    [
+        pytest.param(each, marks=pytest.mark.slow) if 0 < number < len(RELEASES) - 1 else each
+        for number, each in enumerate(RELEASES)
+    ],
+)
 def test_a_release_trains_saves_resumes_and_samples(
     server: ServerProcess, official_release: Callable[[str], str], version: str
 ) -> None:

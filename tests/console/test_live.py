@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
+import pytest
+
 from tests.console.conftest import PATIENCE_MS, Console, User, expect, train, trained_run
 from tests.support.in_process_server import MODEL
 from tinsmith import ServiceClient, TrainingClient
@@ -139,6 +141,7 @@ def window(browser: Any, console: Console, user: User) -> Any:
     return context
 
 
+@pytest.mark.slow
 def test_every_page_shows_what_happens_within_a_second(
     user: User, browser: Any, console: Console
 ) -> None:

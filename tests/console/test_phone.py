@@ -31,6 +31,7 @@ def test_the_bars_of_the_timeline_are_on_the_screen(user: User) -> None:
         assert 0 <= left < right - WIDTH / 2 and right <= WIDTH
 
 
+@pytest.mark.slow
 def test_no_list_goes_beyond_the_edge_of_the_screen(user: User) -> None:
     run = user.in_thread(_run_with_a_failure)
     found: dict[str, Any] = {}

@@ -24,6 +24,7 @@ def test_the_notebook_holds_no_output() -> None:
             assert cell.outputs == [] and cell.execution_count is None
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_the_loss_falls(
     shared_server: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ def save_adapter(base: Path, folder: Path) -> Adapter:
     return adapter
 
 
+@pytest.mark.slow
 def test_peft_and_a_merged_model_do_what_the_adapter_does(base: Path, tmp_path: Path) -> None:
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
     save_adapter(base, adapter)

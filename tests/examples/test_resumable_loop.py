@@ -77,6 +77,7 @@ def breaking_proxy(server: Server) -> Iterator[Callable[[int], str]]:
         proxy.close()
 
 
+@pytest.mark.slow
 def test_the_loop_survives_a_failed_step_and_a_killed_process(
     server: Server, program: Path, tmp_path: Path, breaking_proxy: Callable[[int], str]
 ) -> None:

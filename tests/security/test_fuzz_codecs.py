@@ -16,10 +16,11 @@ FORKED = ("sh", "-c", '"$@"; exit $?', "sh")
 SCRIPT = Path(__file__).with_name("fuzz_codecs.py")
 TARGETS = re.findall(r"^def (\w+)\(data: bytes\)", SCRIPT.read_text(), re.MULTILINE)
 RUNS = 3000
-MAX_INPUT_SECONDS = 1
+MAX_INPUT_SECONDS = 10
 MAX_MEMORY_MB = 1024
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("atheris") is None,
     reason="atheris has no wheel for this Python or system",

@@ -127,6 +127,7 @@ async def _slow_promise(api: Api) -> str:
     return str((await api.ok("/create_model", body))["request_id"])
 
 
+@pytest.mark.slow
 async def test_a_poll_whose_client_left_is_not_held(start_server: StartServer) -> None:
     server = await start_server(fake_pass_seconds=5, hold_seconds=30)
     request_id = await _slow_promise(server.api)
@@ -273,6 +274,7 @@ async def test_a_connection_may_be_idle_between_requests(
     writer.close()
 
 
+@pytest.mark.slow
 async def test_who_asks_much_at_once_and_goes_leaves_nothing_behind(
     start_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -60,6 +60,7 @@ FINDINGS = {
 """How many findings of a rule a file may have, and why."""
 
 
+@pytest.mark.slow
 def test_bandit_finds_nothing_that_is_not_accounted_for() -> None:
     options = ["-q", "-r", "src/tinsmith", "-f", "json", "--skip", ",".join(RULES)]
     done = subprocess.run(
@@ -83,6 +84,7 @@ ADVISORIES: dict[str, str] = {}
 """Advisories that do not concern us, and why."""
 
 
+@pytest.mark.slow
 def test_no_dependency_has_a_known_hole() -> None:
     options = ["--no-deps", "--disable-pip", "-r", "constraints.txt", "--timeout", "10"]
     done = subprocess.run(

@@ -52,6 +52,7 @@ async def test_a_deadlocked_process_is_killed_although_it_gives_signs_of_life() 
     await engine.close()
 
 
+@pytest.mark.slow
 async def test_a_long_pass_is_not_a_hang() -> None:
     """It takes several times the time of a turn, and far more than none of its parts does."""
     engine = await _start(Patience(silence_seconds=3.0, turn_seconds=1.5), sleeps=0.1)
@@ -63,6 +64,7 @@ async def test_a_long_pass_is_not_a_hang() -> None:
     await engine.close()
 
 
+@pytest.mark.slow
 async def test_time_in_which_the_owner_was_stopped_does_not_count_as_silence() -> None:
     engine = await _start(Patience(silence_seconds=3.0))
     time.sleep(5.0)  # noqa: ASYNC251  # the whole owner stands still, as when a laptop sleeps

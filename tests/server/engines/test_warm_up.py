@@ -190,6 +190,7 @@ async def test_a_server_that_has_warmed_up_serves(start_server: StartServer) -> 
     assert (health.num_adapters, health.num_samplers) == (1, 0)
 
 
+@pytest.mark.slow
 async def test_the_local_engine_can_do_all_of_it(tmp_path: Path) -> None:
     async with running("local", tmp_path) as engine:
         capabilities = await engine.capabilities()

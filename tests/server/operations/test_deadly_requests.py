@@ -89,6 +89,7 @@ async def test_a_pass_that_kills_every_engine_is_given_up_and_the_others_are_not
     assert "died 3 times" in error and category == "server"
 
 
+@pytest.mark.slow
 async def test_a_sample_that_kills_every_engine_is_given_up_and_training_is_not(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,13 @@ class HeldEngine(FakeEngine):
             yield finished
 
 
+def _let_end(server: TestServer) -> None:
+    """A server that stops waits for what its engines have in hand."""
+    for engine in server.engines:
+        assert isinstance(engine, HeldEngine)
+        engine.is_over.set()
+
+
 def _is_marked(data: Sequence[Datum]) -> bool:
     return bool((data[0].loss_fn_inputs["target_tokens"].to_numpy() == 99).all())
 
@@ -160,9 +167,7 @@ async def test_a_pass_that_does_not_end_is_waited_for_by_its_owner_alone(
     for request_id in (held, behind):
         assert server.service.promises.get(request_id).outcome is None  # type: ignore[union-attr]  # both are open
     assert [o.record.request_id for o in server.service.scheduler.running()] == [held]
-    for engine in server.engines:  # a server that stops waits for what its engines have in hand
-        assert isinstance(engine, HeldEngine)
-        engine.is_over.set()
+    _let_end(server)
 
 
 @pytest.mark.parametrize("expected_seconds", [0.001, 1000.0])
@@ -181,6 +186,7 @@ async def test_a_batch_is_waited_for_only_if_it_is_expected_to_be_short(
     beside = asyncio.create_task(kind.output(await kind.send_pass(model, 1, _datum(5))))
     done, _ = await asyncio.wait([beside], timeout=0.2 if expected_seconds < 1 else 10)
     beside.cancel()
+    _let_end(server)
     assert bool(done) == (expected_seconds > 600)
 
 
