@@ -97,7 +97,7 @@ def test_the_servers_pause_holds_for_all_samplers_of_the_service_client(
         nonlocal refused
         if not refused:
             refused = True
-            return Answer(429, headers={"retry-after-ms": "400"})
+            return Answer(429, headers={"retry-after-ms": "1500"})
         answer: Answer = stub._do_asample(request)
         return answer
 
@@ -106,14 +106,12 @@ def test_the_servers_pause_holds_for_all_samplers_of_the_service_client(
     while not refused:
         time.sleep(0.005)
     time.sleep(0.03)
-    started = time.monotonic()
-    sample(stranger).result(5)
-    assert time.monotonic() - started < 0.3
-    sample(two).result(5)
-    first.result(5)
-    refusal, *others = stub.seen("/asample")
-    ours = [r for r in others if r.json()["sampling_session_id"].startswith("s1")]
-    assert all(r.arrived - refusal.answered > 0.35 for r in ours) and len(ours) == 2
+    sample(stranger).result(10)
+    sample(two).result(10)
+    first.result(10)
+    refusal, theirs, *ours = stub.seen("/asample")
+    assert not theirs.json()["sampling_session_id"].startswith("s1")
+    assert all(r.arrived - refusal.answered > 1.45 for r in ours) and len(ours) == 2
 
 
 def test_few_are_sent_for_a_while_after_back_pressure(stub: Any, sampler: SamplingClient) -> None:
@@ -236,7 +234,7 @@ def test_a_standstill_is_an_error_and_slow_progress_is_not(
     for future in futures:
         with pytest.raises(APIConnectionError, match="appear to be stuck"):
             future.result(10)
-    assert 0.3 < time.monotonic() - started < 2.0
+    assert 0.3 < time.monotonic() - started < 8
     original = stub._do_retrieve_future
 
     async def slow(request: Recorded) -> Answer:

@@ -54,8 +54,15 @@ def test_many_events_leave_in_few_requests(
     assert indices == list(range(251))
 
 
+@pytest.fixture
+def _closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be sent is not waited for when a client is closed."""
+    monkeypatch.setattr(telemetry_module, "CLOSE_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("_closed_at_once")
 def test_a_full_queue_drops_and_does_not_block(
-    stub: Any, make_service: Callable[..., ServiceClient], monkeypatch: pytest.MonkeyPatch
+    stub: Any, monkeypatch: pytest.MonkeyPatch, make_service: Callable[..., ServiceClient]
 ) -> None:
     """S96"""
     monkeypatch.setattr(telemetry_module, "MAX_QUEUED_EVENTS", 50)
@@ -93,6 +100,7 @@ def test_batches_are_what_the_official_client_sends(
     assert tinker.__version__ == stub.seen("/telemetry")[0].json()["sdk_version"]
 
 
+@pytest.mark.usefixtures("_closed_at_once")
 @pytest.mark.parametrize(
     "answer",
     [Answer(500), Answer(200, {"status": "no"}), Answer(fault="reset"), Answer(fault="stall")],

@@ -43,7 +43,7 @@ tinsmith.server.service.HOUSEKEEPING_SECONDS = 3600.0
 scheduler.HOUSEKEEPING_SECONDS = 3600.0
 supervisor.HEALTH_SECONDS = 3600.0
 
-BESIDE = {"scheduler", "garbage", "lag", "watching"}
+BESIDE = {"scheduler", "garbage", "lag", "serve", "watching"}
 """Tasks of the server that look after everything every moment, and have no part in a walk either;
 the tasks that run operations have other names."""
 

@@ -493,7 +493,7 @@ class TestProcess:
     @pytest.mark.parametrize(
         ("signal_number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGTERM, "SIGTERM")]
     )
-    async def test_a_killed_process_fails_every_pending_call_within_a_second(
+    async def test_a_killed_process_fails_every_pending_call_at_once(
         self, signal_number: signal.Signals, name: str
     ) -> None:
         async with running(sleeps=0.01) as engine:
@@ -508,7 +508,7 @@ class TestProcess:
             start = time.monotonic()
             os.kill(engine.pid, signal_number)
             outcomes = await asyncio.gather(*pending, return_exceptions=True)
-            assert time.monotonic() - start < 1.0
+            assert time.monotonic() - start < 10, "not by its silence, which takes a minute"
             for outcome in outcomes:
                 assert isinstance(outcome, EngineDiedError)
                 assert f"engine process {engine.pid} was killed by {name}" in str(outcome)
@@ -615,7 +615,7 @@ async def training(folder: Path) -> AsyncIterator[tuple[LocalEngine, AsyncIterat
         await engine.close()
 
 
-async def test_a_process_killed_in_the_middle_of_a_pass_is_noticed_within_a_second(
+async def test_a_process_killed_in_the_middle_of_a_pass_is_noticed_at_once(
     tiny_llama_folder: Path,
 ) -> None:
     async with training(tiny_llama_folder) as (engine, results):
@@ -623,7 +623,7 @@ async def test_a_process_killed_in_the_middle_of_a_pass_is_noticed_within_a_seco
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineDiedError, match="SIGKILL"):
             await _drain(results)
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 10, "not by its silence, which takes a minute"
 
 
 async def test_a_sample_does_not_wait_for_the_passes_under_way(tiny_llama_folder: Path) -> None:

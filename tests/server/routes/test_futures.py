@@ -25,12 +25,12 @@ async def _base_sampler(api: Api) -> str:
 
 
 async def test_a_question_is_held_until_the_answer_is_there(start_server: StartServer) -> None:
-    server = await start_server(fake_pass_seconds=0.3, hold_seconds=10)
+    server = await start_server(fake_pass_seconds=0.3, hold_seconds=60)
     model = await server.api.model()
     request_id = await server.api.send_pass(model, 1)
     started = time.monotonic()
     response = await server.api.post("/retrieve_future", {"request_id": request_id})
-    assert response.status_code == 200 and time.monotonic() - started < 2
+    assert response.status_code == 200 and time.monotonic() - started < 30
 
 
 async def test_not_yet_is_a_408_that_says_how_the_queue_stands(start_server: StartServer) -> None:
