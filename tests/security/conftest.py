@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,9 @@ __all__ = ["api", "server", "start_server"]
 settings.register_profile("long", max_examples=2000, deadline=None)
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A server in a process of its own that says all it can in its log."""
-    with serving(tmp_path, "--log-level", "debug", "--log-format", "json") as server:
+    folder = tmp_path_factory.mktemp("served")
+    with serving(folder, "--log-level", "debug", "--log-format", "json") as server:
         yield server

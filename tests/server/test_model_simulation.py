@@ -524,7 +524,10 @@ def run(seed: int, folder: Path, *, is_to_the_end: bool = False) -> Lived:
         return Lived(simulate(seed, main), worlds[0].num_operations)
 
 
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+@pytest.mark.parametrize(
+    "seed",
+    [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, NUM_SEEDS))],
+)
 def test_no_order_of_events_changes_a_result_or_loses_a_checkpoint(
     seed: int, tmp_path: Path
 ) -> None:

@@ -117,7 +117,7 @@ class Meter:
             )
         self._charge(operation.cost * max(total, read))
         if operation.multiplies_matrices:
-            factor = _tensor_at(args, 0)
+            factor = _first_tensor(args)
             products = largest * max(factor.shape[-1:], default=1)
             is_fast = factor.dtype in (torch.float32, torch.float64)
             self._charge(products // FAST_PRODUCTS_A_UNIT if is_fast else products * operation.cost)
@@ -161,7 +161,7 @@ def _selects_by_mask(call: Call, args: Sequence[Value]) -> bool:
 def _most_selected(call: Call, args: Sequence[Value], kwargs: Mapping[str, Value]) -> int:
     """How many elements there are if the mask selects all of them."""
     if call.target == "operator.getitem":
-        return _tensor_at(args, 0).numel()
+        return _first_tensor(args).numel()
     shapes = [tensor.shape for tensor in leaves([*args, *kwargs.values()], Tensor)]
     return math.prod(torch.broadcast_shapes(*shapes))
 
@@ -178,7 +178,7 @@ def _check_parts(call: Call, args: Sequence[Value], kwargs: Mapping[str, Value])
     kind = operation_kind(call)
     if kind not in ("chunk", "split", "unbind"):
         return
-    whole = _tensor_at(args, 0)
+    whole = _first_tensor(args)
     longest = max(whole.shape, default=0)
     if kind == "unbind":
         parts = longest
@@ -216,7 +216,7 @@ def operation_kind(call: Call) -> str:
     return call.target.rsplit(".", 1)[-1]
 
 
-def _tensor_at(args: Sequence[Value], index: int) -> Tensor:
-    if index >= len(args) or not isinstance(args[index], Tensor):
-        raise ValidationError(f"argument {index} must be a tensor, given by position")
-    return args[index]
+def _first_tensor(args: Sequence[Value]) -> Tensor:
+    if not args or not isinstance(args[0], Tensor):
+        raise ValidationError("argument 0 must be a tensor, given by position")
+    return args[0]
