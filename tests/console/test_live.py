@@ -16,6 +16,8 @@ import pytest
 from tests.console.conftest import PATIENCE_MS, Console, User, expect, train, trained_run
 from tests.support.in_process_server import MODEL
 from tinsmith import ServiceClient, TrainingClient
+from tinsmith.server.console.events import GATHER_SECONDS
+from tinsmith.server.console.watching import WATCH_SECONDS
 from tinsmith.server.edge.auth import note_key_change
 
 ATTEMPTS = 5
@@ -182,8 +184,10 @@ def test_every_page_shows_what_happens_within_a_second(
                     body = pages[name].locator('body:not([data-changed=""])')
                     body.wait_for(timeout=PATIENCE_MS)
                     seconds = float(body.get_attribute("data-changed")) - happened
-                    best[name] = min(best[name], seconds - 3 * loading[name])
+                    best[name] = min(best[name], seconds - 2 * loading[name])
         assert max(best.values()) < 1, best
+    # However busy the machine: what is waited for on purpose, 0.3 seconds of it in the pages.
+    assert GATHER_SECONDS + WATCH_SECONDS + 0.3 < 1
 
 
 def test_nothing_moves_when_operations_begin_to_wait(user: User) -> None:
