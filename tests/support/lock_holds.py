@@ -1,4 +1,4 @@
-"""How long a function keeps other threads from running."""
+"""Whether a function keeps other threads from running for long."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from tinsmith.server.thread_turns import short_waits
 _NAP_SECONDS = 0.0002
 
 
-def longest_hold_seconds(function: Callable[[], object], *, tries: int = 5) -> float:
-    """The longest time for which `function`, in a thread, keeps the interpreter's lock.
+def is_held_less(function: Callable[[], object], seconds: float, *, tries: int = 5) -> bool:
+    """Whether `function`, in a thread, never keeps the interpreter's lock for so long.
 
-    In processor time of that thread, and the least of some tries: other programs on the machine
+    In processor time of that thread, and in one of some tries: other programs on the machine
     hardly count. Where the lock is free, as in numpy's loops, another thread looks in between.
     """
-    return min(_longest(function) for _ in range(tries))
+    gc.collect()
+    gc.disable()  # as in a server
+    try:
+        return any(_longest(function) < seconds for _ in range(tries))
+    finally:
+        gc.enable()
 
 
 def _longest(function: Callable[[], object]) -> float:
@@ -36,8 +41,6 @@ def _longest(function: Callable[[], object]) -> float:
     assert thread.ident is not None
     clock = time.pthread_getcpuclockid(thread.ident)
     found = [0.0]
-    gc.collect()
-    gc.disable()  # as in a server
     try:
         with short_waits():
             may_begin.set()
@@ -46,7 +49,6 @@ def _longest(function: Callable[[], object]) -> float:
                 time.sleep(_NAP_SECONDS)
                 found.append(time.clock_gettime(clock) - before)
     finally:
-        gc.enable()
         may_end.set()
         thread.join()
     return max(found)
