@@ -111,7 +111,9 @@ class TextModel:
         told |= {**(options or {}), "messages": list(messages), "add_generation_prompt": is_open}
         try:
             return environment.from_string(self.template).render(told)
-        except (TemplateError, TypeError) as error:
+        except (
+            TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError
+        ) as error:  # fmt: skip
             raise ValidationError(f"the chat template refuses this: {error}", "messages") from None
 
     def render_chat(

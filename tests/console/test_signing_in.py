@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from urllib.parse import urlencode
 
 import pytest
 
@@ -33,6 +34,19 @@ def test_a_stranger_is_led_to_the_login_and_back_to_where_he_wanted(
     assert page.url == f"{console.url}/usage?by=day"
     assert key not in str(context.cookies()), "a page never holds a key"
     context.close()
+
+
+@pytest.mark.parametrize("wanted", ["/.//evil.example/x", "//evil.example/x", "/\\\\evil.example"])
+def test_a_link_to_the_login_leads_to_a_page_of_this_server_only(
+    console: Console, browser: Browser, wanted: str
+) -> None:
+    page = browser.new_page()
+    page.goto(f"{console.url}/login?{urlencode({'next': wanted})}")
+    page.get_by_label("API key").fill(console.new_key("stranger"))
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("link", name="Runs", exact=True)).to_be_visible()
+    assert page.url.startswith(f"{console.url}/")
+    page.close()
 
 
 def test_signing_out_ends_the_session(user: User) -> None:

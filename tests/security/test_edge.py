@@ -270,6 +270,8 @@ PAGES: list[dict[str, str]] = [
     {"origin": "http://localhost:3000"},
     {"origin": "http://127.0.0.1:8001"},
     {"origin": "file://"},
+    {"origin": "http://["},
+    {"origin": "http://[::1"},
     {"sec-fetch-site": "cross-site"},
     {"sec-fetch-site": "same-site", "sec-fetch-mode": "no-cors"},
 ]

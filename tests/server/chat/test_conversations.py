@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +144,39 @@ def test_the_bytes_of_a_token_that_is_no_character_by_its_name_are_its_texts(
     text = model(tmp_path, GENERIC, tokenizer)
     (token,) = text.encode("\ufffd", add_special_tokens=False)
     assert text.token_bytes(token) == "\ufffd".encode()
+
+
+DEEP: Any = functools.reduce(lambda inside, _: [inside], range(300), 1)
+FUNCTION = {"name": "f", "parameters": {"x": DEEP}}
+CALL = {"id": "1", "function": {"name": "f", "arguments": json.dumps({"x": DEEP})}}
+
+
+@pytest.mark.parametrize(
+    ("read", "fields", "place"),
+    [
+        (read_response, {"metadata": {"x": DEEP}}, "metadata"),
+        (read_response, {"user": DEEP}, "user"),
+        (read_response, {"tools": [{"type": "function", **FUNCTION}]}, "tools"),
+        (read_response, {"tool_choice": {"type": "function", "x": DEEP}}, "tool_choice"),
+        (read_chat, {"tools": [{"type": "function", "function": FUNCTION}]}, "parameters"),
+        (
+            read_chat,
+            {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (read_messages, {"tools": [{"name": "f", "input_schema": {"x": DEEP}}]}, "parameters"),
+    ],
+)
+def test_what_is_nested_too_deep_to_be_written_again_is_refused_by_name(
+    read: Callable[[Any], Ask], fields: dict[str, Any], place: str
+) -> None:
+    said = {"input": "a"} if read is read_response else {"messages": [ASKED], "max_tokens": 1}
+    with pytest.raises(ValidationError, match=f"{re.escape(place)}.*nested deeper than 100"):
+        read({"model": "m", **said, **fields})
+
+
+@pytest.mark.parametrize("program", ["'a'.index('b')", "1 // 0", "range(10 ** 9)"])
+def test_whatever_a_template_trips_over_is_told_to_the_client(program: str, tmp_path: Path) -> None:
+    ask = read_chat({"model": "m", "messages": [ASKED]})
+    with pytest.raises(ValidationError, match="the chat template refuses this"):
+        rendered(ask, tmp_path, GENERIC + "{{ " + program + " }}")

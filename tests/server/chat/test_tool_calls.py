@@ -90,6 +90,21 @@ def test_an_answer_that_was_made_to_begin_as_a_call_is_read_with_its_beginning(
     assert _parts(form, said, forced=form.forced("add")) == [ToolCall("add", {"a": 1})]
 
 
+@pytest.mark.parametrize(
+    ("template", "opening", "closing"),
+    [
+        (JSON_TEMPLATE, '<tool_call>{"name": "f", "arguments": {"a": ', "}}</tool_call>"),
+        (XML_TEMPLATE, "<tool_call><function=f><parameter=a>", "</parameter></tool_call>"),
+        (BARE_TEMPLATE, '{"name": "f", "parameters": {"a": ', "}}"),
+    ],
+)
+def test_a_call_too_deep_to_be_written_again_is_text(
+    template: str, opening: str, closing: str
+) -> None:
+    said = opening + "[" * 300 + "]" * 300 + closing
+    assert joined(_parts(_form(template), said)) == (said, [])
+
+
 def test_a_template_that_knows_no_tools_has_no_form() -> None:
     assert form_of("{{ messages }}") is None
     assert form_of("{{ tools }}") is None

@@ -130,7 +130,8 @@ def function(name: Any, description: Any, parameters: Any, path: str) -> dict[st
         raise ValidationError("expected a text", f"{path}.description")
     if not isinstance(parameters, Mapping | None):
         raise ValidationError("expected a JSON schema", f"{path}.parameters")
-    known = {"name": name, "description": description or "", "parameters": parameters or {}}
+    schema = read(f"{path}.parameters", Any, parameters)
+    known = {"name": name, "description": description or "", "parameters": schema or {}}
     return {"type": "function", "function": known}
 
 

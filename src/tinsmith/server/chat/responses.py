@@ -42,6 +42,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include": ([], ["reasoning.encrypted_content"]),
     "stream_options": ({}, {"include_obfuscation": False}),
 }
+_REPEATED = ("metadata", "user", "tools", "tool_choice")
+"""What stands in the answer as it was sent, and is not looked at in whole elsewhere."""
+
 _NOTHING_KEPT = "this server keeps no responses; send the whole conversation as input"
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -53,6 +56,8 @@ def read_response(fields: Mapping[str, Any]) -> Ask:
     if fields.get("store"):
         raise ValidationError("this server keeps no responses; send false", "store")
     check_known(fields, _KNOWN, _NEUTRAL)
+    for name in _REPEATED:
+        read(name, Any, fields.get(name))
     messages = _messages(fields.get("input"))
     if (told := read("instructions", str | None, fields.get("instructions"))) is not None:
         messages.insert(0, {"role": "system", "content": told})

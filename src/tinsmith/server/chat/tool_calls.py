@@ -13,7 +13,9 @@ from typing import Any
 
 import orjson
 
+from tinsmith.errors import ValidationError
 from tinsmith.server.chat.text import held_back
+from tinsmith.types.convert import converter
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
@@ -136,7 +138,7 @@ def _read_json(text: str) -> ToolCall | None:
     if not isinstance(said, Mapping) or not isinstance(said.get("name"), str):
         return None
     arguments = said.get("arguments", said.get("parameters", {}))
-    return ToolCall(said["name"], arguments) if isinstance(arguments, dict) else None
+    return _call(said["name"], arguments) if isinstance(arguments, dict) else None
 
 
 def _read_xml(text: str) -> ToolCall | None:
@@ -144,7 +146,15 @@ def _read_xml(text: str) -> ToolCall | None:
     if found is None:
         return None
     values = {name.strip(): _value(value) for name, value in _PARAMETER.findall(found[2])}
-    return ToolCall(found[1].strip(), values)
+    return _call(found[1].strip(), values)
+
+
+def _call(name: str, arguments: dict[str, Any]) -> ToolCall | None:
+    """None if the arguments lie deeper in each other than can be written again."""
+    try:
+        return ToolCall(name, converter(Any)(arguments))
+    except ValidationError:
+        return None
 
 
 def _value(text: str) -> Any:

@@ -48,7 +48,7 @@ class Origins:
         return bool(name) and (is_loopback(name) or name in self._names)
 
     def _is_same(self, origin: str, host: str) -> bool:
-        netloc = urlsplit(origin).netloc.lower() if "://" in origin else ""
+        _, _, netloc = origin.lower().partition("://")
         return bool(netloc) and netloc in (host.lower(), self._public)
 
 

@@ -27,8 +27,8 @@ on("login", "submit", async (event) => {
   else $("trouble").textContent = (await answer.json().catch(() => ({}))).detail ?? `The server answered ${answer.status}.`;
 });
 
-/** Where the user was; only ever a page of this server. */
+/** Where the user was; only ever a page of this server. Its path alone might begin like another site's address. */
 function next() {
   const url = new URL(query.get("next") ?? "/", location.origin);
-  return url.origin === location.origin ? url.pathname + url.search : "/";
+  return url.origin === location.origin ? url.href : "/";
 }
