@@ -28,6 +28,10 @@ stand in what a template puts behind it."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 """A byte as byte-fallback tokenizers (Llama 2, Mistral) name it."""
 
+_PIECE_CHARACTERS = 64 * 1024
+_MIN_COUNTED_TOKENS = 256 * 1024
+"""Prompts of up to this many are counted to the token, also where they are too long."""
+
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -44,9 +48,30 @@ class TextModel:
         self._token_texts: dict[int, str] = {}
         """A cache; never larger than the vocabulary."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, context: int | None = None
+    ) -> list[int]:
+        """The tokens of a text. One that is far too long for a `context` of so many is refused
+        before all of it is looked at: each token takes a hundred bytes meanwhile."""
+        if context is not None:
+            self._check_length(text, context)
+        # The library's `encode` would hold up all other threads.
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
         return ids
+
+    def _check_length(self, text: str, context: int) -> None:
+        """By its pieces, whose tokens are about as many as those of the whole."""
+        most, count = max(2 * context, _MIN_COUNTED_TOKENS), 0
+        if len(text) <= most:
+            return
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            piece = text[start : start + _PIECE_CHARACTERS]
+            count += len(self.encode(piece, add_special_tokens=False))
+            if count > most:
+                raise ValidationError(
+                    f"has more than {most} tokens; the model's context holds {context}", "prompt"
+                )
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
@@ -122,13 +147,19 @@ class TextModel:
         options: Mapping[str, Any] | None = None,
         *,
         opening: str = "",
+        context: int | None = None,
     ) -> list[int]:
         """The prompt that asks the model for the next message, which begins with `opening`."""
         # The template writes the special tokens itself.
-        return self.encode(self.render(messages, options) + opening, add_special_tokens=False)
+        text = self.render(messages, options) + opening
+        return self.encode(text, add_special_tokens=False, context=context)
 
     def render_begun(
-        self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        options: Mapping[str, Any] | None = None,
+        *,
+        context: int | None = None,
     ) -> list[int]:
         """The prompt that asks the model to go on with the last message."""
         begun = messages[-1]["content"]
@@ -140,7 +171,7 @@ class TextModel:
             raise ValidationError(
                 f"the chat template of {self.name} changes the beginning of the answer", "messages"
             )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, context=context)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class _Text:
     def get(self, base: Any) -> _Text:
         return self
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, context: int) -> list[int]:
         return list(text.encode())
 
     def decode(self, tokens: list[int]) -> str:

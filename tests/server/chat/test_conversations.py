@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from tests.support.lock_holds import longest_hold_seconds
 from tests.support.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 from tinsmith.engine.base import BaseModelInfo
 from tinsmith.errors import ValidationError
@@ -180,3 +182,32 @@ def test_whatever_a_template_trips_over_is_told_to_the_client(program: str, tmp_
     ask = read_chat({"model": "m", "messages": [ASKED]})
     with pytest.raises(ValidationError, match="the chat template refuses this"):
         rendered(ask, tmp_path, GENERIC + "{{ " + program + " }}")
+
+
+def test_a_long_text_is_encoded_while_other_threads_run(tmp_path: Path) -> None:
+    text = model(tmp_path, GENERIC)
+    assert longest_hold_seconds(lambda: text.encode("hello world " * 20_000), tries=3) < 0.02
+
+
+def test_what_is_far_too_long_is_refused_before_all_of_it_is_encoded(tmp_path: Path) -> None:
+    text = model(tmp_path, GENERIC)
+    base = BaseModelInfo(name="m", max_context_length=4096, vocab_size=512, architecture="")
+    said = {"model": "m", "messages": [{"role": "user", "content": "hello " * 2_000_000}]}
+    begun = [*said["messages"], {"role": "assistant", "content": "Once"}]
+    for ask in (
+        read_chat(said),
+        read_messages({**said, "max_tokens": 1}),
+        read_messages({**said, "messages": begun, "max_tokens": 1}),
+    ):
+        began = time.process_time()
+        with pytest.raises(
+            ValidationError, match="prompt: has more than 262144 tokens; the model'"
+        ):
+            render(ChosenModel(text, base), ask)
+        assert time.process_time() - began < 2, "half of what the whole would take"
+
+
+def test_a_long_text_is_counted_to_the_token(tmp_path: Path) -> None:
+    text = model(tmp_path, GENERIC)
+    long = "hello " * 50_000
+    assert text.encode(long, context=200_000) == text.encode(long)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -361,3 +363,33 @@ async def test_the_requests_of_open_webui_are_answered(server: TestServer) -> No
     )
     assert answered.status_code == 200, answered.text
     assert answered.json()["usage"]["completion_tokens"] <= 20
+
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/oai/api/v1/completions", {"prompt": "Hello", "max_tokens": 2}),
+        ("/oai/api/v1/chat/completions", {"messages": HELLO, "max_tokens": 2}),
+        ("/oai/api/v1/responses", {"input": "Hello", "max_output_tokens": 2}),
+        ("/anthropic/v1/messages", {"messages": HELLO, "max_tokens": 2}),
+        ("/anthropic/v1/messages/count_tokens", {"messages": HELLO}),
+    ],
+)
+async def test_a_request_for_text_is_read_in_its_owners_turn(
+    server: TestServer, path: str, body: dict[str, Any]
+) -> None:
+    """One may have a hundred thousand messages."""
+    release = threading.Event()
+    others = asyncio.create_task(server.service.workers.run("other", release.wait, 10))
+    asked = {"model": MODEL, **body, "temperature": "warm"}
+    sent = asyncio.create_task(server.api.http.post(path, json=asked, headers=server.api.headers))
+    try:
+        await asyncio.wait([sent], timeout=0.3)
+        assert not sent.done(), "read on the event loop"
+    finally:
+        release.set()
+    await others
+    assert (await sent).status_code == 400

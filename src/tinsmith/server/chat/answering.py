@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -86,9 +86,8 @@ class Answering:
         self.ask = ask
         self.text, base = chosen
         self.images = base.images
-        prompts = _prompts(chosen, ask)
-        self.num_prompt_tokens = sum(prompt.length for prompt in prompts)
-        self.jobs = [_checked(_job(ask, sampler, prompt), base) for prompt in prompts]
+        self.jobs = [_checked(_job(ask, sampler, prompt), base) for prompt in _prompts(chosen, ask)]
+        self.num_prompt_tokens = sum(job.prompt.length for job in self.jobs)
         self._service = service
         self._sampler = sampler
 
@@ -181,12 +180,14 @@ async def find_sampler(service: Service, caller: Caller, model: str) -> SamplerR
     )
 
 
-def _prompts(chosen: ChosenModel, ask: Ask) -> list[ModelInput]:
+def _prompts(chosen: ChosenModel, ask: Ask) -> Iterator[ModelInput]:
+    """One at a time: the first that is too long spares the others."""
     if ask.is_chat:
-        return [render(chosen, ask)]
-    encode = chosen.text.encode
-    rows = [p if isinstance(p, list) else encode(p) for p in ask.prompts]
-    return [ModelInput.from_ints(row) for row in rows]
+        yield render(chosen, ask)
+    context = chosen.base.max_context_length
+    for given in ask.prompts:
+        row = given if isinstance(given, list) else chosen.text.encode(given, context=context)
+        yield ModelInput.from_ints(row)
 
 
 def render(chosen: ChosenModel, ask: Ask) -> ModelInput:
@@ -196,10 +197,11 @@ def render(chosen: ChosenModel, ask: Ask) -> ModelInput:
     if ask.tool_use.tools:
         options["tools"] = list(ask.tool_use.tools)
     messages = [_known_role(text, m, index) for index, m in enumerate(ask.messages)]
+    context = chosen.base.max_context_length
     if ask.is_begun:
-        tokens = text.render_begun(messages, options)
+        tokens = text.render_begun(messages, options, context=context)
     else:
-        tokens = text.render_chat(messages, options, opening=_opening(text, ask))
+        tokens = text.render_chat(messages, options, opening=_opening(text, ask), context=context)
     return with_images(tokens, ask.images, chosen.base.images)
 
 

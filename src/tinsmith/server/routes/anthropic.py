@@ -30,40 +30,42 @@ from tinsmith.server.edge.http import (
 from tinsmith.server.edge.routing import route
 from tinsmith.server.service import Service
 from tinsmith.types import SampledSequence
-from tinsmith.types.protocol import EVENT_STREAM
+from tinsmith.types.protocol import EVENT_STREAM, JSON
 from tinsmith.wire import endpoints, json
 
 
 async def messages(
     service: Service, caller: Caller, request: Request, message: dict[str, Any]
-) -> Response | dict[str, Any]:
-    answering = await prepare(service, caller, read_messages(message))
+) -> Response:
+    ask = await service.workers.run(caller.owner, read_messages, message)
+    answering = await prepare(service, caller, ask)
     if answering.ask.stream:
         goodbye = _event(error_body(401, "the API key was revoked"))
         stream = while_known(service, request, _streamed(answering), goodbye)
         return StreamingResponse(stream, media_type=EVENT_STREAM)
     (response,) = await while_connected(request, answering.complete())
     await check_still_known(service, request)
-    return _whole(answering, response.sequences[0])
+    whole = await service.workers.run(caller.owner, _whole, answering, response.sequences[0])
+    return Response(whole, media_type=JSON)
 
 
 async def count_tokens(
     service: Service, caller: Caller, request: Request, message: dict[str, Any]
 ) -> dict[str, int]:
-    ask = read_messages(message, is_counted_only=True)
+    ask = await service.workers.run(caller.owner, read_messages, message, is_counted_only=True)
     _, chosen = await find_model(service, caller, ask.model)
     prompt = await service.texts.run(caller.owner, render, chosen, ask)
     return {"input_tokens": prompt.length}
 
 
-def _whole(answering: Answering, sequence: SampledSequence) -> dict[str, Any]:
+def _whole(answering: Answering, sequence: SampledSequence) -> bytes:
     answer = answering.new_answer()
     content = blocks(answer.whole(sequence))
     reason = _reason(answer, sequence)
     body = message_body(
         answering.ask, content, reason, answering.num_prompt_tokens, len(sequence.tokens)
     )
-    return {**body, "stop_sequence": answer.stopped_by}
+    return json.encode({**body, "stop_sequence": answer.stopped_by})
 
 
 async def _streamed(answering: Answering) -> AsyncGenerator[bytes, None]:

@@ -70,13 +70,15 @@ def _model_card(name: str, **more: int) -> dict[str, Any]:
 async def completions(
     service: Service, caller: Caller, request: Request, message: dict[str, Any]
 ) -> Response:
-    return await _respond(service, caller, request, read_completion(message))
+    ask = await service.workers.run(caller.owner, read_completion, message)
+    return await _respond(service, caller, request, ask)
 
 
 async def chat_completions(
     service: Service, caller: Caller, request: Request, message: dict[str, Any]
 ) -> Response:
-    return await _respond(service, caller, request, read_chat(message))
+    ask = await service.workers.run(caller.owner, read_chat, message)
+    return await _respond(service, caller, request, ask)
 
 
 async def generate(

@@ -34,14 +34,15 @@ from tinsmith.server.edge.http import (
 from tinsmith.server.edge.routing import route
 from tinsmith.server.service import Service
 from tinsmith.types import SampleResponse
-from tinsmith.types.protocol import EVENT_STREAM
+from tinsmith.types.protocol import EVENT_STREAM, JSON
 from tinsmith.wire import endpoints, json
 
 
 async def responses(
     service: Service, caller: Caller, request: Request, message: dict[str, Any]
-) -> Response | dict[str, Any]:
-    answering = await prepare(service, caller, read_response(message))
+) -> Response:
+    ask = await service.workers.run(caller.owner, read_response, message)
+    answering = await prepare(service, caller, ask)
     body = response_body(message, answering.ask)
     if answering.ask.stream:
         goodbye = _encoded(_error("the API key was revoked", 0))
@@ -49,8 +50,13 @@ async def responses(
         return StreamingResponse(stream, media_type=EVENT_STREAM)
     (response,) = await while_connected(request, answering.complete())
     await check_still_known(service, request)
+    whole = await service.workers.run(caller.owner, _whole, answering, body, response)
+    return Response(whole, media_type=JSON)
+
+
+def _whole(answering: Answering, body: dict[str, Any], response: SampleResponse) -> bytes:
     items = output_items(answering.new_answer().whole(response.sequences[0]))
-    return _ended(answering, body, items, response)
+    return json.encode(_ended(answering, body, items, response))
 
 
 async def _streamed(answering: Answering, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
