@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import threading
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from tests.support.in_process_server import MODEL
 from tinsmith import disk
 from tinsmith.engine.base import Failure, ImportedAdapter, SavedKind
 from tinsmith.engine.fake import FakeEngine
+from tinsmith.server import uploads
 from tinsmith.server.checkpoints import Checkpoints
 from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.imports import Imports
@@ -318,3 +321,72 @@ async def test_a_server_that_is_late_removes_no_upload_of_the_one_that_took_over
 
 def contents(folder: Path) -> list[bytes]:
     return [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+
+
+def _slow_write(monkeypatch: pytest.MonkeyPatch, name: str) -> threading.Event:
+    """Pieces of this file are written when the event says so."""
+    release, write = threading.Event(), uploads._write_piece
+
+    def wait(folder: Path, file: str, number: int, data: bytes) -> None:
+        if file == name:
+            assert release.wait(10)
+        write(folder, file, number, data)
+
+    monkeypatch.setattr(uploads, "_write_piece", wait)
+    return release
+
+
+async def test_a_piece_that_is_still_being_written_is_missing(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place was known before its file was there: a server error."""
+    api, upload_id = server.api, await upload(server.api, {CONFIG: FILES[CONFIG]})
+    release = _slow_write(monkeypatch, WEIGHTS)
+    sent = [
+        asyncio.create_task(put(api, upload_id, WEIGHTS, number, piece))
+        for number, piece in enumerate(FILES[WEIGHTS])
+    ]
+    await asyncio.sleep(0.2)
+    early = await api.post("/import_weights", request(upload_id))
+    assert early.status_code == 400 and "is missing" in early.json()["detail"]
+    release.set()
+    await asyncio.gather(*sent)
+    await api.ok("/import_weights", request(upload_id))
+
+
+async def test_a_piece_that_could_not_be_written_is_missing(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, upload_id = server.api, await upload(server.api, {CONFIG: FILES[CONFIG]})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk_full:
+        disk_full.setattr(uploads, "_write_piece", full)
+        await put(api, upload_id, WEIGHTS, 0, b"firstsecondthird")
+    refused = await api.post("/import_weights", request(upload_id))
+    assert refused.status_code == 400 and "piece 0" in refused.json()["detail"]
+
+
+async def test_a_piece_that_comes_while_its_upload_is_discarded_leaves_nothing(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload_id = await upload(server.api)
+    release = _slow_write(monkeypatch, WEIGHTS)
+    late = asyncio.create_task(put(server.api, upload_id, WEIGHTS, 3, b"late"))
+    await asyncio.sleep(0.2)
+    await server.service.uploads.discard("owner", upload_id)
+    release.set()
+    await late
+    assert left_over(server) == []
+
+
+@pytest.mark.parametrize("count", [-1, 2**40])
+async def test_a_file_of_impossibly_many_pieces_is_refused_with_the_limit(
+    server: TestServer, count: int
+) -> None:
+    body = request(await upload(server.api))
+    body["files"][1]["num_pieces"] = count
+    refused = await server.api.post("/import_weights", body)
+    assert refused.status_code == 400 and "16384" in refused.json()["detail"]

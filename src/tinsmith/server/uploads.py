@@ -29,7 +29,9 @@ _IDLE_SECONDS = 3600.0
 class _Upload:
     folder: Path
     sizes: dict[tuple[str, int], int] = field(default_factory=dict)
-    """The bytes of each piece, by file and number."""
+    """The bytes of each piece, by file and number, from when it begins to be written."""
+    written: set[tuple[str, int]] = field(default_factory=set)
+    """The pieces that are on disk."""
     used_at: float = field(default_factory=time.monotonic)
 
 
@@ -68,6 +70,10 @@ class Uploads:
         upload.sizes[name, number] = max(len(data), before)
         upload.used_at = time.monotonic()
         await asyncio.to_thread(_write_piece, upload.folder, name, number, data)
+        upload.written.add((name, number))
+        if self._uploads.get((owner, upload_id)) is not upload:
+            # It was discarded meanwhile, and the folder made anew for this piece.
+            await asyncio.to_thread(disk.discard_folder, upload.folder)
 
     def _open(self, owner: str, upload_id: str) -> _Upload:
         if not _ID.fullmatch(upload_id):
@@ -98,8 +104,11 @@ class Uploads:
         if sorted(names) != sorted(ADAPTER_FILES):
             raise ValidationError(f"must be {' and '.join(ADAPTER_FILES)}", "files")
         for file in files:
-            missing = {(file.name, n) for n in range(min(file.num_pieces, MAX_PIECES))}
-            if missing := missing - upload.sizes.keys():
+            if not 0 <= file.num_pieces <= MAX_PIECES:
+                problem = f"num_pieces must be between 0 and {MAX_PIECES}, got {file.num_pieces}"
+                raise ValidationError(problem, "files")
+            missing = {(file.name, n) for n in range(file.num_pieces)}
+            if missing := missing - upload.written:
                 raise ValidationError(f"piece {min(missing)[1]} of {file.name} is missing", "files")
         upload.used_at = time.monotonic()
         return await asyncio.to_thread(_join, upload.folder, files)

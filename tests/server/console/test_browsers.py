@@ -9,6 +9,7 @@ import pytest
 from tests.support.event_stream import listening
 from tinsmith.server.console import browsers
 from tinsmith.server.serving import console_link
+from tinsmith.server.store import browsers as stored_browsers
 from tinsmith.wire.endpoints import ENDPOINTS
 
 if TYPE_CHECKING:
@@ -155,3 +156,36 @@ async def test_only_hashes_of_cookies_are_stored(server: TestServer, api: Api) -
     cookie = await _login(api)
     files = [f.read_bytes() for f in server.service.folder.root.glob("tinsmith.db*")]
     assert files and not any(cookie.encode() in content for content in files)
+
+
+async def test_a_key_lets_in_so_many_browsers_and_the_oldest_leaves(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_browsers, "MAX_PER_KEY", 3)
+    other = await server.other_user()
+    others = await _login(other)
+    cookies = [await _login(server.api) for _ in range(2)]
+    for cookie in cookies:
+        assert (await _look(server.api, cookie)).status_code == 200
+    cookies += [await _login(server.api) for _ in range(2)]
+    found = [(await _look(server.api, cookie)).status_code for cookie in cookies]
+    assert found == [401, 200, 200, 200]
+    assert (await _look(other, others)).status_code == 200, "another key's"
+
+
+async def test_a_stranger_who_logs_out_writes_nothing(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    browsers_in_store = server.service.store.browsers
+    delete = browsers_in_store.delete
+
+    async def noted(digest: str) -> None:
+        written.append(digest)
+        await delete(digest)
+
+    monkeypatch.setattr(browsers_in_store, "delete", noted)
+    cookie = await _login(server.api)
+    for sent, count in ((cookie + "x", 0), (cookie, 1), (cookie, 1)):
+        logout = await server.api.http.post("/console/logout", headers=_cookie(sent, **OWN_PAGE))
+        assert logout.status_code == 204 and len(written) == count

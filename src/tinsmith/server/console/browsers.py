@@ -52,6 +52,8 @@ class Browsers:
                 expires_at=min(now + SESSION_SECONDS, caller.token_expires_at or now * 2),
             )
         )
+        # The store may have ended the key's oldest one for it.
+        self._known = {h: s for h, s in self._known.items() if s.key_id != caller.key_id}
         return cookie
 
     async def caller(self, cookie: str) -> Caller | None:
@@ -72,4 +74,6 @@ class Browsers:
     async def send_away(self, cookie: str) -> None:
         digest = hash_key(cookie)
         self._known.pop(digest, None)
-        await self._store.browsers.delete(digest)
+        # Anybody may come with any cookie: those that never were are not worth a commit.
+        if await self._store.browsers.get(digest) is not None:
+            await self._store.browsers.delete(digest)
