@@ -393,3 +393,40 @@ async def test_a_request_for_text_is_read_in_its_owners_turn(
         release.set()
     await others
     assert (await sent).status_code == 400
+
+
+async def test_an_echo_of_very_many_log_probabilities_is_refused_with_the_limit(
+    client: openai.AsyncOpenAI,
+) -> None:
+    """Each choice repeats those of its prompt: a small request took gigabytes."""
+    said = {"model": MODEL, "prompt": "ab" * 1000, "max_tokens": 1, "echo": True}
+    whole = await client.completions.create(**said, logprobs=20, n=2)
+    assert len(whole.choices[1].logprobs.tokens) == 2001
+    with pytest.raises(openai.BadRequestError, match=r"echo: .* 5376000 .* at most 2000000"):
+        await client.completions.create(**said, logprobs=20, n=128)
+    assert await client.completions.create(**said, n=128)
+
+
+async def test_the_jobs_of_many_prompts_begin_a_few_at_a_time(server: TestServer) -> None:
+    begun, most = 0, 0
+    started = server.service.sampling.stream
+
+    def stream(*given: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        return started(*given)
+
+    async def others() -> None:
+        nonlocal begun, most
+        while True:
+            most, begun = max(most, begun), 0
+            await asyncio.sleep(0)
+
+    server.service.sampling.stream = stream  # type: ignore[method-assign]
+    watching = asyncio.create_task(others())
+    body = {"model": MODEL, "prompt": ["ab"] * 300, "max_tokens": 1}
+    path = "/oai/api/v1/completions"
+    response = await server.api.http.post(path, json=body, headers=server.api.headers)
+    watching.cancel()
+    assert response.status_code == 200 and len(response.json()["choices"]) == 300
+    assert 0 < most <= 32

@@ -27,6 +27,12 @@ from tinsmith.server.store.records import SamplerRecord
 from tinsmith.text_model import TextModel
 from tinsmith.types import ModelInput, SampledSequence, SampleResponse
 
+_STARTED_TOGETHER = 16
+"""Jobs of one request that begin before others have their turn: a few milliseconds' work."""
+
+_MAX_ECHOED = 2_000_000
+"""Most log-probabilities of prompts in one answer; each takes some 100 bytes as it is written."""
+
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -88,6 +94,8 @@ class Answering:
         self.images = base.images
         self.jobs = [_checked(_job(ask, sampler, prompt), base) for prompt in _prompts(chosen, ask)]
         self.num_prompt_tokens = sum(job.prompt.length for job in self.jobs)
+        if ask.echo and ask.with_logprobs:
+            _check_echo(self.num_prompt_tokens * ask.n * (1 + ask.top_logprobs))
         self._service = service
         self._sampler = sampler
 
@@ -96,8 +104,12 @@ class Answering:
 
     async def complete(self) -> list[SampleResponse]:
         """All jobs at once; the first that fails, or leaving, cancels the others."""
-        tasks = [asyncio.create_task(self._run(job)) for job in self.jobs]
+        tasks: list[asyncio.Task[SampleResponse]] = []
         try:
+            for job in self.jobs:
+                tasks.append(asyncio.create_task(self._run(job)))
+                if len(tasks) % _STARTED_TOGETHER == 0:
+                    await asyncio.sleep(0)
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
@@ -262,6 +274,15 @@ def _checked(job: SampleJob, base: BaseModelInfo) -> SampleJob:
         )
     except ValidationError as error:
         raise Refusal(400, str(error)) from None
+
+
+def _check_echo(count: int) -> None:
+    if count > _MAX_ECHOED:
+        raise ValidationError(
+            f"the answer would hold {count} log-probabilities of prompts; at most {_MAX_ECHOED} "
+            "are given: send fewer prompts at a time, or a smaller n or logprobs",
+            "echo",
+        )
 
 
 def _shaping(ask: Ask) -> Shaping | None:
