@@ -382,7 +382,7 @@ async def test_a_full_disk_takes_back_no_write_that_was_answered(tmp_path: Path)
         await asyncio.gather(*[add(number) for number in range(start, start + 30)])
     assert answered and refused
     assert all("full" in reason for reason in refused), "the first cause is told"
-    assert {s.session_id for s in await store.sessions.of_owner("o")} == answered
+    assert {s.session_id for s in await store.sessions.older("o", None, 1000)} == answered
     await store.database.write(lambda c: c.exec_driver_sql("PRAGMA max_page_count = 100000"))
     await store.sessions.add(dataclasses.replace(SESSION, session_id="after"))
     assert await store.sessions.get("after") is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pytest
@@ -83,3 +83,37 @@ async def test_a_clock_that_jumps_ahead_ends_no_session_and_takes_no_sampler(
     sampled = await api.post("/asample", api.sample_body(sampler))
     assert sampled.status_code == 200, sampled.text
     await api.result(await api.send_pass(model, 2))
+
+
+async def test_a_search_reads_a_few_of_many_sessions_at_a_time(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await server.service.sessions.get(await server.api.session(), "owner")
+    assert first is not None
+    added = [
+        # Some of them began at the same moment.
+        dataclasses.replace(
+            first, session_id=f"s{n:03}", created_at=n // 3, display_name=f"d{n % 2}"
+        )
+        for n in range(450)
+    ]
+    store = server.service.store.sessions
+    await asyncio.gather(*map(store.add, added))
+    database, num_read = server.service.store.database, list[int]()
+    read = database.all
+
+    async def counted(*given: Any) -> Any:
+        found = await read(*given)
+        num_read.append(len(found))
+        return found
+
+    monkeypatch.setattr(database, "all", counted)
+    names, query = list[str](), {"display_name": "d1", "limit": 100}
+    while True:
+        page = await server.api.ok("/sessions/search", query)
+        names += [summary["session_id"] for summary in page["sessions"]]
+        if page.get("next_cursor") is None:
+            break
+        query["cursor"] = page["next_cursor"]
+    assert names == [session.session_id for session in reversed(added) if "d1" in str(session)]
+    assert max(num_read) <= 200

@@ -42,6 +42,7 @@ from tinsmith.types.protocol import JSON
 from tinsmith.wire import endpoints
 
 DEFAULT_PROJECT = "default"
+_SEARCHED_TOGETHER = 200
 
 
 async def create_session(
@@ -124,8 +125,7 @@ async def search_sessions(
         visible = caller.user_urn in owner.owner_urns
     else:
         visible = True
-    found = await service.store.sessions.of_owner(caller.owner) if visible else []
-    matching = [s for s in found if _matches(s, query)]
+    matching = await _found(service, caller, query) if visible else []
     page = matching[: query.limit]
     summaries = [await _summary(service, caller, s) for s in page]
     cursor = None
@@ -134,6 +134,22 @@ async def search_sessions(
             last_created_at=_moment(page[-1].created_at), last_session_id=page[-1].session_id
         )
     return SessionSearchResponse(sessions=summaries, next_cursor=cursor)
+
+
+async def _found(
+    service: Service, caller: Caller, query: SessionSearchRequest
+) -> list[SessionRecord]:
+    """The newest that match, one more than are asked for. Looked for a few at a time: an owner may
+    have any number of them, and each holds what its client gave it."""
+    matching: list[SessionRecord] = []
+    last: SessionRecord | None = None
+    while len(matching) <= query.limit:
+        some = await service.store.sessions.older(caller.owner, last, _SEARCHED_TOGETHER)
+        matching += [session for session in some if _matches(session, query)]
+        if len(some) < _SEARCHED_TOGETHER:
+            break
+        last = some[-1]
+    return matching
 
 
 async def owned_session(service: Service, caller: Caller, session_id: str) -> SessionRecord:

@@ -32,12 +32,20 @@ class Sessions:
             SessionRecord, query, [table.c.created_at, table.c.session_id], limit, offset
         )
 
-    async def of_owner(self, owner: str) -> Sequence[SessionRecord]:
+    async def older(
+        self, owner: str, than: SessionRecord | None, limit: int
+    ) -> Sequence[SessionRecord]:
+        """The newest of an owner's sessions, or those that come after one of them."""
         table = schema.sessions
         query = sa.select(table).where(table.c.owner == owner)
-        return await self._database.all(
-            SessionRecord, query.order_by(table.c.created_at.desc(), table.c.session_id.desc())
-        )
+        if than is not None:
+            is_earlier = table.c.created_at < than.created_at
+            is_next = (table.c.created_at == than.created_at) & (
+                table.c.session_id < than.session_id
+            )
+            query = query.where(is_earlier | is_next)
+        ordered = query.order_by(table.c.created_at.desc(), table.c.session_id.desc())
+        return await self._database.all(SessionRecord, ordered.limit(limit))
 
     async def count_before(self, session: SessionRecord) -> int:
         """How many sessions its owner had begun before it."""
