@@ -105,8 +105,9 @@ class Uploads:
             raise ValidationError(f"must be {' and '.join(ADAPTER_FILES)}", "files")
         for file in files:
             if not 0 <= file.num_pieces <= MAX_PIECES:
-                problem = f"num_pieces must be between 0 and {MAX_PIECES}, got {file.num_pieces}"
-                raise ValidationError(problem, "files")
+                raise ValidationError(
+                    f"num_pieces must be between 0 and {MAX_PIECES}, got {file.num_pieces}", "files"
+                )
             missing = {(file.name, n) for n in range(file.num_pieces)}
             if missing := missing - upload.written:
                 raise ValidationError(f"piece {min(missing)[1]} of {file.name} is missing", "files")

@@ -453,12 +453,12 @@ def called(call: Any, path: str) -> dict[str, Any]:
     made = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(made, Mapping) or not isinstance(made.get("name"), str):
         raise ValidationError("expected a call of a function", path)
-    where = f"{path}.function.arguments"
     try:
         arguments = orjson.loads(made.get("arguments") or "{}")
     except (orjson.JSONDecodeError, TypeError):
-        raise ValidationError("expected an object as JSON", where) from None
-    called = {"name": made["name"], "arguments": read(where, Any, arguments)}
+        raise ValidationError("expected an object as JSON", f"{path}.function.arguments") from None
+    arguments = read(f"{path}.function.arguments", Any, arguments)
+    called = {"name": made["name"], "arguments": arguments}
     return {"id": str(call.get("id", "")), "type": "function", "function": called}
 
 
