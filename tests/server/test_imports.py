@@ -17,7 +17,6 @@ from tests.support.in_process_server import MODEL
 from tinsmith import disk
 from tinsmith.engine.base import Failure, ImportedAdapter, SavedKind
 from tinsmith.engine.fake import FakeEngine
-from tinsmith.server import uploads
 from tinsmith.server.checkpoints import Checkpoints
 from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.imports import Imports
@@ -323,16 +322,15 @@ def contents(folder: Path) -> list[bytes]:
     return [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
 
 
-def _slow_write(monkeypatch: pytest.MonkeyPatch, name: str) -> threading.Event:
-    """Pieces of this file are written when the event says so."""
-    release, write = threading.Event(), uploads._write_piece
+def _slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Pieces are written when the event says so."""
+    release, create = threading.Event(), disk.create_folder
 
-    def wait(folder: Path, file: str, number: int, data: bytes) -> None:
-        if file == name:
-            assert release.wait(10)
-        write(folder, file, number, data)
+    def wait(folder: Path) -> None:
+        assert release.wait(10)
+        create(folder)
 
-    monkeypatch.setattr(uploads, "_write_piece", wait)
+    monkeypatch.setattr(disk, "create_folder", wait)
     return release
 
 
@@ -341,7 +339,7 @@ async def test_a_piece_that_is_still_being_written_is_missing(
 ) -> None:
     """Its place was known before its file was there: a server error."""
     api, upload_id = server.api, await upload(server.api, {CONFIG: FILES[CONFIG]})
-    release = _slow_write(monkeypatch, WEIGHTS)
+    release = _slow_disk(monkeypatch)
     sent = [
         asyncio.create_task(put(api, upload_id, WEIGHTS, number, piece))
         for number, piece in enumerate(FILES[WEIGHTS])
@@ -363,7 +361,7 @@ async def test_a_piece_that_could_not_be_written_is_missing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as disk_full:
-        disk_full.setattr(uploads, "_write_piece", full)
+        disk_full.setattr(disk, "publish_file", full)
         await put(api, upload_id, WEIGHTS, 0, b"firstsecondthird")
     refused = await api.post("/import_weights", request(upload_id))
     assert refused.status_code == 400 and "piece 0" in refused.json()["detail"]
@@ -373,7 +371,7 @@ async def test_a_piece_that_comes_while_its_upload_is_discarded_leaves_nothing(
     server: TestServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload_id = await upload(server.api)
-    release = _slow_write(monkeypatch, WEIGHTS)
+    release = _slow_disk(monkeypatch)
     late = asyncio.create_task(put(server.api, upload_id, WEIGHTS, 3, b"late"))
     await asyncio.sleep(0.2)
     await server.service.uploads.discard("owner", upload_id)
