@@ -3,8 +3,9 @@
     python benchmarks/tenants.py [--device cuda --shape qwen3-0.6b] [--rounds N] [--out FILE]
 
 Each tenant brings a small batch. PEFT has no batch of several adapters for training, so it
-switches from one to the next. Beside that: what a resident adapter costs in memory, and how far
-an optimizer step is from the time in which memory can be read and written once.
+switches from one to the next; `one_adapter` has all the batches itself. Beside that: what a
+resident adapter costs in memory, and how far an optimizer step is from the time in which memory can
+be read and written once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import machine
 from trainers import RANK, SHAPES, Ours, Peft, make_data
 
-COUNTS = (1, 4, 16, 64)
+COUNTS = (1, 4, 8, 16, 64)
 BATCH = {"cpu": (1, 32), "cuda": (2, 256)}
 
 
@@ -70,6 +71,8 @@ def compare(
 
     works: dict[str, Any] = {"together": lambda: ours.forward_backward(data)}
     works["one_by_one"] = one_by_one
+    joined = {next(iter(data)): [datum for own in data.values() for datum in own]}
+    works["one_adapter"] = lambda: ours.forward_backward(joined)
     if peft is not None:
         peft.add_adapters(count)
         works["peft"] = lambda: peft.forward_backward(data)
@@ -83,6 +86,8 @@ def compare(
         if name in times:
             ratio = machine.median_ratio(times[name], times["together"])
             found[f"times_faster_than_{name}"] = round(ratio, 2)
+    ratio = machine.median_ratio(times["together"], times["one_adapter"])
+    found["over_one_adapter"] = round(ratio, 3)
     return found
 
 

@@ -7,7 +7,7 @@ its product with A. It comes in two steps, because the input need not have been 
 caller may compute it again between them.
 
 On CUDA `grouped_linear` computes the adapters' part of all runs together. Elsewhere runs are
-computed one after another.
+computed one after another, but for short ones while sampling (`stacked_adapters`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ def forward(
         return y, _grouped().add_forward(y, x, adapters, key, residual)
     if residual is not None:
         y.add_(residual)
-    return y, _add_forward(y, x, adapters.active(*key), key, linear.is_invariant)
+    runs = adapters.active(*key)
+    if (stacked := adapters.stacked) is not None:
+        stacked.add_products(y, x, key)
+        runs = [run for run in runs if run[2] not in stacked.adapters]
+    return y, _add_forward(y, x, runs, key, linear.is_invariant)
 
 
 def backward_input(

@@ -29,6 +29,7 @@ from tinsmith.types import LoraConfig
 if TYPE_CHECKING:
     from tinsmith.engine.local.kernels.low_rank import Columns
     from tinsmith.engine.local.model.grouped_linear import Group
+    from tinsmith.engine.local.model.stacked_adapters import StackedRows
 
 ALPHA = 32
 """LoRA's alpha, whatever the rank: an update is scaled by ALPHA / rank."""
@@ -320,6 +321,9 @@ class AdapterSegments:
         self.groups: list[Group] | None = None
         """What `grouped_linear` worked out."""
 
+        self.stacked: StackedRows | None = None
+        """The rows whose adapters are computed together, where that was asked for."""
+
     @classmethod
     def whole(cls, num_rows: int, adapter: Adapter | None = None) -> AdapterSegments:
         """Every row under one adapter, or under the bare model."""
@@ -356,4 +360,6 @@ class AdapterSegments:
         gathered = AdapterSegments(runs, [self.gradients[source] for source in sources])
         gathered.root = self.root
         gathered.origins = tuple(self.origins[source] for source in sources)
+        if self.stacked is not None:
+            gathered.stacked = self.stacked.on(runs)
         return gathered

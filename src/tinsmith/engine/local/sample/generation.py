@@ -41,6 +41,7 @@ from tinsmith.engine.local.memory_plan import plan_memory
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.foreign.config import is_foreign
 from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.model.stacked_adapters import AdapterStacks
 from tinsmith.engine.local.sample.choosing import NOT_FINITE
 from tinsmith.engine.local.sample.compiling import Compiling
 from tinsmith.engine.local.sample.kvcache import CacheShape, KVCache
@@ -109,6 +110,7 @@ class Generator:
         if decode is None and uses_kernels:
             decode = _decode_step(decoder, self._cache, config, use_graphs)
         self._decode = decode
+        self._stacks = _adapter_stacks(decoder, config)
         self._launched: Launched | None = None
         self._compiling = Compiling(
             tokens or Tokens(None, decoder.config.vocab_size), decoder.ranks
@@ -144,7 +146,7 @@ class Generator:
     def close(self) -> None:
         """Give the memory of keys and values back. The generator cannot be used afterwards."""
         self._cache.close()
-        self._decode = None
+        self._decode = self._stacks = None
 
     def submit(self, job: SampleJob, adapter: Adapter | None) -> None:
         """Queue a job. What is wrong with it comes back as an event of the next step."""
@@ -185,6 +187,8 @@ class Generator:
         """Drop what the cache remembers of an adapter, before its weights go away or change."""
         if self._decode is not None:
             self._decode.forget(adapter)
+        if self._stacks is not None:
+            self._stacks.forget(adapter)
         self._scheduler.forget(adapter)
 
     def step(self, *, ahead: bool = True) -> list[tuple[str, EngineSampleEvent]]:
@@ -234,7 +238,7 @@ class Generator:
             running = list(scheduler.running) if self._decode is None else []
             chunks = self._looked_at(scheduler.chunks())
             if running or chunks:
-                yield MixedStep(self._decoder, chunks, running)
+                yield MixedStep(self._decoder, chunks, running, self._stacks)
 
     def _looked_at(self, chunks: list[Chunk]) -> list[Chunk]:
         """With what is seen in them; a request whose image cannot be decoded fails by itself."""
@@ -361,6 +365,16 @@ def _decode_step(
 
     use_graphs = use_graphs and decoder.device.type == "cuda"
     return DecodeStep(decoder, cache, config.max_running_samples, use_graphs=use_graphs)
+
+
+def _adapter_stacks(decoder: Decoder, config: LocalEngineConfig) -> AdapterStacks | None:
+    """For the CPU in float32, unless a result's bits must not depend on what is beside it."""
+    is_plain = decoder.device.type == "cpu" and decoder.dtype == torch.float32
+    is_fixed = config.deterministic or decoder.is_invariant
+    if not is_plain or is_fixed or decoder.ranks.count > 1 or is_foreign(decoder.config):
+        return None
+    plan = plan_memory(config, decoder.device, [decoder.nbytes])
+    return AdapterStacks(plan.adapter_bytes // 4)
 
 
 def _planned_bytes(decoder: Decoder, config: LocalEngineConfig) -> int:

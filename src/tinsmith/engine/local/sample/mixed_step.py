@@ -17,6 +17,7 @@ from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.inputs import Seen
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments
+from tinsmith.engine.local.model.stacked_adapters import AdapterStacks
 from tinsmith.engine.local.sample.cached_attention import CachedAttention, Rows
 from tinsmith.engine.local.sample.cached_choices import CachedChoices
 from tinsmith.engine.local.sample.next_tokens import NextToken, next_tokens
@@ -50,7 +51,14 @@ class Chunk:
 class MixedStep:
     """What goes through the model together."""
 
-    def __init__(self, decoder: Decoder, chunks: list[Chunk], running: list[Sequence]) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        chunks: list[Chunk],
+        running: list[Sequence],
+        stacks: AdapterStacks | None = None,
+    ) -> None:
+        """`stacks` are for adapters with few rows each."""
         self.chunks = chunks
         self.running = running
         self._decoder = decoder
@@ -85,6 +93,8 @@ class MixedStep:
         self._positions = np.concatenate(positions)
         self._seen = Seen.joined(seen)
         self._segments = AdapterSegments(runs)
+        if stacks is not None:
+            self._segments.stacked = stacks.rows_of(runs)
         self._hidden: Tensor | None = None
 
     @property
