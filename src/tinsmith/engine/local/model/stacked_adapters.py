@@ -54,7 +54,7 @@ class AdapterStacks:
 
     def forget(self, adapter: Adapter) -> None:
         """Drop a copy of weights that go away or change."""
-        if self._stack is not None and adapter in self._stack.slots:
+        if self._stack is not None and adapter in self._stack.numbers:
             self._stack = None
 
     def _is_too_large(self, adapters: Sequence[Adapter]) -> bool:
@@ -67,17 +67,17 @@ class StackedRows:
     def __init__(self, stack: _Stack, runs: Sequence[Run]) -> None:
         self._stack = stack
         num_rows = runs[-1][1]
-        own = [run for run in _short(runs) if run[2] in stack.slots]
+        own = [run for run in _short(runs) if run[2] in stack.numbers]
         self.adapters = {adapter for _, _, adapter in own}
         self._count = max(stop - start for start, stop, _ in own)
         # (S, m): which row of the batch is there. Places without one have any, for nothing.
-        row_of_place = np.zeros((len(stack.slots), self._count), dtype=np.int64)
+        row_of_place = np.zeros((len(stack.numbers), self._count), dtype=np.int64)
         rows, places = [], []
         for start, stop, adapter in own:
-            slot, size = stack.slots[adapter], stop - start
-            row_of_place[slot, :size] = np.arange(start, stop)
+            number, size = stack.numbers[adapter], stop - start
+            row_of_place[number, :size] = np.arange(start, stop)
             rows.append(np.arange(start, stop))
-            places.append(slot * self._count + np.arange(size))
+            places.append(number * self._count + np.arange(size))
         self._row_of_place = torch.from_numpy(row_of_place.ravel())
         self._rows = torch.from_numpy(np.concatenate(rows))
         self._places = torch.from_numpy(np.concatenate(places))
@@ -87,7 +87,7 @@ class StackedRows:
 
     def on(self, runs: Sequence[Run]) -> StackedRows | None:
         """The same for a smaller batch, made of some of the rows."""
-        has_own = any(adapter in self._stack.slots for _, _, adapter in _short(runs))
+        has_own = any(adapter in self._stack.numbers for _, _, adapter in _short(runs))
         return StackedRows(self._stack, runs) if has_own else None
 
     def add_products(self, y: Tensor, x: Tensor, key: tuple[int | None, str]) -> None:
@@ -95,12 +95,12 @@ class StackedRows:
         if key not in self._stack.matrices:
             return
         a, b = self._stack.matrices[key]
-        by_slot = (-1, self._count)
+        by_adapter = (-1, self._count)
         rows = x if self._is_whole else x[self._row_of_place]
         # (S, inputs, m) to (S, modules · rank, m): with few rows quicker than x Aᵀ.
-        inner = torch.bmm(a, rows.unflatten(0, by_slot).transpose(1, 2)).mul_(self._stack.scale)
+        inner = torch.bmm(a, rows.unflatten(0, by_adapter).transpose(1, 2)).mul_(self._stack.scale)
         found = y if self._is_whole else y[self._row_of_place]
-        parts = found.unflatten(0, by_slot).split([b_of.shape[2] for b_of in b], dim=2)
+        parts = found.unflatten(0, by_adapter).split([b_of.shape[2] for b_of in b], dim=2)
         for part, inner_of, b_of in zip(parts, inner.chunk(len(b), dim=1), b, strict=True):
             part.baddbmm_(inner_of.transpose(1, 2), b_of)
         if not self._is_whole:
@@ -111,7 +111,7 @@ class _Stack:
     """Copies of the weights of adapters of one layout."""
 
     def __init__(self, adapters: Sequence[Adapter]) -> None:
-        self.slots = {adapter: slot for slot, adapter in enumerate(adapters)}
+        self.numbers = {adapter: number for number, adapter in enumerate(adapters)}
         self.scale = adapters[0].scale
         weights = [adapter.weights() for adapter in adapters]
         self.matrices = {
@@ -129,7 +129,7 @@ class _Stack:
 
     def serves(self, adapters: Sequence[Adapter]) -> bool:
         """Whether these are in it, and not so few that most is computed in vain."""
-        return all(a in self.slots for a in adapters) and 2 * len(adapters) >= len(self.slots)
+        return all(a in self.numbers for a in adapters) and 2 * len(adapters) >= len(self.numbers)
 
 
 def _short(runs: Iterable[Run]) -> list[tuple[int, int, Adapter]]:
