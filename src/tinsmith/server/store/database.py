@@ -19,7 +19,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from tinsmith.server.edge.owners import owner_at_work
 from tinsmith.server.edge.workers import Workers
-from tinsmith.server.store import schema
+from tinsmith.server.store import schema, wal
 from tinsmith.server.store.errors import (
     StoreConflictError,
     StoreInUseError,
@@ -241,6 +241,7 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
         "synchronous=FULL",
         "busy_timeout=30000",
         "journal_size_limit=67108864",
+        wal.SETTING,
     ):
         connection.execute(f"PRAGMA {setting}")
 

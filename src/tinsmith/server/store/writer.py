@@ -25,6 +25,7 @@ import sqlalchemy as sa
 from tinsmith.server.store import schema
 from tinsmith.server.store.pacing import Pacing
 from tinsmith.server.store.statements import Run, prepared
+from tinsmith.server.store.wal import WalKeeper
 
 T = TypeVar("T")
 
@@ -101,6 +102,7 @@ class Writer:
         self._claim: Write | None = None
         self._claimed: object = None
         self._pacing = Pacing()
+        self._wal = WalKeeper(engine) if engine.dialect.name == "sqlite" else None
         self._queue: queue.SimpleQueue[tuple[Write, Waiter] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._thread.start()
@@ -135,6 +137,8 @@ class Writer:
         """Commit what is queued and stop."""
         self._queue.put(None)
         self._thread.join()
+        if self._wal is not None:
+            self._wal.close()
 
     def _run(self) -> None:
         connection: sa.Connection | None = None
@@ -171,6 +175,8 @@ class Writer:
 
     def _committed(self, seconds: float, num_writes: int) -> None:
         self._count.committed()
+        if self._wal is not None:
+            self._wal.committed()
         self._on_commit(seconds, num_writes)
 
 
