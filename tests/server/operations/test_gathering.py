@@ -56,17 +56,6 @@ def test_how_soon_one_comes_back_is_learnt_while_another_batch_runs() -> None:
     assert gathering.hold(2.3) > 0, "c and d wait for them"
 
 
-def test_what_a_batch_took_beside_another_tells_nothing_of_its_cost() -> None:
-    """A small one beside a large one takes long, and seemed to be all fixed cost: then everybody
-    would wait for whoever keeps the device busy."""
-    gathering = _learnt(fixed=0.0)
-    for _ in range(20):
-        gathering.batch_ended(["a", "b"], num_tokens=64, seconds=None, at=3.0)
-        gathering.came(["a", "b"], 3.02)
-    _ended(gathering, ["a", "b"], at=4.0, seconds=PER_TOKEN * TOKENS)
-    assert gathering.hold(4.0) == 0
-
-
 def test_while_steps_run_waiting_costs_nothing() -> None:
     gathering = _learnt()
     assert gathering.hold(2.0 + FIXED) == 0

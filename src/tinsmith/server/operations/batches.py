@@ -162,8 +162,6 @@ class PassBatch(_Batch):
         self.expected_seconds = sum(expected.values())
         self.num_tokens = sum(operation.num_tokens for _, operation in claims)
         self.began_at = time.monotonic()
-        self.has_company = False
-        """Whether another batch was under way at any time while this one was."""
         self.first_done_at: float | None = None
         """When the first of its models was free again."""
 

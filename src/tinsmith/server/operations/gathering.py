@@ -43,11 +43,9 @@ class Gathering:
         """When the last work on the device ended, passes or steps."""
 
     def batch_ended(
-        self, model_ids: Collection[str], *, num_tokens: int, seconds: float | None, at: float
+        self, model_ids: Collection[str], *, num_tokens: int, seconds: float, at: float
     ) -> None:
-        """`seconds` are what it took; None where others ran beside it, who took some of them."""
-        if seconds is not None:
-            self._costs.add(num_tokens, seconds)
+        self._costs.add(num_tokens, seconds)
         for model_id in model_ids:
             self._left_at.pop(model_id, None)
             self._left_at[model_id] = at

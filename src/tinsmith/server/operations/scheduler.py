@@ -304,10 +304,7 @@ class Scheduler:
             expected[operation] = seconds
         self._metrics.observe("batch_passes", len(claims))
         self._metrics.observe("batch_tokens", sum(o.num_tokens for _, o in claims))
-        batch = PassBatch(self._parts, claims, expected)
-        for other in self._pass_batches():
-            batch.has_company = other.has_company = True
-        return batch
+        return PassBatch(self._parts, claims, expected)
 
     def _take(self, model: LiveModel) -> Operation:
         operation = model.queue.take()
@@ -336,7 +333,7 @@ class Scheduler:
             self._gathering.batch_ended(
                 [model.model_id for model in work.models],
                 num_tokens=work.num_tokens,
-                seconds=None if work.has_company else now - work.began_at,
+                seconds=now - work.began_at,
                 at=now,
             )
         elif isinstance(work, StepBatch):
