@@ -16,6 +16,7 @@ import re
 import sys
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any
 
@@ -167,12 +168,16 @@ class _Text:
         return self._items(opening, np.concatenate([[start - 1], commas, [end]]), depth)
 
     def _items(self, opening: int, cuts: npt.NDArray[np.int64], depth: int) -> Any:
-        """What lies between the cuts, small neighbours together."""
+        """What lies between the cuts, small neighbours together.
+
+        Without numpy's own search, which lets go of the lock for a moment each time: a thread that
+        waits for it hears so, comes too late, and begins to wait anew, without ever asking for it.
+        """
         found: Any = {} if opening == ord("{") else []
         done = 0
         while done < len(cuts) - 1:
             start = int(cuts[done]) + 1
-            upto = int(np.searchsorted(cuts, start + self._slice_bytes, side="right")) - 1
+            upto = bisect_right(cuts, start + self._slice_bytes, lo=done) - 1
             if upto > done:
                 piece = self._body[start : cuts[upto]]
                 if piece.isspace() or not piece:

@@ -128,7 +128,10 @@ def test_gemma_3_takes_its_local_layers_from_the_pattern_of_older_files() -> Non
         ({"model_type": "mamba"}, "mamba"),
         ({"hidden_act": "relu"}, "relu"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        (
+            {"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]},
+            "chunked_attention",
+        ),
     ],
 )
 def test_what_the_decoder_does_not_know_is_refused_by_name(
