@@ -156,24 +156,3 @@ def test_other_threads_run_while_a_large_body_is_parsed() -> None:
     finally:
         sys.setswitchinterval(before)
     assert looks > 20
-
-
-def test_a_thread_rests_between_slices_if_told_to_and_no_other_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    body = orjson.dumps({"tokens": list(range(200_000))})
-    rests: list[tuple[str, float]] = []
-    monkeypatch.setattr(
-        time, "sleep", lambda seconds: rests.append((threading.current_thread().name, seconds))
-    )
-
-    def parse() -> None:
-        sliced_json.rest_between_slices(0.002)
-        json.parse(body)
-
-    thread = threading.Thread(target=parse, name="bodies")
-    thread.start()
-    thread.join()
-    json.parse(body)
-    assert len(rests) >= len(body) // sliced_json.SLICE_BYTES
-    assert set(rests) == {("bodies", 0.002)}

@@ -65,7 +65,6 @@ from tinsmith.server.uploads import Uploads
 from tinsmith.server.usage import Usage
 from tinsmith.server.weights import WeightsFolders
 from tinsmith.wire.limits import Limits
-from tinsmith.wire.sliced_json import rest_between_slices
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +74,6 @@ _FORGET_SECONDS = 300.0
 _DRAIN_SECONDS = 30.0
 _UNDRAWN_STEPS = 8192
 """Steps that a run has before they are merged into blocks: reading this many takes 30 ms."""
-
-_REST_SECONDS = 0.0005
-"""Between two slices of a large body, which take some 0.3 ms: for the event loop."""
 
 _RECENT_RESULT_BYTES = 64 * 1024 * 1024
 """Memory for results of training operations; the store has them all."""
@@ -116,9 +112,9 @@ class Service:
             config.key_max_requests_per_second,
         )
         self.sockets = sockets or Sockets(config.max_connections)
-        self.workers = Workers("bodies", prepare=lambda: rest_between_slices(_REST_SECONDS))
+        self.workers = Workers("bodies")
         self.texts = Workers("texts", num_threads=4)
-        """For prompts that are rendered and tokenized, and curves and examples that are written."""
+        """For chats that are read and answered, and curves and examples that are written."""
         changes = Path(config.data_dir) / KEY_CHANGES
         self.auth = Auth(store, secret, is_required=config.auth, changes=changes)
         self.browsers = Browsers(store, self.auth)

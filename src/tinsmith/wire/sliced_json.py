@@ -6,16 +6,12 @@ meanwhile, finds the brackets and commas outside strings; then the items of each
 list are parsed in runs of some 16 KiB, and so are long texts. The result is that of one parse of
 the whole. Whatever else looks at a whole body does so a window at a time, and what was parsed is
 freed a piece at a time: a million numbers, freed at once, hold the lock as long as their parse.
-Between two slices a thread may rest (`rest_between_slices`), for those who want the lock often and
-for a moment each time, as an event loop does.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-import threading
-import time
 from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any
@@ -51,22 +47,6 @@ _IS_MARK[list(b"[]{},")] = True
 _DEPTH_CHANGE = np.zeros(256, np.int8)
 _DEPTH_CHANGE[list(b"[{")] = 1
 _DEPTH_CHANGE[list(b"]}")] = -1
-
-
-class _Rest(threading.local):
-    seconds = 0.0
-
-    def take(self) -> None:
-        if self.seconds:
-            time.sleep(self.seconds)
-
-
-_rest = _Rest()
-
-
-def rest_between_slices(seconds: float) -> None:
-    """From now on, in the thread that calls this: so long, and then some 60 microseconds."""
-    _rest.seconds = seconds
 
 
 def loads(body: bytes, slice_bytes: int = SLICE_BYTES, *, whole_bytes: int = WHOLE_BYTES) -> Any:
@@ -119,7 +99,6 @@ def free(parsed: dict[str, Any], *, is_unused: bool) -> None:
                 if not {dict, list}.isdisjoint(map(type, some)):
                     waiting.extend(some)
                 del some  # a reference, too
-                _rest.take()
 
 
 class _Text:
@@ -234,7 +213,6 @@ class _Text:
             start = end
 
     def _parsed(self, piece: bytes, start: int) -> Any:
-        _rest.take()
         try:
             return orjson.loads(piece)
         except orjson.JSONDecodeError as error:

@@ -368,22 +368,23 @@ async def test_the_requests_of_open_webui_are_answered(server: TestServer) -> No
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/oai/api/v1/completions", {"prompt": "Hello", "max_tokens": 2}),
-        ("/oai/api/v1/chat/completions", {"messages": HELLO, "max_tokens": 2}),
-        ("/oai/api/v1/responses", {"input": "Hello", "max_output_tokens": 2}),
-        ("/anthropic/v1/messages", {"messages": HELLO, "max_tokens": 2}),
-        ("/anthropic/v1/messages/count_tokens", {"messages": HELLO}),
-    ],
-)
+TEXTS = [
+    ("/oai/api/v1/completions", {"prompt": "Hello", "max_tokens": 2}),
+    ("/oai/api/v1/chat/completions", {"messages": HELLO, "max_tokens": 2}),
+    ("/oai/api/v1/responses", {"input": "Hello", "max_output_tokens": 2}),
+    ("/anthropic/v1/messages", {"messages": HELLO, "max_tokens": 2}),
+    ("/anthropic/v1/messages/count_tokens", {"messages": HELLO}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), TEXTS)
 async def test_a_request_for_text_is_read_in_its_owners_turn(
     server: TestServer, path: str, body: dict[str, Any]
 ) -> None:
     """One may have a hundred thousand messages."""
     release = threading.Event()
-    others = asyncio.create_task(server.service.workers.run("other", release.wait, 10))
+    run = server.service.texts.run
+    others = [asyncio.create_task(run(f"other {n // 2}", release.wait, 10)) for n in range(4)]
     asked = {"model": MODEL, **body, "temperature": "warm"}
     sent = asyncio.create_task(server.api.http.post(path, json=asked, headers=server.api.headers))
     try:
@@ -391,8 +392,25 @@ async def test_a_request_for_text_is_read_in_its_owners_turn(
         assert not sent.done(), "read on the event loop"
     finally:
         release.set()
-    await others
+    await asyncio.gather(*others)
     assert (await sent).status_code == 400
+
+
+@pytest.mark.parametrize(("path", "body"), TEXTS)
+async def test_a_request_for_text_does_not_wait_for_anothers_large_body(
+    server: TestServer, path: str, body: dict[str, Any]
+) -> None:
+    """Large bodies have one thread, and decoding one takes up to a second."""
+    release = threading.Event()
+    other = asyncio.create_task(server.service.workers.run("other", release.wait, 20))
+    try:
+        async with asyncio.timeout(10):
+            asked = {"model": MODEL, **body}
+            answer = await server.api.http.post(path, json=asked, headers=server.api.headers)
+        assert answer.status_code == 200 and not other.done()
+    finally:
+        release.set()
+    await other
 
 
 async def test_an_echo_of_very_many_log_probabilities_is_refused_with_the_limit(

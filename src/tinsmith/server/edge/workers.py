@@ -2,7 +2,7 @@
 
 An owner who sends much waits behind work of their own, and others do not. For bodies there is one
 thread, because decoding holds the interpreter's lock: several would only keep the event loop from
-it. That one leaves the lock alone between the slices of a large body.
+it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ T = TypeVar("T")
 
 
 class Workers:
-    def __init__(
-        self, name: str, num_threads: int = 1, prepare: Callable[[], None] | None = None
-    ) -> None:
-        """`prepare` is called by each thread at its start."""
-        self._threads = ThreadPoolExecutor(num_threads, name, prepare)
+    def __init__(self, name: str, num_threads: int = 1) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, name)
         self._num_threads = num_threads
         self._busy: Counter[str] = Counter()
         """Threads that each owner has."""

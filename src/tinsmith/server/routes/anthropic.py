@@ -37,7 +37,7 @@ from tinsmith.wire import endpoints, json
 async def messages(
     service: Service, caller: Caller, request: Request, message: dict[str, Any]
 ) -> Response:
-    ask = await service.workers.run(caller.owner, read_messages, message)
+    ask = await service.texts.run(caller.owner, read_messages, message)
     answering = await prepare(service, caller, ask)
     if answering.ask.stream:
         goodbye = _event(error_body(401, "the API key was revoked"))
@@ -45,14 +45,14 @@ async def messages(
         return StreamingResponse(stream, media_type=EVENT_STREAM)
     (response,) = await while_connected(request, answering.complete())
     await check_still_known(service, request)
-    whole = await service.workers.run(caller.owner, _whole, answering, response.sequences[0])
+    whole = await service.texts.run(caller.owner, _whole, answering, response.sequences[0])
     return Response(whole, media_type=JSON)
 
 
 async def count_tokens(
     service: Service, caller: Caller, request: Request, message: dict[str, Any]
 ) -> dict[str, int]:
-    ask = await service.workers.run(caller.owner, read_messages, message, is_counted_only=True)
+    ask = await service.texts.run(caller.owner, read_messages, message, is_counted_only=True)
     _, chosen = await find_model(service, caller, ask.model)
     prompt = await service.texts.run(caller.owner, render, chosen, ask)
     return {"input_tokens": prompt.length}

@@ -70,25 +70,25 @@ def _model_card(name: str, **more: int) -> dict[str, Any]:
 async def completions(
     service: Service, caller: Caller, request: Request, message: dict[str, Any]
 ) -> Response:
-    ask = await service.workers.run(caller.owner, read_completion, message)
+    ask = await service.texts.run(caller.owner, read_completion, message)
     return await _respond(service, caller, request, ask)
 
 
 async def chat_completions(
     service: Service, caller: Caller, request: Request, message: dict[str, Any]
 ) -> Response:
-    ask = await service.workers.run(caller.owner, read_chat, message)
+    ask = await service.texts.run(caller.owner, read_chat, message)
     return await _respond(service, caller, request, ask)
 
 
 async def generate(
     service: Service, caller: Caller, request: Request, message: dict[str, Any]
 ) -> Response:
-    ask = await service.workers.run(caller.owner, read_generate, message)
+    ask = await service.texts.run(caller.owner, read_generate, message)
     answering = await prepare(service, caller, ask)
     (response,) = await while_connected(request, answering.complete())
     await check_still_known(service, request)
-    body = await service.workers.run(caller.owner, _generated, answering, response)
+    body = await service.texts.run(caller.owner, _generated, answering, response)
     return Response(body, media_type=JSON)
 
 
@@ -117,7 +117,7 @@ async def _respond(service: Service, caller: Caller, request: Request, ask: Ask)
         return StreamingResponse(stream, media_type=EVENT_STREAM)
     responses = await while_connected(request, answering.complete())
     await check_still_known(service, request)
-    body = await service.workers.run(caller.owner, _completed, asked, answering, responses)
+    body = await service.texts.run(caller.owner, _completed, asked, answering, responses)
     return Response(body, media_type=JSON)
 
 

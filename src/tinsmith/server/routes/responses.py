@@ -41,7 +41,7 @@ from tinsmith.wire import endpoints, json
 async def responses(
     service: Service, caller: Caller, request: Request, message: dict[str, Any]
 ) -> Response:
-    ask = await service.workers.run(caller.owner, read_response, message)
+    ask = await service.texts.run(caller.owner, read_response, message)
     answering = await prepare(service, caller, ask)
     body = response_body(message, answering.ask)
     if answering.ask.stream:
@@ -50,7 +50,7 @@ async def responses(
         return StreamingResponse(stream, media_type=EVENT_STREAM)
     (response,) = await while_connected(request, answering.complete())
     await check_still_known(service, request)
-    whole = await service.workers.run(caller.owner, _whole, answering, body, response)
+    whole = await service.texts.run(caller.owner, _whole, answering, body, response)
     return Response(whole, media_type=JSON)
 
 
