@@ -380,6 +380,23 @@ async def test_a_piece_that_comes_while_its_upload_is_discarded_leaves_nothing(
     assert left_over(server) == []
 
 
+async def test_a_late_piece_of_a_discarded_upload_does_nothing_to_the_next_of_its_id(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload_id = await upload(server.api)
+    with monkeypatch.context() as patched:
+        release = _slow_disk(patched)
+        late = asyncio.create_task(put(server.api, upload_id, WEIGHTS, 0, b"late"))
+        await asyncio.sleep(0.2)
+    await server.service.uploads.discard("owner", upload_id)
+    for name, pieces in FILES.items():
+        for number, piece in enumerate(pieces):
+            await put(server.api, upload_id, name, number, piece)
+    release.set()
+    await late
+    await server.api.ok("/import_weights", request(upload_id))
+
+
 @pytest.mark.parametrize("count", [-1, 2**40])
 async def test_a_file_of_impossibly_many_pieces_is_refused_with_the_limit(
     server: TestServer, count: int

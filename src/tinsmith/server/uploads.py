@@ -9,9 +9,9 @@ earlier ones: a server that is late removes nothing of its successor.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +72,7 @@ class Uploads:
         await asyncio.to_thread(_write_piece, upload.folder, name, number, data)
         upload.written.add((name, number))
         if self._uploads.get((owner, upload_id)) is not upload:
-            # It was discarded meanwhile, and the folder made anew for this piece.
+            # It was discarded meanwhile, and its folder made again for this piece.
             await asyncio.to_thread(disk.discard_folder, upload.folder)
 
     def _open(self, owner: str, upload_id: str) -> _Upload:
@@ -84,8 +84,8 @@ class Uploads:
                     f"{_MAX_UPLOADS} of your uploads are under way; finish one, or wait an hour",
                     "upload_id",
                 )
-            digest = hashlib.sha256(f"{owner}/{upload_id}".encode()).hexdigest()
-            self._uploads[owner, upload_id] = _Upload(self._folder / digest[:32])
+            # Never the folder of an earlier one of this id, into which pieces may still be written.
+            self._uploads[owner, upload_id] = _Upload(self._folder / uuid.uuid4().hex)
         return self._uploads[owner, upload_id]
 
     def _num_bytes(self, owner: str) -> int:
