@@ -91,11 +91,14 @@ class _Leases(Leases):
     ) -> None:
         super().__init__(database.url, holder, place, place, seconds)
         self._database = database
-        sa.event.listen(self._engine, "connect", self._add_clock)
-        sa.event.listen(self._engine, "begin", lambda connection: database.check())
 
-    def _add_clock(self, connection: Any, _: Any) -> None:
-        connection.create_function("simulated_now", 0, self._database.now)
+        # What the engine calls must not refer to the connection: the dead never close theirs, and
+        # it would stay open for ever.
+        def add_clock(connection: Any, _: Any) -> None:
+            connection.create_function("simulated_now", 0, database.now)
+
+        sa.event.listen(self._engine, "connect", add_clock)
+        sa.event.listen(self._engine, "begin", lambda connection: database.check())
 
     def _connect(self) -> sa.Connection:
         self._database.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -25,6 +26,17 @@ def test_no_trouble_changes_a_result(seed: int) -> None:
 def test_servers_that_fail_while_they_take_over_leave_what_the_next_one_can_use(seed: int) -> None:
     lived = live(seed, TAKEOVERS)
     assert isinstance(lived, Lived), lived
+    assert not _open_files(), "thousands of lives in one process would have no more left"
+
+
+def _open_files() -> list[str]:
+    """Those of lives that are over; what their first burial frees is buried after the next one."""
+    gc.collect()
+    fds = Path("/proc/self/fd")
+    targets = (
+        [str(fd.readlink()) for fd in fds.iterdir() if fd.is_symlink()] if fds.exists() else []
+    )
+    return [target for target in targets if "tinsmith-life-" in target]
 
 
 def test_a_seed_repeats_its_life_step_by_step_in_any_process() -> None:
