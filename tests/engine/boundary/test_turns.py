@@ -10,6 +10,7 @@ import itertools
 import queue
 import random
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -67,7 +68,8 @@ class Crowd:
             self._calls.add(number)
             sizes = self._random.choices(range(1, 6), k=self._random.randint(1, 8))
             items = passes(*(f"parts{number}-{i}:{size}" for i, size in enumerate(sizes)))
-            self._core.inbox.put(Request(number, "run_passes", (items,)))
+            theirs = tuple(replace(item, scope="crowd") for item in items)
+            self._core.inbox.put(Request(number, "run_passes", (theirs,)))
         else:
             arguments = (f"other{number}", "base", LoraConfig(rank=4))
             self._core.inbox.put(Request(number, "create_adapter", arguments))
@@ -78,10 +80,14 @@ class Crowd:
 
 
 def _delays(
-    requests: Sequence[tuple[float, Request]], seed: int, *, makes_adapters: bool
+    requests: Sequence[tuple[float, Request]],
+    seed: int,
+    *,
+    makes_adapters: bool = False,
+    core: BusyCore | None = None,
 ) -> dict[int, float]:
     """How long each request took beside a crowd, by its number."""
-    core = BusyCore()
+    core = core or BusyCore()
     core.agenda = list(requests)
     sent_at = {request.number: at for at, request in requests}
     crowd = Crowd(core, seed, first_number=1 + max(sent_at))
@@ -132,3 +138,20 @@ def test_a_pass_waits_for_the_turn_under_way_and_no_other(seed: int, makes_adapt
         requests.append((at, Request(number, "run_passes", (passes(f"own{number}:1"),))))
     delays = _delays(requests, seed, makes_adapters=makes_adapters)
     assert max(delays.values()) <= 2 * PART_SECONDS
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_pass_of_who_trains_little_waits_for_one_step_of_samples(seed: int) -> None:
+    """Though sampling has had less time than training: others have had that of training."""
+    chosen = random.Random(seed)
+    core, at = BusyCore(), 0.0
+    core.inbox.put(Request(0, "sample", (job("endless", max_tokens=10**6),)))
+    requests = []
+    for number in range(1, NUM_REQUESTS + 1):
+        at += chosen.uniform(80, 120)
+        items = tuple(replace(item, scope="own") for item in passes(f"own{number}:1"))
+        requests.append((at, Request(number, "run_passes", (items,))))
+    delays = _delays(requests, seed, core=core)
+    assert max(delays.values()) <= 2 * PART_SECONDS + TURN_SECONDS
+    sampled = core.log.count("turn") * TURN_SECONDS
+    assert 0.45 * core.now < sampled < 0.55 * core.now, "both have had half"

@@ -4,7 +4,9 @@
 * a sampling turn is one decoding step of the samples under way.
 
 When both have work, the turn goes to the one that has had less time, so neither starves the other;
-whoever comes during a turn is owed the time of that turn, for which they waited.
+whoever comes during a turn is owed the time of that turn, for which they waited. Passes of somebody
+who has trained little lately wait for one decoding step, though sampling be owed more: it is others
+who have had the time.
 So it is among several calls for passes, and the requests behind them: a long call is not waited
 for, except by requests about adapters whose passes in it are not finished. What is left of a
 request when it needs the core no more, such as writing files, is done by threads beside the turns.
@@ -21,7 +23,7 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +53,7 @@ from tinsmith.engine.local.boundary.messages import (
     Result,
     Trouble,
 )
+from tinsmith.engine.local.boundary.recent_use import RecentUse
 from tinsmith.types import Datum, SampleResponse
 
 logger = logging.getLogger(__name__)
@@ -142,6 +145,8 @@ class _Passes:
     results: PassResults
     unfinished: dict[int, str]
     """The adapters of the passes that are not finished, by their index."""
+    scopes: list[str]
+    """Whose each pass is."""
     patience: float
     had: float
     """Time that it has had, on the scale of `Worker._now`."""
@@ -178,6 +183,7 @@ class Worker:
         self._now = 0.0
         """The time that the last one served had had: newcomers start with it."""
         self._jobs: dict[str, int] = {}
+        self._recent_use = RecentUse()
         self._training_seconds = 0.0
         self._sampling_seconds = 0.0
         self._last_training_turn = 0.0
@@ -202,8 +208,9 @@ class Worker:
         """Work until the socket closes."""
         while self._receive():
             self._let_in()
+            is_training = self._takes_training_turn()
             self._last_training_turn = self._last_sampling_turn = 0.0
-            if self._takes_training_turn():
+            if is_training:
                 self._last_training_turn = self._training_turn()
                 self._training_seconds += self._last_training_turn
             elif self._core.is_sampling:
@@ -366,11 +373,13 @@ class Worker:
         if not (self._has_training and self._core.is_sampling):
             return self._has_training
         # At a tie a decoding turn goes first, being the shorter one.
-        return self._training_seconds < self._sampling_seconds
+        if self._training_seconds < self._sampling_seconds:
+            return True
+        return self._last_sampling_turn > 0 and self._light_passes() is not None
 
     def _training_turn(self) -> float:
         """The next request, or a part of the passes that have had least; how long it took."""
-        if (request := self._due_passes()) is not None:
+        if (request := self._light_passes() or self._due_passes()) is not None:
             self._ordered.remove(request)
             return self._first_part(request)
         passes = min(self._passes.values(), key=lambda each: each.had, default=None)
@@ -384,19 +393,29 @@ class Worker:
         return self._part(passes)
 
     def _due_passes(self) -> Request | None:
-        """The first call for passes that has no adapter in common with anything before it. It may
-        begin at once, and its own time counts from there."""
+        """The first call for passes that may begin at once; its own time counts from there."""
+        return next(self._all_due_passes(), None)
+
+    def _light_passes(self) -> Request | None:
+        """The first of them by those who have trained little lately."""
+        for request in self._all_due_passes():
+            (items,) = request.arguments
+            if self._recent_use.is_light({item.scope for item in items}):
+                return request
+        return None
+
+    def _all_due_passes(self) -> Iterator[Request]:
+        """The calls for passes that have no adapter in common with anything before them."""
         if not any(request.method == "run_passes" for request in self._ordered):
-            return None
+            return
         before = {each for passes in self._passes.values() for each in passes.adapter_ids}
         before.update(*map(_adapters_of, self._crowded))
         for request in self._ordered:
             adapter_ids = _adapters_of(request)
             is_apart = request.method == "run_passes" and before.isdisjoint(adapter_ids)
             if is_apart and not self._is_crowded(request):
-                return request
+                yield request
             before |= adapter_ids
-        return None
 
     def _first_part(self, request: Request) -> float:
         return self._part(self._begin_passes(request))
@@ -419,6 +438,7 @@ class Worker:
             number=request.number,
             results=self._core.run_passes(items),
             unfinished={index: item.adapter_id for index, item in enumerate(items)},
+            scopes=[item.scope for item in items],
             patience=self._patience.turn_seconds + self._patience.token_seconds * num_tokens,
             had=self._now,
         )
@@ -452,6 +472,7 @@ class Worker:
         else:
             if result is not None:
                 passes.unfinished.pop(result.index, None)
+                self._recent_use.add(passes.scopes[result.index], result.seconds)
                 self._send([Item(passes.number, result)])
 
     def _sampling_turn(self) -> None:
