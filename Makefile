@@ -54,6 +54,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python tools/demo.py
 
+# Tests start hundreds of Python processes, and each would compile the whole package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # One thread of arithmetic per process: servers, engines and clients share the cores, and threads
 # that spin for one another on a busy machine made a run of 15 minutes one of two hours.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

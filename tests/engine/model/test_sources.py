@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.tiny_gguf import write_gguf
 from tinsmith.engine.local.config import EMBEDDED_SOURCE, LocalEngineConfig
 from tinsmith.engine.local.model import sources
 from tinsmith.engine.local.model.decoder import Decoder
@@ -50,54 +51,6 @@ def test_weights_are_counted_from_the_files_headers(
 ) -> None:
     assert weights_nbytes(tiny_llama_folder, 4) == tiny_decoder.nbytes
     assert weights_nbytes(tiny_llama_folder, 2) == tiny_decoder.nbytes // 2
-
-
-def write_gguf(path: Path) -> None:
-    """A one-layer Llama with seven tokens."""
-    import gguf
-    import numpy as np
-
-    generator = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("tiny")
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(16)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_vocab_size(7)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    tokens = ["<unk>", "<s>", "</s>", "a", "b", "ab", "ba"]
-    writer.add_token_list(tokens)
-    writer.add_token_types([2, 3, 3, 1, 1, 1, 1])
-    writer.add_token_merges(["a b", "b a"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    shapes = {
-        "token_embd": (7, 32),
-        "output": (7, 32),
-        "output_norm": (32,),
-        "blk.0.attn_norm": (32,),
-        "blk.0.ffn_norm": (32,),
-        "blk.0.attn_q": (32, 32),
-        "blk.0.attn_k": (16, 32),
-        "blk.0.attn_v": (16, 32),
-        "blk.0.attn_output": (32, 32),
-        "blk.0.ffn_gate": (64, 32),
-        "blk.0.ffn_up": (64, 32),
-        "blk.0.ffn_down": (32, 64),
-    }
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", generator.normal(size=shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def test_a_gguf_file_is_converted_once(tmp_path: Path, config: LocalEngineConfig) -> None:
