@@ -79,10 +79,16 @@ async def test_an_event_loop_is_woken_once_for_all_writes_of_a_commit(
 
 
 async def test_commits_are_a_little_apart_while_many_write(tmp_path: Path) -> None:
+    def now(_: sa.Connection) -> float:
+        return time.monotonic()
+
     async with _store(tmp_path) as store:
         write = store.database.write
-        await asyncio.gather(*(write(lambda _: None) for _ in range(2 * MANY)))
-        first, second = [await write(lambda _: time.monotonic()) for _ in range(2)]
+        while True:
+            many = await asyncio.gather(*(write(now) for _ in range(2 * MANY)))
+            first, second = [await write(now) for _ in range(2)]
+            if second - min(many) < 0.1:  # on a busy machine they may be forgotten by now
+                break
         assert second - first > 0.9 * APART_SECONDS
 
 
