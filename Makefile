@@ -59,13 +59,15 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # One thread of arithmetic per process: servers, engines and clients share the cores, and threads
 # that spin for one another on a busy machine made a run of 15 minutes one of two hours.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: lint types requirements $(STAMP)
 	$(PYTEST) -p tests.support.durations
 
+# A third of what quick tests take is waiting, so one process more than there are cores.
+check: JOBS = 3
 check: lint types $(STAMP)
-	$(PYTEST) -q -m "not slow and not real_model"
+	PYTEST_DEBUG_TEMPROOT=$$($(BIN)/python tools/scratch_folder.py) $(PYTEST) -q -m "not slow and not real_model"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

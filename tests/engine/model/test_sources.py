@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +14,6 @@ import torch
 
 from tests.support.tiny_gguf import write_gguf
 from tinsmith.engine.local.config import EMBEDDED_SOURCE, LocalEngineConfig
-from tinsmith.engine.local.model import sources
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.sources import model_folder, weights_nbytes
 from tinsmith.errors import EngineError
@@ -81,25 +81,26 @@ def test_a_failed_conversion_leaves_nothing_behind(
     assert [entry.suffix for entry in config.cache_folder.iterdir()] == [".lock"]
 
 
-def _hold(target: Path, log: Path, name: str) -> None:
-    with sources.locked(target):
+HOLD = """
+import sys, time
+from pathlib import Path
+from tinsmith.engine.local.model.sources import locked
+name, target, log = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+with locked(target):
+    for what in ("in", "out"):
         with log.open("a") as file:
-            file.write(f"{name} in\n")
+            file.write(f"{name} {what}\\n")
         time.sleep(0.2)
-        with log.open("a") as file:
-            file.write(f"{name} out\n")
+"""
 
 
 def test_of_two_processes_one_converts_at_a_time(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
     log = tmp_path / "log"
-    workers = [
-        context.Process(target=_hold, args=(tmp_path / "target", log, name)) for name in "ab"
+    holders = [
+        subprocess.Popen([sys.executable, "-c", HOLD, name, tmp_path / "target", log])
+        for name in "ab"
     ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
+    assert [holder.wait(60) for holder in holders] == [0, 0]
     lines = log.read_text().split("\n")[:4]
     assert [line.split()[1] for line in lines] == ["in", "out", "in", "out"]
 
