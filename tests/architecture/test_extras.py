@@ -91,6 +91,7 @@ def test_every_module_can_be_imported(packages: Path) -> None:
     run(packages, IMPORT_ALL)
 
 
+@pytest.mark.slow
 def test_the_embedded_model_can_be_converted(packages: Path, tmp_path: Path) -> None:
     """A small file takes its place: the packages that read its formats are the same."""
     write_gguf(tmp_path / EMBEDDED_FILE)

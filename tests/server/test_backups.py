@@ -216,6 +216,7 @@ def test_what_is_no_backup_is_said_to_be_none(tmp_path: Path) -> None:
         backups.verify(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_backup_on_sqlite_becomes_a_server_on_postgres_and_the_other_way_round(
     backup: Path,
     server: ServerProcess,

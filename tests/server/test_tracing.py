@@ -209,6 +209,7 @@ class Collector:
         self._server.server_close()
 
 
+@pytest.mark.slow
 def test_a_collector_gets_one_trace_from_the_clients_call_to_the_engines_pass(
     tmp_path: Path,
 ) -> None:

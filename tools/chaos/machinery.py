@@ -251,7 +251,7 @@ class Postgres:
         self._root = Path(made.strip())
         self.port = free_port()
         command = [str(self._binaries / "initdb"), "-D", str(self._root / "data"), "-U", "t"]
-        self._run([*command, "-A", "trust", "-E", "UTF8"])
+        self._run([*command, "-A", "trust", "-E", "UTF8", "--no-sync"])
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

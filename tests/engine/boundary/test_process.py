@@ -500,9 +500,9 @@ class TestProcess:
             stream = engine.run_passes(passes(*["parts:1000"] * 10))
             sampling = engine.sample(job("j", max_tokens=100_000, stream=True))
             await anext(sampling)
+            slow = engine.create_adapter("slow:60", "base", LORA)  # whether or not it has begun
             pending = [
-                asyncio.create_task(call)
-                for call in (_drain(stream), _drain(sampling), engine.step([]))
+                asyncio.create_task(call) for call in (_drain(stream), _drain(sampling), slow)
             ]
             await asyncio.sleep(0.05)
             start = time.monotonic()

@@ -107,7 +107,7 @@ async def test_a_thinned_curve_has_the_means_and_extremes_of_all_its_points(
         _check(await store.curves.read(RUN, "operation", after, 10), rest, 10)
 
 
-@pytest.mark.parametrize("length", [3000, 15_000])
+@pytest.mark.parametrize("length", [3000, pytest.param(15_000, marks=pytest.mark.slow)])
 async def test_a_run_of_any_length_is_shown_in_a_tenth_of_a_second(
     store: Store, length: int
 ) -> None:
