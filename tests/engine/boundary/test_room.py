@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 import pytest
 
 from tests.engine.boundary.stub_core import StubCore
-from tests.engine.boundary.test_process import LORA, job, passes, work
+from tests.engine.boundary.stub_requests import LORA, job, passes, work
 from tinsmith.engine.base import FinishedPass, Pass
 from tinsmith.engine.local.boundary.messages import (
     Abandon,

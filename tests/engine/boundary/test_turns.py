@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.boundary.stub_core import PART_SECONDS, TURN_SECONDS, StubCore
-from tests.engine.boundary.test_process import job, passes
+from tests.engine.boundary.stub_requests import job, passes
 from tinsmith.engine.base import Failure, FinishedPass, Pass
 from tinsmith.engine.local.boundary.messages import Done, Item, Reply, Request, Result
 from tinsmith.engine.local.boundary.worker import Incoming, Worker
