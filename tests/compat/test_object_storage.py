@@ -56,6 +56,7 @@ def test_a_killed_server_with_an_empty_cache_loses_nothing_that_it_answered(
     assert lines + rest.splitlines() == undisturbed
 
 
+@pytest.mark.slow
 def test_the_official_command_line_downloads_from_the_bucket(
     start_server: StartServer, storage_options: list[str], tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ def test_the_newest_release_trains_saves_samples_and_resumes(start_server: Start
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_the_rest_client_sees_runs_checkpoints_sessions_and_usage(
     start_server: StartServer,
 ) -> None:
@@ -31,6 +32,7 @@ def test_the_rest_client_sees_runs_checkpoints_sessions_and_usage(
     assert server.run("rest.py").strip() == "ok"
 
 
+@pytest.mark.slow
 def test_every_asynchronous_twin_gives_what_its_sibling_gives(start_server: StartServer) -> None:
     """S44"""
     assert start_server().run("async_twins.py").strip() == "ok"
@@ -40,6 +42,7 @@ def test_a_small_reinforcement_learning_loop_raises_its_reward(server: ServerPro
     assert server.run("small_rl.py").strip() == "ok"
 
 
+@pytest.mark.slow
 def test_clones_handles_rich_samples_and_custom_losses_work(start_server: StartServer) -> None:
     """S57, S74, S81."""
     server = start_server("--set", "fake_token_seconds=0.001")

@@ -19,7 +19,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tiny")
 
 
-@pytest.fixture(scope="session", params=["fake", "local", "remote", "two_ranks"])
+@pytest.fixture(
+    scope="session",
+    params=[
+        "fake",
+        "local",
+        pytest.param("remote", marks=pytest.mark.slow),
+        pytest.param("two_ranks", marks=pytest.mark.slow),
+    ],
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -114,7 +114,10 @@ def sampled(core: EngineCore) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "qwen3_5_text"))],
+)
 def test_training_and_sampling_need_nothing_that_the_device_lacks(
     family: str,
     model_folder: Callable[[str], Path],

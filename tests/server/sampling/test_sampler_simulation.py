@@ -265,7 +265,13 @@ def run(seed: int) -> int:
     return simulate(seed, live)
 
 
-@pytest.mark.parametrize("first_seed", range(0, 200, 10))
+@pytest.mark.parametrize(
+    "first_seed",
+    [
+        *range(0, 50, 10),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(50, 200, 10)),
+    ],
+)
 def test_no_order_of_events_loses_a_sample_or_breaks_the_bound_on_loaded_samplers(
     first_seed: int,
 ) -> None:
