@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import sqlalchemy as sa
 
-from tests.support.databases import database_url, postgres_url  # noqa: F401  # fixtures
+from tests.support.databases import (  # fixtures among them
+    database_url,  # noqa: F401
+    postgres_url,  # noqa: F401
+    provide_tables,
+)
 from tests.support.engine_calls import create, running
 from tinsmith.engine.base import Engine
 from tinsmith.server.store.store import Store
@@ -48,6 +53,8 @@ async def adapter(engine: Engine) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def store(database_url: str, tmp_path: Path) -> AsyncIterator[Store]:  # noqa: F811
+    if (url := sa.make_url(database_url)).get_backend_name() == "sqlite":
+        provide_tables(Path(str(url.database)))
     store = Store(database_url, tmp_path / "blobs")
     yield store
     await store.close()

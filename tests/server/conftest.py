@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.databases import database_url, postgres_url  # noqa: F401  # fixtures
+from tests.support.databases import (  # fixtures among them
+    database_url,  # noqa: F401
+    postgres_url,  # noqa: F401
+    provide_tables,
+)
 from tests.support.in_process_server import MODEL, Api, StartServer, TestServer
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
 from tinsmith.server.config import build_config
+from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.edge.auth import create_key
 from tinsmith.server.engines.plan import SlotPlan
 from tinsmith.server.metrics import Metrics
@@ -36,6 +41,10 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
         """With engines that are up; `broken` is why none can be started, and `before_start` is
         waited for each time one is."""
         config = build_config({"data_dir": tmp_path / "data", "hold_seconds": 0.5, **settings})
+        if config.database_url is None:
+            folder = DataFolder(config.data_dir)
+            folder.create()
+            provide_tables(folder.database)
         store = await claim_store(config)
         if not keys:
             keys.append((await create_key(store, "owner", "first"))[0])

@@ -8,14 +8,36 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
-from tinsmith.server.store.database import sqlite_url
+from tinsmith.server.store.database import create_engine, sqlite_url
+from tinsmith.server.store.migrations.migrate import migrate
+
+
+def provide_tables(file: Path) -> None:
+    """Make an SQLite file what a first start makes of it, if there is none: all tables, no rows.
+
+    To take every step of the migrations costs more than all else that starts a server.
+    """
+    if not file.exists():
+        file.write_bytes(_tables())
+
+
+@cache
+def _tables() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "store.db"
+        engine = create_engine(sqlite_url(file))
+        migrate(engine)
+        engine.dispose()
+        return file.read_bytes()
 
 
 def _as_postgres_user() -> list[str]:
