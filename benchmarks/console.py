@@ -35,7 +35,8 @@ import sqlalchemy as sa
 import uvloop
 
 from console_server import BLOCK_SECONDS
-from load import Client, Connection, Measured, Server
+from load import Server
+from load_clients import Client, Connection, Measured
 from reports import write_report
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import sqlite_url

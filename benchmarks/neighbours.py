@@ -34,7 +34,8 @@ from typing import Any
 
 import orjson
 
-from load import _DATUM, MODEL, Client, Connection, Measured, Server
+from load import Server
+from load_clients import DATUM, MODEL, Client, Connection, Measured
 from reports import write_report
 from tinsmith.types import Datum, ForwardBackwardInput, ForwardBackwardRequest, ModelInput
 from tinsmith.wire import proto
@@ -280,7 +281,7 @@ def sample_body(
 
 
 def pass_body(model_id: str, seq_id: int, *, num_datums: int = 1) -> bytes:
-    inputs = ForwardBackwardInput([_DATUM] * num_datums, "cross_entropy")
+    inputs = ForwardBackwardInput([DATUM] * num_datums, "cross_entropy")
     return proto.encode_pass(ForwardBackwardRequest(inputs, model_id, seq_id))
 
 

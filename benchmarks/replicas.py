@@ -26,7 +26,8 @@ from typing import Any
 
 import uvloop
 
-from load import TOKEN_SECONDS, Client, Connection, Measured, Server, drive
+from load import TOKEN_SECONDS, Server, drive
+from load_clients import Client, Connection, Measured
 from reports import write_report
 
 MACHINERY = Path(__file__).parents[1] / "tools" / "chaos" / "machinery.py"
