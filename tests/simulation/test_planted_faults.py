@@ -95,7 +95,8 @@ def _a_folder_that_is_not_synced() -> AbstractContextManager[Any]:
         (_a_fence_left_open, PAUSES),
         (_a_replayed_answer, ANY_TROUBLE),
         (_a_replay_of_one_too_many, PAUSES),
-        (_a_folder_that_is_not_synced, ANY_TROUBLE),
+        # Only a power cut at the right moment shows it, which takes ten lives.
+        pytest.param(_a_folder_that_is_not_synced, ANY_TROUBLE, marks=pytest.mark.slow),
     ],
 )
 def test_a_planted_fault_is_found(plant: Plant, trouble: Trouble) -> None:
