@@ -64,10 +64,11 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --
 test: lint types requirements $(STAMP)
 	$(PYTEST) -p tests.support.durations
 
-# A third of what quick tests take is waiting, so one process more than there are cores.
+# A third of what quick tests take is waiting, so one process more than there are cores. Their files
+# are in memory, so those of a test that passed go at once.
 check: JOBS = 3
 check: lint types $(STAMP)
-	PYTEST_DEBUG_TEMPROOT=$$($(BIN)/python tools/scratch_folder.py) $(PYTEST) -q -m "not slow and not real_model"
+	PYTEST_DEBUG_TEMPROOT=$$($(BIN)/python tools/scratch_folder.py) $(PYTEST) -q -o tmp_path_retention_policy=failed -m "not slow and not real_model"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
