@@ -263,10 +263,11 @@ def test_another_architecture_samples_what_transformers_generates(
 def test_an_architecture_that_does_not_fit_is_refused_with_the_reason(
     class_name: str, changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
+    """Before it is loaded, so that a server says it when it starts."""
     save_foreign(class_name, tmp_path, **changes)
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
-        models_of({"foreign": tmp_path}).get("foreign")
-    assert "llama" in str(caught.value)
+        models_of({"foreign": tmp_path}).config("foreign")
+    assert "the nearest type that works is '" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.o_proj.weight", "lm_head.weight"])
@@ -280,7 +281,9 @@ def test_a_weight_that_the_files_of_another_architecture_lack_is_not_made_up(
     del tensors[name]
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(EngineError, match=f"has no tensor '{name}'"):
-        models_of({"foreign": tmp_path}).get("foreign")
+        models_of({"foreign": tmp_path}).config("foreign")
+    with pytest.raises(EngineError, match=f"has no tensor '{name}'"):
+        models_of({"foreign": tmp_path}, verify_models=False).get("foreign")
 
 
 def test_a_container_has_the_memory_it_is_limited_to(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from tinsmith.engine.local.model.families import DecoderConfig, read_config
 from tinsmith.engine.local.model.foreign.config import ForeignConfig
 from tinsmith.engine.local.model.foreign.decoder import load_foreign
 from tinsmith.engine.local.model.foreign.describing import read_foreign_config
+from tinsmith.engine.local.model.foreign.trial import try_out
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.sources import Progress, model_folder, no_progress, weights_nbytes
 from tinsmith.engine.local.model.verification import verify
@@ -158,7 +159,7 @@ class BaseModels:
                     raise EngineError(
                         f'on_policy = "exact" is for models of our own decoder: {error}'
                     ) from None
-                config = read_foreign_config(folder, error)
+                config = self._foreign_config(name, error)
             else:
                 config = self._own_config(name, config)
             if self._config.ranks > 1:
@@ -176,25 +177,40 @@ class BaseModels:
             )
         if config.experts is not None and self._config.ranks > 1:
             reason = UnsupportedModelError("our own decoder does not divide experts among ranks")
-            return read_foreign_config(self.folder(name), reason)
+            return self._foreign_config(name, reason)
         if self._config.verify_models:
-            self._ranks.first(lambda: self._verify(name, config))
+            self._compare(lambda: verify(self.folder(name), config, self._config.cache_folder))
+        return config
+
+    def _foreign_config(self, name: str, reason: UnsupportedModelError) -> ForeignConfig:
+        """Of a model that runs through `transformers`' modules, and why our own decoder does not
+        run it."""
+        folder = self.folder(name)
+        config = read_foreign_config(folder, reason)
+        if self._config.verify_models:
+            self._compare(lambda: try_out(folder, config, self._config.cache_folder))
         return config
 
     @property
     def _is_exact(self) -> bool:
         return self._config.on_policy == "exact"
 
-    def _verify(self, name: str, config: DecoderConfig) -> None:
-        try:
-            verify(self.folder(name), config, self._config.cache_folder)
-        except EngineError:
-            raise
-        except Exception as error:  # foreign code on files from anywhere
-            raise EngineError(
-                f"its logits could not be compared with transformers' ({type(error).__name__}: "
-                f"{error}). verify_models = false serves the model all the same"
-            ) from error
+    def _compare(self, compare: Callable[[], None]) -> None:
+        """On the first rank, for all."""
+
+        def compared() -> None:
+            try:
+                compare()
+            except EngineError:
+                raise
+            except Exception as error:  # foreign code on files from anywhere
+                raise EngineError(
+                    "its logits could not be compared with transformers' "
+                    f"({type(error).__name__}: {error}). verify_models = false serves the model "
+                    "all the same"
+                ) from error
+
+        self._ranks.first(compared)
 
     def info(self, name: str) -> BaseModelInfo:
         config = self.config(name)

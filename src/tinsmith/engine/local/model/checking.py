@@ -12,7 +12,8 @@ import torch
 from tinsmith.engine.local.config import BITS, LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels, device_of, dtype_of
 from tinsmith.engine.local.model.families import DecoderConfig, read_settings
-from tinsmith.engine.local.model.foreign.config import is_foreign
+from tinsmith.engine.local.model.foreign.config import ForeignConfig, is_foreign
+from tinsmith.engine.local.model.foreign.trial import try_settings
 from tinsmith.engine.local.model.lora import Layout
 from tinsmith.engine.local.model.model_types import Path as RunsOn
 from tinsmith.engine.local.model.packed_files.conversion import PackedFiles
@@ -120,11 +121,15 @@ def check_model(folder: Path, rank: int) -> ModelCheck:
 
 
 def _config_of(packed: PackedFiles) -> DecoderConfig:
-    """Without converting weights, which is what their comparison with `transformers` would take."""
+    """Without converting weights, which is what comparing our own decoder with `transformers` would
+    take."""
     with tempfile.TemporaryDirectory() as name:
         packed.write_settings(Path(name))
         settings = LocalEngineConfig(models={"model": name}, verify_models=False)
-        return BaseModels(settings).config("model")
+        config = BaseModels(settings).config("model")
+        if isinstance(config, ForeignConfig):
+            try_settings(Path(name), config)
+        return config
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -1,13 +1,14 @@
-"""Whether a model under our attention and adapters still computes what its own code does.
+"""The same question to a model's own code and to our decoder around it.
 
-It is asked when a `transformers` model is loaded, with a few tokens in two packed sequences and,
-where the model reads images, one more with an image of random patches.
+It is a few tokens in packed sequences and, where the model reads images, one more with an image of
+random patches. `foreign.trial` asks it before a model is served, of a few layers; when the model is
+loaded it is asked again, of all of it and on its device.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,17 +20,30 @@ from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.inputs import Seen, rows_of
 from tinsmith.engine.local.model.lora import AdapterSegments
 
-_LENGTHS = [5, 3]
+
+class Sequence(NamedTuple):
+    """Tokens at positions that follow each other."""
+
+    start: int
+    length: int
+
+
+_SEQUENCES = (Sequence(0, 5), Sequence(0, 3))
 _GRID = (2, 3)
 _BEFORE = 2
 """Tokens before the image, and as many behind it."""
 
 
-def own_logits(model: Any, config: DecoderConfig) -> Tensor:
+def own_logits(
+    model: Any, config: DecoderConfig, sequences: tuple[Sequence, ...] = _SEQUENCES
+) -> Tensor:
     """(rows, V): what the model's own code gives. `model` has not been changed yet."""
     with torch.no_grad():
-        parts = _tokens(model.device, config).split(_LENGTHS)
-        found = [model(part[None], use_cache=False).logits[0] for part in parts]
+        parts = _tokens(model.device, config, sequences).split([each.length for each in sequences])
+        found = [
+            model(part[None], **_places(each, part.device), use_cache=False).logits[0]
+            for part, each in zip(parts, sequences, strict=True)
+        ]
         if config.images is not None:
             rules, tokens = config.images, _tokens_around(model.device, config.images)
             merge = rules.merge_size
@@ -44,11 +58,14 @@ def own_logits(model: Any, config: DecoderConfig) -> Tensor:
     return torch.cat(found).float()
 
 
-def our_logits(decoder: Decoder) -> Tensor:
+def our_logits(decoder: Decoder, sequences: tuple[Sequence, ...] = _SEQUENCES) -> Tensor:
     """The same by our decoder around the model."""
     config, device = decoder.config, decoder.device
-    tokens, lengths = _tokens(device, config), list(_LENGTHS)
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    tokens = _tokens(device, config, sequences)
+    lengths = [each.length for each in sequences]
+    positions = torch.cat(
+        [torch.arange(start, start + length, device=device) for start, length in sequences]
+    )
     seen: Seen | None = None
     with torch.no_grad():
         if config.images is not None and decoder.vision is not None:
@@ -77,8 +94,22 @@ def agree(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     return bool(difference.norm() <= 5e-2 * expected.norm())
 
 
-def _tokens(device: torch.device, config: DecoderConfig) -> Tensor:
-    return torch.arange(sum(_LENGTHS), device=device) % config.vocab_size
+def _places(sequence: Sequence, device: torch.device) -> dict[str, Tensor]:
+    """What tells `transformers` that a sequence begins further on."""
+    if sequence.start == 0:
+        return {}
+    positions = torch.arange(sequence.start, sequence.start + sequence.length, device=device)[None]
+    # Without a mask, later positions could be taken for those of several sequences.
+    return {"position_ids": positions, "attention_mask": torch.ones_like(positions)}
+
+
+def _tokens(device: torch.device, config: DecoderConfig, sequences: tuple[Sequence, ...]) -> Tensor:
+    """Those of images are left out."""
+    count = sum(each.length for each in sequences)
+    tokens = torch.arange(count, device=device) * 7 % config.vocab_size
+    if config.images is not None:
+        tokens[tokens == config.images.token_id] = 0
+    return tokens
 
 
 def _tokens_around(device: torch.device, rules: ImageRules) -> Tensor:

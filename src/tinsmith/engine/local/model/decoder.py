@@ -92,7 +92,10 @@ class Decoder:
         base_weights: BaseWeights = "full",
         ranks: Ranks = ALONE,
     ) -> Decoder:
-        """The model in a folder with `config.json` and safetensors files, or a rank's part."""
+        """The model in a folder with `config.json` and safetensors files, or a rank's part.
+
+        On the device `meta` nothing is read but names and shapes.
+        """
         config = read_config(folder)
         with _WeightFiles(folder, torch.device(device), dtype) as weights:
             if ranks.count == 1:
@@ -219,7 +222,8 @@ class _WeightFiles:
         if not paths:
             raise EngineError(f"no safetensors files in {folder}; convert the model to safetensors")
         self._folder = folder
-        self._files = [safe_open(path, framework="pt", device=str(device)) for path in paths]
+        reads = "cpu" if device.type == "meta" else str(device)
+        self._files = [safe_open(path, framework="pt", device=reads) for path in paths]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
         self._prefix = self._find_prefix()
 
@@ -245,12 +249,19 @@ class _WeightFiles:
         full = self._full_name(name)
         if full not in self._where:
             raise EngineError(f"the model in {self._folder} has no tensor {full!r}")
-        file = self._where[full]
-        tensor = file.get_slice(full)[part] if part else file.get_tensor(full)
+        tensor = self._read(full, part)
         if tuple(tensor.shape) != shape:
             found = tuple(tensor.shape)
             raise EngineError(f"{full!r} in {self._folder} has shape {found}, expected {shape}")
         return tensor.to(device=self._device, dtype=dtype or self._dtype)
+
+    def _read(self, full: str, part: tuple[slice, ...]) -> Tensor:
+        file = self._where[full]
+        if self._device.type == "meta":
+            whole = torch.empty(file.get_slice(full).get_shape(), device=self._device)
+            return whole[part] if part else whole
+        tensor: Tensor = file.get_slice(full)[part] if part else file.get_tensor(full)
+        return tensor
 
     def _find_prefix(self) -> str:
         """What stands before `embed_tokens.weight`: "model.", "language_model.model.", …"""
@@ -295,7 +306,8 @@ def build(
     if "lm_head.weight" in weights:
         # As in transformers, a matrix in the files wins over a setting that says it is tied.
         own = weights.get("lm_head.weight", (len(tied), hidden))
-        head = tied if config.is_tied and torch.equal(own, tied) else own
+        is_known = own.device.type != "meta"
+        head = tied if config.is_tied and is_known and torch.equal(own, tied) else own
     elif not config.is_tied:
         raise EngineError("the model says its unembedding is its own, but has no lm_head.weight")
     return Decoder(

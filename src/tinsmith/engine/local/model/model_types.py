@@ -144,12 +144,20 @@ def _release(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
+_LEAST_ALIKE = 3
+"""Letters at the beginning that two related types have in common."""
+
+
 def nearest_type(model_type: str) -> str:
-    """The known type whose name is most like this one, from its beginning on."""
+    """The known type whose name is most like this one, from its beginning on; where none is, one of
+    the plainest."""
 
     def likeness(name: str) -> tuple[int, float]:
         pairs = zip(name, model_type, strict=False)
         same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         return same, difflib.SequenceMatcher(a=name, b=model_type).ratio()
 
-    return max((known.name for known in MODEL_TYPES), key=likeness)
+    best = max((known.name for known in MODEL_TYPES), key=likeness)
+    if likeness(best)[0] < _LEAST_ALIKE:
+        return "mixtral" if "moe" in model_type else "llama"
+    return best

@@ -17,6 +17,7 @@ import json
 import logging
 import re
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from tinsmith.engine.local.model.families import (
     read_settings,
 )
 from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.model.model_types import Path as RunsOn
 from tinsmith.engine.local.model.sources import quiet_transformers
 from tinsmith.engine.stored_tensors import Entry, encode_header, stored_tensors, weight_files
 from tinsmith.errors import EngineError
@@ -56,21 +58,35 @@ _OF_ALL_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj$|\.gate\.weight$")
 
 def verify(folder: Path, config: DecoderConfig, cache_folder: Path) -> None:
     """Raise an error that says by how much, unless both give the same logits."""
-    record = cache_folder / "verified" / f"{_digest(folder)}.json"
-    if record.exists():
-        return
-    difference = compare(folder, config)
-    logger.info("%s: logits differ from transformers' by %.2g", folder.name, difference)
-    if not difference <= TOLERANCE:
+
+    def compared() -> float:
+        Decoder.load(folder, "meta")  # is anything missing, or of another shape, in any layer?
+        return compare(folder, config)
+
+    difference = remembered(folder, cache_folder, "decoder", compared)
+    if difference is not None and not difference <= TOLERANCE:
         raise EngineError(
             f"the logits of {config.architecture} differ from transformers' by {difference:.2g} of "
             f"their size (limit {TOLERANCE:g}): a setting in its config.json is read differently. "
             "Please report it; verify_models = false serves the model all the same"
         )
+
+
+def remembered(
+    folder: Path, cache_folder: Path, runs_on: RunsOn, compare: Callable[[], float | None]
+) -> float | None:
+    """What a comparison found, now or before, of the same settings, shapes and code."""
+    record = cache_folder / "verified" / f"{_digest(folder, runs_on)}.json"
+    if record.exists():
+        known: float | None = json.loads(record.read_text("utf-8"))["difference"]
+        return known
+    difference = compare()
+    logger.info("%s: logits differ from transformers' by %s", folder.name, difference)
     record.parent.mkdir(parents=True, exist_ok=True)
     temporary = record.with_suffix(f".{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}")
     temporary.write_text(json.dumps({"difference": difference}) + "\n", "utf-8")
     temporary.replace(record)
+    return difference
 
 
 def compare(folder: Path, config: DecoderConfig) -> float:
@@ -216,10 +232,11 @@ def _is_beyond(name: str, num_experts: int) -> bool:
     return expert is not None and int(expert[1]) >= num_experts
 
 
-def _digest(folder: Path) -> str:
+def _digest(folder: Path, runs_on: RunsOn) -> str:
     """Of what the outcome depends on: settings, names and shapes of the weights, and both codes."""
-    digest = hashlib.sha256(f"{version('transformers')} {_code_digest()}".encode())
-    digest.update((folder / "config.json").read_bytes())
+    digest = hashlib.sha256(f"{runs_on} {version('transformers')} {_code_digest()}".encode())
+    for path in sorted(folder.glob("*config.json")):
+        digest.update(path.name.encode() + path.read_bytes())
     for name, tensor in sorted(stored_tensors(weight_files(folder)).items()):
         digest.update(repr((name, tensor.entry)).encode())
     return digest.hexdigest()

@@ -20,10 +20,13 @@ from tinsmith.engine.local.model.images.settings import model_class
 
 def build_empty(folder: Path, images: ImageRules | None) -> Any:
     """The model without memory for its weights, calling our attention."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM
+    return call_ours(build_untouched(transformers_config(folder), images))
 
-    AttentionInterface.register(ATTENTION_NAME, attention_function)
-    config = transformers_config(folder)
+
+def build_untouched(config: Any, images: ImageRules | None) -> Any:
+    """The model of these settings with its own code, on the device of the context."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
     built_by = model_class(config.model_type, images)
     text, classes = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING
     # Older releases do not find the language part of a model with a vision tower by themselves
@@ -31,7 +34,18 @@ def build_empty(folder: Path, images: ImageRules | None) -> Any:
     is_same = classes.get(type(config), None) is classes.get(type(text), None)
     if built_by is AutoModelForCausalLM and is_same:
         config = text
-    model = built_by.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+    model = built_by.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+    return model.eval()
+
+
+def call_ours(model: Any) -> Any:
+    """The model, calling our attention, experts and recurrent layers from now on."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, attention_function)
+    text_model(model).set_attn_implementation(ATTENTION_NAME)
     replace_experts(model)
     replace_recurrent_layers(model)
     return model

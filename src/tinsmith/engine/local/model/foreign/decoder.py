@@ -14,10 +14,11 @@ from tinsmith.engine.local.model.comparison import agree, our_logits, own_logits
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.experts.foreign import Experts, is_experts
 from tinsmith.engine.local.model.experts.steering import Steering
-from tinsmith.engine.local.model.families import (
-    FAMILIES,
+from tinsmith.engine.local.model.foreign.building import (
+    build_untouched,
+    text_model,
+    transformers_config,
 )
-from tinsmith.engine.local.model.foreign.building import text_model, transformers_config
 from tinsmith.engine.local.model.foreign.calls import (
     ATTENTION_NAME,
     AdaptedLinear,
@@ -28,6 +29,7 @@ from tinsmith.engine.local.model.foreign.calls import (
     replace_routers,
 )
 from tinsmith.engine.local.model.foreign.config import ForeignConfig
+from tinsmith.engine.local.model.foreign.describing import differs, does_not_run, nearest
 from tinsmith.engine.local.model.foreign.masks import check_masks
 from tinsmith.engine.local.model.images.settings import model_class
 from tinsmith.engine.local.model.images.vision import Vision
@@ -38,6 +40,7 @@ from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.sources import quiet_transformers
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
 from tinsmith.engine.local.ranks.models import cut_config
+from tinsmith.engine.stored_tensors import stored_tensors, weight_files
 from tinsmith.errors import EngineError
 
 
@@ -50,7 +53,8 @@ def load_foreign(
     image_cache_bytes: int = 0,
     ranks: Ranks = ALONE,
 ) -> ForeignDecoder:
-    """The model in memory, after its logits were found equal to those of its own code.
+    """The model in memory, after its logits were found near those of its own code, on the device
+    and in the type in which it is served. `trial` has compared them exactly.
 
     Weights in few bits come after that: it is there in full for a moment, on the CPU, and on the
     device never. Of several ranks each reads the whole model, on the CPU, and keeps its part.
@@ -71,38 +75,50 @@ def load_foreign(
     except (EngineError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # foreign code: whatever it raises means that it does not fit
-        raise UnsupportedModelError(
-            f"{config.architecture} does not run with our attention, experts and adapters "
-            f"({type(error).__name__}: {error})"
-        ) from error
+        raise UnsupportedModelError(f"{does_not_run(config, error)}; {nearest(folder)}") from error
     if not agree(logits, expected.to(decoder.device), dtype):
-        raise UnsupportedModelError(
-            f"{config.architecture} does more between hidden states and logits, or in its "
-            f"attention, than we know of; supported model types: {', '.join(FAMILIES)}"
-        )
+        raise UnsupportedModelError(f"{differs(config)}; {nearest(folder)}")
     decoder.quantize(base_weights, device)
     return decoder
 
 
+def check_tensors(folder: Path, config: ForeignConfig) -> None:
+    """Refuse files that lack a tensor, or have one of another shape, by their headers alone."""
+    files = weight_files(folder)
+    if not files:
+        raise EngineError(f"no safetensors files in {folder}; convert the model to safetensors")
+    shapes = {name: tensor.shape for name, tensor in stored_tensors(files).items()}
+    with torch.device("meta"):
+        tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+        model = build_untouched(transformers_config(folder), config.images)
+    _loaded(folder, type(model), None, config=model.config, state_dict=tensors, device_map="meta")
+
+
 def _read(folder: Path, config: ForeignConfig, dtype: torch.dtype) -> Any:
-    """The model as its files have it. Where these lack a weight, `transformers` draws one at
-    random, another each time: that is refused."""
-    with quiet_transformers():
-        settings = transformers_config(folder)
-        try:
-            model, found = model_class(settings.model_type, config.images).from_pretrained(
-                folder,
-                config=settings,
-                dtype=dtype,
-                attn_implementation="eager",
-                experts_implementation="eager",
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise EngineError(f"the weights of {folder} could not be read: {error}") from error
+    """The model as its files have it."""
+    settings = transformers_config(folder)
+    return _loaded(
+        folder,
+        model_class(settings.model_type, config.images),
+        folder,
+        config=settings,
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        trust_remote_code=False,
+    )
+
+
+def _loaded(folder: Path, model_class: Any, source: Path | None, **options: Any) -> Any:
+    """A model that `transformers` loads. Where files lack a weight, it draws one at random, another
+    each time: that is refused."""
+    try:
+        with quiet_transformers():
+            model, found = model_class.from_pretrained(source, output_loading_info=True, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise EngineError(f"the weights of {folder} could not be read: {error}") from error
     if missing := sorted(found["missing_keys"]):
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise EngineError(f"the model in {folder} has no tensor {missing[0]!r}{others}")

@@ -35,7 +35,6 @@ def read_foreign_config(folder: Path, reason: UnsupportedModelError) -> ForeignC
     settings = read_settings(folder / "config.json")
     model_type = str(settings.get("model_type"))
     architecture = (settings.get("architectures") or [model_type])[0]
-    nearest = f"the nearest type that works is {nearest_type(model_type)!r}"
     if (needed := needed_transformers(model_type)) is not None:
         raise UnsupportedModelError(
             f"{model_type} needs transformers {needed} or later, and {version('transformers')} is "
@@ -45,18 +44,40 @@ def read_foreign_config(folder: Path, reason: UnsupportedModelError) -> ForeignC
         images = read_image_rules(folder)
         with torch.device("meta"):
             model = build_empty(folder, images)
-        return replace(_describe(model, str(architecture)), images=images)
+        return replace(describe(model, str(architecture)), images=images)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            f"{reason}; and {architecture} cannot run: {error}; {nearest}"
+            f"{reason}; and {architecture} cannot run: {error}; {nearest(folder)}"
         ) from None
     except Exception as error:  # foreign code: whatever it raises means that it does not fit
         raise UnsupportedModelError(
-            f"{reason}; and transformers could not run {architecture}: {error}; {nearest}"
+            f"{reason}; and transformers could not run {architecture}: {error}; {nearest(folder)}"
         ) from error
 
 
-def _describe(model: Any, architecture: str) -> ForeignConfig:
+def nearest(folder: Path) -> str:
+    """What ends a refusal: a type that does work."""
+    model_type = str(read_settings(folder / "config.json").get("model_type"))
+    return f"the nearest type that works is {nearest_type(model_type)!r}"
+
+
+def differs(config: ForeignConfig) -> str:
+    """What is said of a model whose logits are not those of its own code."""
+    return (
+        f"{config.architecture} does more between hidden states and logits, or in its attention, "
+        "than we know of"
+    )
+
+
+def does_not_run(config: ForeignConfig, error: Exception) -> str:
+    return (
+        f"{config.architecture} does not run with our attention, experts and adapters "
+        f"({type(error).__name__}: {error})"
+    )
+
+
+def describe(model: Any, architecture: str) -> ForeignConfig:
+    """The shape of a model that has no weights and calls our attention."""
     settings = model.config.get_text_config()
     projections = tuple(_projections(model))
     _refuse_changing_rope(settings)

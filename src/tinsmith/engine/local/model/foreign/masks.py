@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinsmith.engine.local.model.families import FAMILIES, AttentionSpec
+from tinsmith.engine.local.model.families import AttentionSpec
 from tinsmith.engine.local.model.foreign.calls import (
     ProbeCall,
     attention_function,
@@ -50,8 +50,7 @@ def check_masks(text: Any, config: ForeignConfig, device: torch.device) -> None:
         if not _agree(mask, spec, config.max_context_length, device):
             raise UnsupportedModelError(
                 f"{config.architecture} cannot run: the mask of its layer {layer} is not causal "
-                f"within a window of {spec.window or 'all'} tokens; supported model types: "
-                f"{', '.join(FAMILIES)}"
+                f"within a window of {spec.window or 'all'} tokens"
             )
 
 
