@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tinsmith.engine.images import ImageRules
 from tinsmith.engine.local.model.families import (
     read_settings,
@@ -24,7 +26,7 @@ def build_empty(folder: Path, images: ImageRules | None) -> Any:
 
 
 def build_untouched(config: Any, images: ImageRules | None) -> Any:
-    """The model of these settings with its own code, on the device of the context."""
+    """The model of these settings with its own code, in float32, on the device of the context."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     built_by = model_class(config.model_type, images)
@@ -35,7 +37,10 @@ def build_untouched(config: Any, images: ImageRules | None) -> Any:
     if built_by is AutoModelForCausalLM and is_same:
         config = text
     model = built_by.from_config(
-        config, attn_implementation="eager", experts_implementation="eager"
+        config,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
     )
     return model.eval()
 

@@ -239,7 +239,9 @@ def _fill(model: Any) -> None:
         if vector.is_floating_point():
             vector.add_(torch.randn(vector.shape, generator=random) * 0.2)
     model.tie_weights()
-    model.get_input_embeddings().weight.normal_(generator=random)
+    embedding = model.get_input_embeddings().weight
+    if model.get_output_embeddings().weight is not embedding:  # else logits would be large
+        embedding.normal_(generator=random)
 
 
 def _sequences(settings: Any) -> Iterator[Sequence]:
