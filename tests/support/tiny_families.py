@@ -123,6 +123,21 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
 }
 """By `model_type`: what differs from the settings that all have."""
 
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3, dense": ("deepseek_v3", {"first_k_dense_replace": 2}),
+    "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}),
+    "nemotron_h, no mlp": (
+        "nemotron_h",
+        {"layers_block_type": ["mamba", "attention", "mamba", "attention"]},
+    ),
+    "mixtral, settings of others": (
+        "mixtral",
+        {"norm_topk_prob": False, "mlp_only_layers": [0], "moe_intermediate_size": 8},
+    ),
+    "olmoe, two sizes": ("olmoe", {"moe_intermediate_size": 8}),
+}
+"""Legal settings of a type that leave out what is usual in it, or say what it does not read."""
+
 _BUILT_AS = {"kimi_k2": "deepseek_v3"}
 """Types that `transformers` has under another name."""
 
@@ -148,7 +163,9 @@ def build_tiny(model_type: str, **changes: Any) -> Any:
 
 
 def save_tiny(model_type: str, folder: Path, **changes: Any) -> Any:
-    """Write such a model as `transformers` does, and return it."""
+    """Write such a model, or a variant, as `transformers` does, and return it."""
+    model_type, variant = VARIANTS.get(model_type, (model_type, {}))
+    changes = {**variant, **changes}
     model = build_tiny(_BUILT_AS.get(model_type, model_type), **changes)
     model.save_pretrained(folder)
     if model_type in _BUILT_AS:

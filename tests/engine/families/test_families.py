@@ -34,7 +34,7 @@ from tests.engine.train.training_reference import (
     run,
     succeed,
 )
-from tests.support.tiny_families import save_tiny
+from tests.support.tiny_families import VARIANTS, save_tiny
 from tinsmith.engine.base import Pass
 from tinsmith.engine.local.adapter_files import checkpoints
 from tinsmith.engine.local.config import LocalEngineConfig
@@ -61,12 +61,12 @@ FAMILIES = (
 NewAdapter = Callable[..., Adapter]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *VARIANTS])
 def family(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, Decoder]:
     """The `transformers` model, and ours loaded from what it saved."""
-    folder = tmp_path_factory.mktemp(request.param)
+    folder = tmp_path_factory.mktemp("family")
     reference = save_tiny(request.param, folder)
     return reference, load(folder)
 

@@ -80,6 +80,20 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "kinds of layers in a family without them": ("llama", KINDS),
     "kinds of layers in a family that has them in another one's name": ("mistral", KINDS),
     "a tied flag beside a matrix of its own": ("llama", {"tie_word_embeddings": True}),
+    "a window that is left out": ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}),
+    "a softcap of scores, which Gemma 3 has not": ("gemma3", {"attn_logit_softcapping": 0.5}),
+    "settings of other families in a Llama": (
+        "llama",
+        {
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 0.5,
+            "query_pre_attn_scalar": 7,
+            "hidden_activation": "relu",
+            "clip_qkv": 0.1,
+            "use_bidirectional_attention": True,
+        },
+    ),
+    "biases, which a Mistral has not": ("mistral", {"attention_bias": True, "mlp_bias": True}),
 }
 
 
@@ -178,6 +192,22 @@ def test_any_spelling_is_refused_or_equals_transformers(
             verification.verify(folder, read_config(folder), folder)
         return
     assert difference(ours, theirs) <= 1e-4, changes
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        ("qwen2", KINDS),
+        ("qwen3", {**KINDS, "sliding_window": None, "use_sliding_window": True}),
+        ("gemma2", {"sliding_window": None}),
+    ],
+)
+def test_a_layer_that_slides_without_a_window_is_refused_by_the_names_of_its_settings(
+    respelled: Callable[[str, dict[str, Any]], Path], variant: str, changes: dict[str, Any]
+) -> None:
+    """`transformers` raises an error then, in the middle of a forward pass."""
+    with pytest.raises(EngineError, match="layer_types, sliding_window and use_sliding_window"):
+        read_config(respelled(variant, changes))
 
 
 def core(models: dict[str, Path], cache: Path, **settings: Any) -> EngineCore:

@@ -210,13 +210,35 @@ def decoder_config(settings: Mapping[str, Any]) -> DecoderConfig:
         raise UnsupportedModelError(
             f"model type {family!r} is not one the decoder knows; known: {', '.join(FAMILIES)}"
         )
-    given = {k: v for k, v in settings.items() if v is not None or k in _NONE_HAS_MEANING}
+    given = {
+        name: value
+        for name, value in settings.items()
+        if (value is not None or name in _NONE_HAS_MEANING)
+        and family in _READ_BY.get(name, FAMILIES)
+    }
     values = {**_DEFAULTS[family], **given}
     return _with_projections(_Reader(family, values).config(), root)
 
 
 _INHERITED = ("eos_token_id", "tie_word_embeddings", "architectures")
 _NONE_HAS_MEANING = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
+
+_GEMMAS = ("gemma2", "gemma3_text")
+_QWENS_OF_EXPERTS = ("qwen3_moe", "qwen2_moe")
+
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "attn_logit_softcapping": ("gemma2",),
+    "query_pre_attn_scalar": _GEMMAS,
+    "hidden_activation": _GEMMAS,
+    "use_bidirectional_attention": _GEMMAS,
+    "attention_bias": ("llama", "qwen3", "qwen3_moe", "olmoe", *_GEMMAS),
+    "mlp_bias": ("llama",),
+    "clip_qkv": ("olmoe",),
+    "norm_topk_prob": (*_QWENS_OF_EXPERTS, "olmoe"),
+    "decoder_sparse_step": _QWENS_OF_EXPERTS,
+    "mlp_only_layers": _QWENS_OF_EXPERTS,
+}
+"""Settings that only some families look at; in the files of others they mean nothing."""
 
 _GEMMA: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
@@ -227,6 +249,8 @@ _GEMMA: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
+_QWEN: dict[str, Any] = {"sliding_window": 4096, "use_sliding_window": False}
+
 # What `transformers` assumes where a file leaves a setting out, as far as released models do.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"rope_theta": 10_000.0, "max_position_embeddings": 2048},
@@ -236,8 +260,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "num_key_value_heads": 8,
     },
-    "qwen2": {"rope_theta": 10_000.0, "max_position_embeddings": 32_768},
-    "qwen3": {"rope_theta": 10_000.0, "max_position_embeddings": 32_768, "head_dim": 128},
+    "qwen2": {**_QWEN, "rope_theta": 10_000.0, "max_position_embeddings": 32_768},
+    "qwen3": {**_QWEN, "rope_theta": 10_000.0, "max_position_embeddings": 32_768, "head_dim": 128},
     "gemma2": {
         **_GEMMA,
         "rope_theta": 10_000.0,
@@ -256,6 +280,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 6,
     },
     "qwen3_moe": {
+        **_QWEN,
         "rope_theta": 10_000.0,
         "max_position_embeddings": 32_768,
         "num_key_value_heads": 4,
@@ -264,6 +289,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768,
     },
     "qwen2_moe": {
+        **_QWEN,
         "rope_theta": 10_000.0,
         "max_position_embeddings": 32_768,
         "num_key_value_heads": 16,
@@ -297,6 +323,9 @@ _NO_O_BIAS = ("qwen2", "qwen2_moe", "mixtral")
 
 _EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 
+_INNER_SIZE = dict.fromkeys(("qwen3_moe", "qwen2_moe"), "moe_intermediate_size")
+"""What an expert's inner columns are called, where it is not as of an MLP."""
+
 BY_LAYER_TYPES = ("mistral", "qwen2", "qwen3", "qwen2_moe", "gemma2", "gemma3_text")
 """Families whose layers are what `layer_types` says, where it is there; the others do not look at
 it. `transformers` takes a Mistral that has it for a Ministral."""
@@ -322,9 +351,11 @@ class _Reader:
         is_gemma = self.family.startswith("gemma")
         attention_bias = bool(values.get("attention_bias", False))
         if values.get("use_bidirectional_attention"):
-            raise UnsupportedModelError("bidirectional attention is not supported")
+            raise UnsupportedModelError("use_bidirectional_attention is not supported")
         if values.get("clip_qkv") is not None:
-            raise UnsupportedModelError("queries, keys and values with bounds are not supported")
+            raise UnsupportedModelError(
+                "bounds of queries, keys and values (clip_qkv) are not known"
+            )
         eos = values.get("eos_token_id")
         return DecoderConfig(
             architecture=self._architecture(),
@@ -378,7 +409,7 @@ class _Reader:
         spec = ExpertsSpec(
             num_experts=num_experts,
             per_token=int(values["num_experts_per_tok"]),
-            inner_size=int(values.get("moe_intermediate_size", values["intermediate_size"])),
+            inner_size=int(values[_INNER_SIZE.get(self.family, "intermediate_size")]),
             is_normalized=bool(values.get("norm_topk_prob", False)),
             layers=layers,
         )
@@ -403,7 +434,7 @@ class _Reader:
         if name == "gelu_pytorch_tanh":
             return "gelu_tanh"
         raise UnsupportedModelError(
-            f"activation {name!r} is not supported; known: silu, gelu_pytorch_tanh"
+            f"the activation {name!r} (hidden_act) is not known; known: silu, gelu_pytorch_tanh"
         )
 
     def _layers(self) -> Iterator[AttentionSpec]:
@@ -415,8 +446,18 @@ class _Reader:
                 scale=scale_of**-0.5,
                 rope=read_rope(self.family, self.values, self._head_dim(), kind),
                 softcap=float(softcap) if softcap is not None else None,
-                window=int(self.values["sliding_window"]) if is_sliding else None,
+                window=self._window() if is_sliding else None,
             )
+
+    def _window(self) -> int:
+        """Of a layer that slides."""
+        window = self.values.get("sliding_window")
+        if window is None or not self.values.get("use_sliding_window", True):
+            raise EngineError(
+                "config.json has layers of sliding attention and no window for them: see "
+                "layer_types, sliding_window and use_sliding_window"
+            )
+        return int(window)
 
     def _layer_kinds(self) -> list[str]:
         """`full_attention` or `sliding_attention` for each layer."""
@@ -437,14 +478,14 @@ class _Reader:
         if self.family in ("mistral", "mixtral"):
             return values.get("sliding_window") is not None
         if self.family == "qwen3_moe":
-            return bool(values.get("use_sliding_window")) and "sliding_window" in values
+            return bool(values["use_sliding_window"]) and values["sliding_window"] is not None
         if self.family == "qwen2_moe":
             is_early = layer < int(values.get("max_window_layers", 28))
-            return bool(values.get("use_sliding_window")) and is_early and layer % 2 == 0
+            return bool(values["use_sliding_window"]) and is_early and layer % 2 == 0
         if self.family in ("qwen2", "qwen3"):
-            return bool(values.get("use_sliding_window")) and layer >= int(
-                values.get("max_window_layers", 28)
-            )
+            is_late = layer >= int(values.get("max_window_layers", 28))
+            has_window = values["sliding_window"] is not None
+            return bool(values["use_sliding_window"]) and has_window and is_late
         if self.family == "gemma2":
             return layer % 2 == 0
         if self.family == "gemma3_text":

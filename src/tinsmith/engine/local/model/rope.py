@@ -97,7 +97,7 @@ def read_rope(family: str, values: Mapping[str, Any], head_dim: int, kind: str) 
         case "yarn":
             return _yarn(rope, settings, _original_context(family, values, settings))
     raise UnsupportedModelError(
-        f"rope scaling {name!r} is not supported; known: default, linear, llama3, yarn"
+        f"the rope_type {name!r} is not known; known: default, linear, llama3, yarn"
     )
 
 
@@ -124,7 +124,7 @@ def _settings(family: str, values: Mapping[str, Any], kind: str) -> Mapping[str,
         if scaling and parameters and kind not in parameters:
             raise UnsupportedModelError(f"rope_scaling beside rope_parameters without {kind!r}")
     if settings.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UnsupportedModelError("partial rotary embeddings are not supported")
+        raise UnsupportedModelError("a partial_rotary_factor is not known")
     return {"rope_theta": theta, **settings}
 
 
@@ -137,8 +137,8 @@ def _original_context(family: str, values: Mapping[str, Any], settings: Mapping[
 
 
 def _yarn(rope: Rope, settings: Mapping[str, Any], original_context: int) -> Rope:
-    if not {"mscale", "mscale_all_dim", "truncate"}.isdisjoint(settings):
-        raise UnsupportedModelError("this variant of yarn rope scaling is not supported")
+    if others := sorted({"mscale", "mscale_all_dim", "truncate"} & settings.keys()):
+        raise UnsupportedModelError(f"{others[0]} of a rope of the kind yarn is not known")
     factor = _number(settings, "factor")
     attention = settings.get("attention_factor")
     if attention is None:

@@ -139,7 +139,11 @@ def _reference_logits(folder: Path, tokens: torch.Tensor, positions: torch.Tenso
 
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            trust_remote_code=False,
         ).eval()
     with torch.no_grad():
         output = model(

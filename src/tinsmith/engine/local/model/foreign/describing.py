@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
@@ -87,6 +88,8 @@ def describe(model: Any, architecture: str) -> ForeignConfig:
     with calling(probe), torch.no_grad():
         text_model(model)(input_ids=tokens, position_ids=positions, use_cache=False)
     _check_layers(settings, {*probe.specs, *probe.states})
+    if not probe.shapes:
+        raise UnsupportedModelError("none of its layers attends (layers_block_type, layer_types)")
     if len(probe.shapes) != 1:
         raise UnsupportedModelError("its layers differ in the number or size of heads")
     ((heads, kv_heads, head_dim),) = probe.shapes
@@ -107,10 +110,18 @@ def describe(model: Any, architecture: str) -> ForeignConfig:
         state=_common_state(list(probe.states.values())),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         is_tied=bool(model.config.tie_word_embeddings),
-        final_softcap=getattr(settings, "final_logit_softcapping", None),
+        final_softcap=_final_softcap(settings),
         projections=projections,
         routers=find_routers(model),
     )
+
+
+def _final_softcap(settings: Any) -> float | None:
+    """Of types that have one; a setting that its type does not know becomes an attribute, too."""
+    name = "final_logit_softcapping"
+    of_type = type(settings)
+    is_known = hasattr(of_type, name) or name in inspect.signature(of_type).parameters
+    return getattr(settings, name, None) if is_known else None
 
 
 def _refuse_unknown_experts(model: Any) -> None:
@@ -119,15 +130,27 @@ def _refuse_unknown_experts(model: Any) -> None:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     has_some = any(getattr(settings, name, None) for name in names)
     # Settings may speak of experts where no layer has any.
-    has_some &= "moe" in (getattr(settings, "layers_block_type", None) or ["moe"])
-    if has_some and not any(is_experts(module) for module in model.modules()):
+    modules = dict(text_model(model).named_modules())
+    if (
+        has_some
+        and not any(map(is_experts, modules.values()))
+        and any(_may_be_experts(name, module) for name, module in modules.items())
+    ):
         raise UnsupportedModelError("its experts are not in the form that transformers gives them")
+
+
+def _may_be_experts(name: str, module: nn.Module) -> bool:
+    """By its name, or because it has a matrix for each of several."""
+    if "expert" in name and "shared_expert" not in name:
+        return True
+    has_stack = any(weight.ndim == 3 for weight in module.parameters(recurse=False))
+    return has_stack and not isinstance(module, nn.Conv1d)
 
 
 def _check_layers(settings: Any, known: set[int]) -> None:
     """Refuse a model some of whose layers may mix tokens in a way that was not seen."""
     kinds = getattr(settings, "layers_block_type", None) or ()
-    without_mixing = {layer for layer, kind in enumerate(kinds) if kind in ("mlp", "moe")}
+    without_mixing = {layer for layer, kind in enumerate(kinds) if kind in _MIXING_NOTHING}
     num_layers = settings.num_hidden_layers
     if known | without_mixing != set(range(num_layers)):
         raise UnsupportedModelError(
@@ -151,7 +174,7 @@ def _refuse_changing_rope(settings: Any) -> None:
         str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)
     }
     if changing := kinds & {"dynamic", "longrope"}:
-        raise UnsupportedModelError(f"rope scaling {min(changing)!r} is not supported")
+        raise UnsupportedModelError(f"the rope_type {min(changing)!r} is not supported")
 
 
 _NOT_ADAPTED = ("q_b_proj", "kv_b_proj", "shared_expert_gate")
@@ -164,6 +187,18 @@ def _part(model: nn.Module, name: str) -> Part:
     path = name.rpartition(".")[0]
     kind = type(model.get_submodule(path)).__name__
     return "attn" if "att" in f"{path} {kind}".lower() else "mlp"
+
+
+_MIXING_NOTHING = ("mlp", "moe")
+"""Kinds of layers in which tokens do not see each other, where each layer is of one kind."""
+
+
+def _parts(model: Any) -> set[Part]:
+    """What the layers of a model are made of."""
+    kinds = getattr(model.config.get_text_config(), "layers_block_type", None)
+    if not kinds:
+        return {"attn", "mlp"}
+    return {"mlp" if kind in _MIXING_NOTHING else "attn" for kind in kinds}
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -204,7 +239,7 @@ def _projections(model: Any) -> Iterator[Projection]:
                 modules=(name,),
                 outputs=(module.out_features,),
             )
-    if found != {"attn", "mlp"}:
+    if found != _parts(model):
         raise UnsupportedModelError("its projections are not ordinary linear layers")
     yield Projection(
         layer=None,

@@ -50,7 +50,7 @@ def check_masks(text: Any, config: ForeignConfig, device: torch.device) -> None:
         if not _agree(mask, spec, config.max_context_length, device):
             raise UnsupportedModelError(
                 f"{config.architecture} cannot run: the mask of its layer {layer} is not causal "
-                f"within a window of {spec.window or 'all'} tokens"
+                f"within a window of {spec.window or 'all'} tokens (layer_types, sliding_window)"
             )
 
 

@@ -37,7 +37,7 @@ def state_shape(module: Any) -> StateShape:
     """Of one layer."""
     if module.activation != "silu":
         raise UnsupportedModelError(
-            f"its linear attention has the activation {module.activation!r}; known: silu"
+            f"its linear attention has the hidden_act {module.activation!r}; known: silu"
         )
     return StateShape(
         num_layers=1,

@@ -32,7 +32,7 @@ def state_shape(module: Any) -> StateShape:
     """Of one layer."""
     if module.activation != "silu":
         raise UnsupportedModelError(
-            f"its Mamba layers have the activation {module.activation!r}; known: silu"
+            f"its Mamba layers have the mamba_hidden_act {module.activation!r}; known: silu"
         )
     return StateShape(
         num_layers=1,
