@@ -29,7 +29,7 @@ help:
 	@echo "make bench         benchmarks, as ratios against peers (PARTS=\"codec client …\")"
 	@echo "make load          500 clients, 4,000 held polls, 1,000 requests a second, for ten minutes"
 	@echo "make memory        ten thousand iterations of reinforcement learning leave memory flat (ITERATIONS=10000)"
-	@echo "make fuzz          many more random requests and bytes than make test tries"
+	@echo "make fuzz          many more random requests, bytes and model settings than make test tries"
 	@echo "make audit         bandit, and pip-audit where its advisory service can be reached"
 	@echo "make chaos         break everything while clients train (SEED=1 MINUTES=30 STORE=sqlite or postgres STORAGE=folder or s3 REPLICAS=1 CLUSTER=none, tcp or ray OPERATIONS=10000 STEPS=12)"
 	@echo "make simulation    lives of several servers in simulated time, until so many operations were compared (OPERATIONS=10000 SEED=1)"
@@ -99,12 +99,14 @@ load: $(STAMP)
 	$(BIN)/python benchmarks/load.py --seconds $(LOAD_SECONDS)
 
 FUZZ_SECONDS ?= 120
+FUZZ_MODELS ?= 850
 FUZZ_TARGETS := json_messages json_passes raw_json passes pass_ids outputs samples compressed paths custom_losses
 memory: $(STAMP)
 	TINSMITH_RL_ITERATIONS=$(ITERATIONS) $(BIN)/python -m pytest -q tests/engine/test_memory_plan.py
 
 fuzz: $(STAMP)
 	$(BIN)/python -m pytest tests/security/test_fuzz_api.py tests/security/test_paths.py -q --hypothesis-profile=long
+	TINSMITH_RANDOM_MODELS=$(FUZZ_MODELS) $(BIN)/python -m pytest tests/engine/families/test_random_settings.py -q
 	for target in $(FUZZ_TARGETS); do \
 		$(BIN)/python tests/security/fuzz_codecs.py $$target -max_total_time=$(FUZZ_SECONDS) -timeout=1 -rss_limit_mb=1024 || exit 1; \
 	done
