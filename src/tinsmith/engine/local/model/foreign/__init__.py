@@ -7,6 +7,6 @@ experts `experts.Experts`, and the recurrent layers we know (`recurrent.layers`)
 
 What the model asks of attention is found out by watching one forward pass without weights.
 Whatever does not fit (other recurrent layers, projections that are not linear layers, another way
-of attending) is refused, and when a model is loaded its logits are compared with
-those of an untouched copy of its code: a model that would be slightly wrong is not served.
+of attending) is refused, and before a model is served a small one of its settings is compared with
+an untouched copy of its code (`trial`): a model that would be slightly wrong is not served.
 """
