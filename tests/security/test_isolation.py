@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tests.support.in_process_server import Api, StartServer
 
 MODEL = "tinsmith/fake"
+SECRET = "of-nobody-elses-business"
 DATUM = {
     "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
     "loss_fn_inputs": {
@@ -195,13 +196,17 @@ def _alike(value: str) -> str:
     )
 
 
-async def _ids_of(api: Api) -> dict[str, str]:
-    """One of everything, made by this user."""
-    session = await api.session()
-    model = await api.create_model(session)
+async def _ids_of(api: Api, note: str = "mine") -> dict[str, str]:
+    """One of everything, made by this user, who writes a note on whatever may have one."""
+    notes = {"user_metadata": {"note": note}}
+    session = await api.session(tags=[note], display_name=note, project_id=note, **notes)
+    wanted = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, **notes}
+    created = await api.ok("/create_model", {**wanted, "lora_config": {"rank": 4}})
+    model = (await api.result(created["request_id"]))["model_id"]
     request_id = await api.send_pass(model, 1)
     await api.result(request_id)
-    saved = await api.ok("/save_weights", {"model_id": model, "seq_id": 2, "path": "mine"})
+    save = {"model_id": model, "seq_id": 2, "path": "mine", **notes}
+    saved = await api.ok("/save_weights", save)
     path = (await api.result(saved["request_id"]))["path"]
     body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
     sampler = (await api.ok("/create_sampling_session", body))["sampling_session_id"]
@@ -371,3 +376,48 @@ async def test_lists_and_counts_hold_ones_own_only(
             written = f'"key_id":{value},' if value.isdigit() else value
             assert written not in response.text, f"{row.path} shows another's {value}"
         assert own["weights_id"] != victim["weights_id"]
+
+
+async def test_a_stranger_sees_of_a_published_checkpoint_nothing_that_its_owner_wrote_down(
+    start_server: StartServer,
+) -> None:
+    """Every route is asked with each of the owner's ids, in both scopes, and then for all that the
+    stranger has made of the checkpoint: copies, runs, samplers."""
+    server = await start_server(custom_loss_server_side=True, event_stream_seconds=0.0)
+    owner, other = server.api, await server.other_user()
+    victim, own = await _ids_of(owner, SECRET), await _ids_of(other)
+    model = victim["model_id"]
+    for seq_id, kind in ((3, "save_weights"), (4, "save_weights_for_sampler")):
+        saved = await owner.ok(f"/{kind}", {"model_id": model, "seq_id": seq_id, "path": SECRET})
+        await owner.result(saved["request_id"])
+    metrics = {"step": 1, "metrics": {SECRET: 1.0}}
+    assert (await owner.post(f"/training_runs/{model}/metrics", metrics)).status_code == 204
+    published = f"/training_runs/{model}/checkpoints/weights/mine/publish"
+    assert (await owner.post(published, b"")).status_code == 204
+    told = []
+    for name, wanted in [(name, wanted) for name, wanted in ATTEMPTS if name not in DESTROYING]:
+        row, ids = KEYED[name], {**own, wanted: victim[wanted]}
+        for scope in ("owned", "accessible"):
+            body = BODIES.get(name)
+            response = await other.http.request(
+                row.method,
+                _url(row.full_path, ids),
+                headers={**other.headers, "content-type": "application/json"},
+                params={"access_scope": scope},
+                json=None if body is None else _filled(body, ids),
+            )
+            told.append((f"{name} with {wanted}, {scope}", response.text))
+    run = (await other.get(f"/training_runs/{model}", access_scope="accessible")).json()
+    assert run["last_checkpoint"]["tinker_path"] == victim["tinker_path"], "published: it is seen"
+    assert run["last_request_time"] == run["last_checkpoint"]["time"], "not what happened since"
+    runs = (await other.get("/training_runs", access_scope="accessible")).json()["training_runs"]
+    assert any(run["training_run_id"].startswith("copy-") for run in runs)
+    told += [(f"own {run['training_run_id']}", str(run)) for run in runs]
+    for row in (row for row in KEYED.values() if row.method == "GET" and "{" not in row.path):
+        query = "starting_on=2026-01-01T00:00:00Z&ending_before=2026-01-02T00:00:00Z&base_model=x"
+        listed = await other.http.get(f"{row.full_path}?{query}", headers=other.headers)
+        told.append((row.path, listed.text))
+    for where, text in told:
+        assert SECRET not in text, f"{where}: {text}"
+    for path in (f"/training_runs/{model}", "/checkpoints", f"/sessions/{victim['session_id']}"):
+        assert f'"note":"{SECRET}"' in (await owner.get(path)).text, "the owner sees what is his"

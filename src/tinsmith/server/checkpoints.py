@@ -10,6 +10,7 @@ import dataclasses
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from tinsmith.errors import ValidationError
@@ -56,12 +57,13 @@ class Checkpoints:
         self._weights = weights
 
     async def readable(self, tinker_path: str, owner: str) -> CheckpointRecord:
-        """The checkpoint at a path, if the owner may read it: it is theirs, or published."""
+        """The checkpoint at a path, as the owner may see it: it is theirs, or published."""
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
         found = await self._store.checkpoints.get(parsed.training_run_id, parsed.checkpoint_id)
-        if found is None or not (found.owner == owner or found.is_public) or _is_expired(found):
+        seen = None if found is None else seen_by(owner, found)
+        if seen is None:
             raise ValidationError(f"there is no checkpoint {tinker_path[:200]}")
-        return found
+        return seen
 
     async def owned(self, model_id: str, checkpoint_id: str, owner: str) -> CheckpointRecord | None:
         found = await self._store.checkpoints.get(model_id, checkpoint_id)
@@ -168,6 +170,33 @@ class Checkpoints:
         if not await self._store.checkpoints.add(copied, model, audit):
             raise ValidationError(f"{source.tinker_path} was deleted meanwhile; nothing was copied")
         return copied
+
+
+def seen_by(reader: str, checkpoint: CheckpointRecord) -> CheckpointRecord | None:
+    """What a reader may see of a checkpoint: its owner all of it, others nothing unless it is
+    published, and then what it is but not what its owner wrote down about it."""
+    if _is_expired(checkpoint):
+        return None
+    if checkpoint.owner == reader:
+        return checkpoint
+    return dataclasses.replace(checkpoint, user_metadata=None) if checkpoint.is_public else None
+
+
+def run_seen_by(
+    reader: str, model: ModelRecord, checkpoints: Sequence[CheckpointRecord]
+) -> ModelRecord | None:
+    """What a reader may see of a run, of whose checkpoints they see these. Others than the owner
+    see that it is where a published checkpoint comes from, but not what has become of it since."""
+    if model.owner == reader:
+        return model
+    if not checkpoints:
+        return None
+    return dataclasses.replace(
+        model,
+        user_metadata=None,
+        is_corrupted=False,
+        last_request_at=max(checkpoint.created_at for checkpoint in checkpoints),
+    )
 
 
 def _is_expired(checkpoint: CheckpointRecord) -> bool:

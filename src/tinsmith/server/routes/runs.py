@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from starlette.requests import Request
 
 from tinsmith.errors import ValidationError
+from tinsmith.server.checkpoints import run_seen_by, seen_by
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import not_found, query_int
 from tinsmith.server.edge.routing import bare_route
@@ -27,7 +28,7 @@ async def list_training_runs(
     project_id = request.query_params.get("project_id")
     page = await service.store.models.page_of_owner(caller.owner, limit, offset, project_id)
     return TrainingRunsResponse(
-        training_runs=[await _run(service, model) for model in page.items],
+        training_runs=[run for model in page.items if (run := await _run(service, caller, model))],
         cursor=Cursor(offset=offset, limit=limit, total_count=page.total),
     )
 
@@ -38,23 +39,23 @@ async def get_training_run(
     run_id = request.path_params["run_id"]
     is_accessible = _check_scope(request) == "accessible"
     model = await service.store.models.get(run_id)
-    if model is not None and model.owner != caller.owner:
-        # With the scope "accessible", others' runs are shown that have a published checkpoint.
-        checkpoints = await service.store.checkpoints.of_model(run_id) if is_accessible else []
-        model = model if any(c.is_public for c in checkpoints) else None
-    if model is None:
+    if model is None or not (model.owner == caller.owner or is_accessible):
         raise not_found("training run", run_id)
-    return await _run(service, model, only_public=model.owner != caller.owner)
+    run = await _run(service, caller, model)
+    if run is None:
+        raise not_found("training run", run_id)
+    return run
 
 
-async def _run(
-    service: Service, model: ModelRecord, *, only_public: bool = False
-) -> TrainingRunDetails:
-    checkpoints = [
-        c
-        for c in await service.store.checkpoints.of_model(model.model_id)
-        if c.is_public or not only_public
-    ]
+async def _run(service: Service, caller: Caller, model: ModelRecord) -> TrainingRunDetails | None:
+    """A run as the caller may see it."""
+    of_run = await service.store.checkpoints.of_model(model.model_id)
+    checkpoints = [seen for each in of_run if (seen := seen_by(caller.owner, each)) is not None]
+    run = run_seen_by(caller.owner, model, checkpoints)
+    return None if run is None else _run_message(run, checkpoints)
+
+
+def _run_message(model: ModelRecord, checkpoints: list[CheckpointRecord]) -> TrainingRunDetails:
     lora = LoraConfig(**model.lora)
     return TrainingRunDetails(
         training_run_id=model.model_id,
