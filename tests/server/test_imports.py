@@ -19,6 +19,7 @@ from tinsmith.engine.base import Failure, ImportedAdapter, SavedKind
 from tinsmith.engine.fake import FakeEngine
 from tinsmith.server.checkpoints import Checkpoints
 from tinsmith.server.data_folder import DataFolder
+from tinsmith.server.edge.auth import create_key
 from tinsmith.server.imports import Imports
 from tinsmith.server.serving import claim_store
 from tinsmith.server.storage.folder import FolderStorage
@@ -72,8 +73,10 @@ async def put(api: Api, upload_id: str, name: str, number: object, data: bytes) 
     )
 
 
-async def upload(api: Api, files: dict[str, list[bytes]] = FILES) -> str:
-    upload_id = uuid.uuid4().hex
+async def upload(
+    api: Api, files: dict[str, list[bytes]] = FILES, upload_id: str | None = None
+) -> str:
+    upload_id = upload_id or uuid.uuid4().hex
     for name, pieces in files.items():
         for number, piece in enumerate(pieces):
             response = await put(api, upload_id, name, number, piece)
@@ -138,6 +141,100 @@ async def test_the_same_request_finds_the_same_checkpoint(server: TestServer) ->
     assert first == second == await api.ok("/import_weights", body)
     assert Importing.num_imports == before + 1
     assert len((await api.get("/checkpoints")).json()["checkpoints"]) == 1
+
+
+class Waiting(Importing):
+    """Imports when told to."""
+
+    release = asyncio.Event()
+
+    async def import_adapter(
+        self, base_model: str, source: Path, folder: Path, kind: SavedKind
+    ) -> ImportedAdapter | Failure:
+        await self.release.wait()
+        return await super().import_adapter(base_model, source, folder, kind)
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": "other"}, {"kind": "sampler"}, {"user_metadata": {"a": "b"}}]
+)
+async def test_another_import_of_an_upload_gets_no_checkpoint_that_it_did_not_ask_for(
+    start_server: StartServer, change: dict[str, Any]
+) -> None:
+    """Meanwhile, and with files of the same id that are sent again later."""
+    server = await start_server(engine=Waiting)
+    api, upload_id, Waiting.release = server.api, await upload(server.api), asyncio.Event()
+    first = asyncio.create_task(api.ok("/import_weights", request(upload_id)))
+    await asyncio.sleep(0.2)
+    asked = api.post("/import_weights", request(upload_id, **change))
+    refused = await asyncio.wait_for(asked, 10)
+    assert refused.status_code == 400
+    assert refused.json()["detail"].startswith("upload_id: this upload is just being imported")
+    Waiting.release.set()
+    imported = await first
+    await upload(api, upload_id=upload_id)
+    again = await api.ok("/import_weights", request(upload_id, **change))
+    assert again["tinker_path"] != imported["tinker_path"]
+    shown = (await api.get("/checkpoints")).json()["checkpoints"]
+    assert {each["tinker_path"] for each in shown} == {
+        imported["tinker_path"],
+        again["tinker_path"],
+    }
+
+
+async def test_an_owner_whose_name_ends_as_an_upload_begins_gets_no_others_import(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(engine=Waiting)
+    store, Waiting.release = server.service.store, asyncio.Event()
+    mine = server.client((await create_key(store, "team", "k"))[0])
+    theirs = server.client((await create_key(store, "team/their", "k"))[0])
+    upload_id = await upload(theirs)
+    importing = asyncio.create_task(theirs.ok("/import_weights", request(upload_id)))
+    await asyncio.sleep(0.2)
+    asked = asyncio.create_task(
+        mine.post("/import_weights", request(f"their/{upload_id}") | {"files": []})
+    )
+    await asyncio.sleep(0.2)
+    Waiting.release.set()
+    await importing
+    assert (await asked).status_code == 400
+    copies = []
+    for api, key in ((mine, "their/k"), (theirs, "k")):
+        body = {"source_path": await _published(theirs), "destination_project_id": "p"}
+        copies.append(await api.ok("/copy_weights", body, **{"x-idempotency-key": key}))
+    assert copies[0] != copies[1]
+
+
+async def _published(api: Api) -> str:
+    """The path of the owner's one import, for everybody to read."""
+    listed = (await api.get("/checkpoints")).json()["checkpoints"]
+    path = next(c["tinker_path"] for c in listed if "//import-" in c["tinker_path"])
+    run, place = path.removeprefix("tinker://").split("/", 1)
+    published = f"/training_runs/{run}/checkpoints/{place}/publish"
+    assert (await api.post(published, b"")).status_code == 204
+    return str(path)
+
+
+async def test_what_was_deleted_can_be_imported_and_copied_again_by_the_same_request(
+    server: TestServer,
+) -> None:
+    api, body = server.api, request(await upload(server.api))
+    path = (await api.ok("/import_weights", body))["tinker_path"]
+    copy = {"source_path": path, "destination_project_id": "p"}
+    key = {"x-idempotency-key": "k"}
+    copied = (await api.ok("/copy_weights", copy, **key))["tinker_path"]
+    await _delete(api, copied)
+    assert (await api.ok("/copy_weights", copy, **key))["tinker_path"] == copied
+    await _delete(api, path)
+    await upload(api, upload_id=body["upload_id"])
+    assert (await api.ok("/import_weights", body))["tinker_path"] == path
+
+
+async def _delete(api: Api, path: str) -> None:
+    run, place = path.removeprefix("tinker://").split("/", 1)
+    url = f"/api/v1/training_runs/{run}/checkpoints/{place}"
+    assert (await api.http.delete(url, headers=api.headers)).status_code == 204
 
 
 async def test_a_piece_that_comes_again_replaces_itself(server: TestServer) -> None:

@@ -7,6 +7,7 @@ overwriting, copying and deleting are changes of rows, and a folder goes when no
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 import time
 import uuid
@@ -19,6 +20,7 @@ from tinsmith.server.store.records import AuditRecord, CheckpointRecord, ModelRe
 from tinsmith.server.store.store import Store
 from tinsmith.server.weights import WeightsFolders
 from tinsmith.types import ParsedCheckpointTinkerPath
+from tinsmith.wire import json
 
 MIN_TTL_SECONDS = 3600
 MAX_TTL_SECONDS = 10 * 365 * 24 * 3600
@@ -49,6 +51,12 @@ def check_ttl(ttl_seconds: int | None) -> None:
 
 def expiry(ttl_seconds: int | None, created_at: float) -> float | None:
     return None if ttl_seconds is None else created_at + ttl_seconds
+
+
+def id_of(owner: str, *request: object) -> str:
+    """What an owner's request makes is called so: the same again finds it, and no other request or
+    owner does, whatever they are called."""
+    return hashlib.sha256(json.encode([owner, *request])).hexdigest()[:32]
 
 
 class Checkpoints:
@@ -137,9 +145,8 @@ class Checkpoints:
         The same idempotency key again gives the same copy.
         """
         check_ttl(ttl_seconds)
-        seed = f"{owner}/{idempotency_key}/{source.tinker_path}"
-        run = uuid.uuid5(uuid.NAMESPACE_URL, seed) if idempotency_key else uuid.uuid4()
-        copy_id = f"copy-{run.hex}"
+        request = idempotency_key or uuid.uuid4().hex
+        copy_id = f"copy-{id_of(owner, request, source.tinker_path)}"
         existing = await self.owned(copy_id, source.checkpoint_id, owner)
         if existing is not None:
             return existing

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 
 from tinsmith.engine.base import Failure, ImportedAdapter
 from tinsmith.errors import EngineError, ValidationError
-from tinsmith.server.checkpoints import Checkpoints, audit_of, check_ttl, checkpoint_name, expiry
+from tinsmith.server.checkpoints import (
+    Checkpoints,
+    audit_of,
+    check_ttl,
+    checkpoint_name,
+    expiry,
+    id_of,
+)
 from tinsmith.server.engines.pool import EnginePool
 from tinsmith.server.store.records import CheckpointRecord, ModelRecord, WeightsRecord
 from tinsmith.server.store.store import Store
@@ -37,25 +43,34 @@ class Imports:
         self._weights = weights
         self._checkpoints = checkpoints
         self._engines = engines
-        self._under_way: dict[str, asyncio.Task[CheckpointRecord]] = {}
+        self._under_way: dict[tuple[str, str], asyncio.Task[CheckpointRecord]] = {}
+        """By owner and upload. The task's name is the run that it makes."""
 
     async def run(self, owner: str, message: ImportWeightsRequest) -> CheckpointRecord:
         """The checkpoint of an upload; the same request again, meanwhile or later, gets the same
         one."""
         name = checkpoint_name(message.name, 0)
         check_ttl(message.ttl_seconds)
-        run_id = f"import-{uuid.uuid5(uuid.NAMESPACE_URL, f'{owner}/{message.upload_id}').hex}"
+        run_id = f"import-{id_of(owner, message.to_wire())}"
         segment = next(s for s, kind in KIND_SEGMENTS.items() if kind == message.kind)
         checkpoint_id = f"{segment}/{name}"
         existing = await self._checkpoints.owned(run_id, checkpoint_id, owner)
         if existing is not None:
             return existing
-        if run_id not in self._under_way:
+        upload = owner, message.upload_id
+        if upload not in self._under_way:
             # On its own, so that a client that goes away leaves nothing half done.
-            task = asyncio.create_task(self._import(owner, run_id, checkpoint_id, message))
-            self._under_way[run_id] = task
-            task.add_done_callback(lambda _: self._under_way.pop(run_id))
-        return await asyncio.shield(self._under_way[run_id])
+            importing = self._import(owner, run_id, checkpoint_id, message)
+            task = self._under_way[upload] = asyncio.create_task(importing, name=run_id)
+            task.add_done_callback(lambda _: self._under_way.pop(upload))
+        under_way = self._under_way[upload]
+        if under_way.get_name() != run_id:
+            raise ValidationError(
+                "this upload is just being imported by another request; an upload becomes one "
+                "checkpoint, so send the files again under another id",
+                "upload_id",
+            )
+        return await asyncio.shield(under_way)
 
     async def close(self) -> None:
         """Give up what is under way."""

@@ -39,7 +39,8 @@ class Checkpoints:
                 return False
             self._weights.check_room(connection, checkpoint.owner, checkpoint.size_bytes)
             if model is not None:
-                connection.execute(sa.insert(schema.models), row_of(model))
+                # A request that comes again after its checkpoint was deleted has its run already.
+                self._database.put_new(connection, schema.models, row_of(model))
             if weights is not None:
                 connection.execute(sa.insert(schema.weights), row_of(weights))
             put_checkpoint(connection, checkpoint)
