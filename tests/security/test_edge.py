@@ -380,9 +380,11 @@ for _ in range(20):
         ({"user_metadata": {"a": ["x"] * 30_000}}, "the limit is 65536"),
         ({"user_metadata": DEEP}, "levels deep"),
         ({"tags": ["x"] * 300}, "300 entries"),
+        ({"display_name": "x" * 100_000}, "display_name: has 100002 bytes"),
+        ({"project_id": "x" * 100_000}, "project_id: has 100002 bytes"),
         ({"user_metadata": {"a": "x" * 2_000_000}}, "the limit is 1048576"),
     ],
-    ids=["many", "long", "a long list", "deep", "many tags", "a large body"],
+    ids=["many", "long", "a long list", "deep", "many tags", "name", "project", "a large body"],
 )
 async def test_what_is_kept_of_a_session_is_small(
     api: Api, fields: dict[str, Any], reason: str

@@ -7,6 +7,8 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
+from tinsmith.server.store.errors import StoreUnavailableError
+
 if TYPE_CHECKING:
     import pytest
 
@@ -117,3 +119,64 @@ async def test_a_search_reads_a_few_of_many_sessions_at_a_time(
         query["cursor"] = page["next_cursor"]
     assert names == [session.session_id for session in reversed(added) if "d1" in str(session)]
     assert max(num_read) <= 200
+
+
+async def _begin(api: Api, **fields: Any) -> tuple[int, str]:
+    body = {"tags": [], "user_metadata": {}, "sdk_version": "x", **fields}
+    response = await api.post("/create_session", body)
+    return response.status_code, response.text
+
+
+async def test_the_texts_in_an_owners_sessions_have_a_bound_together(
+    start_server: StartServer,
+) -> None:
+    """At once, one after another, at its end, and after a restart; another owner has his own."""
+    server = await start_server(key_max_session_bytes=50_000)
+    large = {"user_metadata": {"a": "x" * 9_000}}
+    answers = await asyncio.gather(*(_begin(server.api, **large) for _ in range(12)))
+    assert sorted(status for status, _ in answers) == [200] * 5 + [403] * 7
+    refused = next(text for status, text in answers if status == 403)
+    assert "user_metadata: has 9008 bytes" in refused
+    assert "would have 54048; the limit is 50000 (key_max_session_bytes)" in refused
+    session = await server.api.session()
+    end: dict[str, Any] = {"reason": {"type": "success"}, "detail": "x" * 9_000}
+    finished = await server.api.post(f"/sessions/{session}/finish", end)
+    assert finished.status_code == 403 and "detail: has 9002 bytes" in finished.text
+    project = await server.api.http.put(
+        f"/api/v1/sessions/{session}/project",
+        json={"project_id": "x" * 9_000},
+        headers=server.api.headers,
+    )
+    assert project.status_code == 403 and "project_id: has 9002 bytes" in project.text
+    end["detail"] = None
+    assert (await server.api.post(f"/sessions/{session}/finish", end)).status_code == 204
+    other = await server.other_user()
+    assert (await _begin(other, **large))[0] == 200
+    await server.stop()
+    server = await start_server(key_max_session_bytes=50_000)
+    for field in ({"tags": ["x" * 9_000]}, {"display_name": "x" * 9_000}):
+        status, text = await _begin(server.api, **field)
+        assert status == 403 and next(iter(field)) in text
+    assert (await _begin(server.api))[0] == 200, "a session without metadata can be begun"
+
+
+async def test_an_owner_has_so_many_sessions(start_server: StartServer) -> None:
+    server = await start_server(key_max_sessions=3)
+    answers = await asyncio.gather(*(_begin(server.api) for _ in range(5)))
+    assert sorted(status for status, _ in answers) == [200] * 3 + [403] * 2
+    assert any("has 3 sessions; the limit is 3 (key_max_sessions)" in text for _, text in answers)
+    assert (await _begin(await server.other_user()))[0] == 200
+
+
+async def test_a_session_that_could_not_be_recorded_takes_no_room(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await start_server(key_max_sessions=1)
+
+    async def away(*_: object) -> None:
+        raise StoreUnavailableError("the database is away")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(server.service.store.sessions, "add", away)
+        assert (await _begin(server.api))[0] == 503
+    assert (await _begin(server.api))[0] == 200

@@ -298,6 +298,13 @@ class ServerConfig:
     key_max_models: int | None = None
     """Most models one owner may have in active sessions."""
 
+    key_max_sessions: int = 1_000_000
+    """Most sessions of one owner, finished ones included; beyond, none can be begun."""
+
+    key_max_session_bytes: int = 256 * 1024 * 1024
+    """Most bytes of metadata, tags and other texts that one owner gives to sessions; beyond, only
+    sessions without can be begun."""
+
     key_max_queued_bytes: int = 16 * 1024**3
     """Most bytes of unfinished training requests of one owner; beyond, clients wait."""
 

@@ -9,14 +9,19 @@ Silence is measured by the monotonic clock: when the time of day jumps, no sessi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.operations.live_models import LiveModels
+from tinsmith.server.store.errors import OverQuotaError
 from tinsmith.server.store.records import SessionRecord
+from tinsmith.server.store.sessions import TEXTS
 from tinsmith.server.store.store import Remembered, Store
 from tinsmith.types import CreateSessionRequest
 from tinsmith.wire import json
@@ -26,6 +31,9 @@ _KEPT_BYTES = 64 * 1024 * 1024
 
 _RECORD_BYTES = 1024
 """What a session takes beside what its client gave it."""
+
+_FREE_BYTES = 64
+"""A text no longer than this counts with the session."""
 
 
 class Sessions:
@@ -37,6 +45,8 @@ class Sessions:
         self._seen: dict[str, float] = {}
         """When each gave its last sign of life, by the monotonic clock."""
         self._unwritten: set[str] = set()
+        self._held: dict[str, _Held] = {}
+        """What each owner's sessions take, as far as it was asked for."""
 
     async def create(self, owner: str, request: CreateSessionRequest) -> SessionRecord:
         now = time.time()
@@ -51,7 +61,8 @@ class Sessions:
             project_id=request.project_id,
             display_name=request.display_name,
         )
-        await self._store.sessions.add(session)
+        async with self._room(owner, _texts(dataclasses.asdict(session)), sessions=1):
+            await self._store.sessions.add(session)
         self._seen[session.session_id] = time.monotonic()
         return session
 
@@ -68,7 +79,8 @@ class Sessions:
         return time.monotonic() - self._seen.get(session_id, -math.inf)
 
     async def set(self, session: SessionRecord, values: dict[str, Any]) -> None:
-        await self._store.sessions.update(session.session_id, values)
+        async with self._room(session.owner, _texts(values)):
+            await self._store.sessions.update(session.session_id, values)
         self._sessions.forget(session.session_id)
 
     async def finish(self, session: SessionRecord, reason: str, detail: str | None) -> None:
@@ -113,11 +125,56 @@ class Sessions:
         for session_id in await self._store.sessions.seen_since(limit):
             self._seen[session_id] = time.monotonic()
 
+    @asynccontextmanager
+    async def _room(
+        self, owner: str, sizes: dict[str, int], sessions: int = 0
+    ) -> AsyncIterator[None]:
+        """While something is written that takes the owner's room, and still does if it is there
+        afterwards. `sizes` are the bytes of each text; what a text replaces is not counted off."""
+        if owner not in self._held:
+            self._held.setdefault(owner, _Held(*await self._store.sessions.held_by(owner)))
+        held, added = self._held[owner], sum(sizes.values())
+        most = self._config.key_max_session_bytes
+        if sessions and held.number >= self._config.key_max_sessions:
+            raise OverQuotaError(
+                f"this owner has {held.number} sessions; the limit is "
+                f"{self._config.key_max_sessions} (key_max_sessions)"
+            )
+        if sizes and held.num_bytes + added > most:
+            largest = max(sizes, key=lambda name: sizes[name])
+            raise OverQuotaError(
+                f"{largest}: has {sizes[largest]} bytes, and the texts in this owner's sessions "
+                f"would have {held.num_bytes + added}; the limit is {most} "
+                "(key_max_session_bytes). Begin sessions with less metadata, or with none"
+            )
+        held.add(sessions, added)
+        try:
+            yield
+        except BaseException:
+            held.add(-sessions, -added)
+            raise
+
     async def _put_away(self, session_id: str) -> None:
         for model in self._models:
             if model.record.session_id == session_id:
                 model.wants_unload = True
 
 
+@dataclasses.dataclass(slots=True)
+class _Held:
+    number: int
+    num_bytes: int
+
+    def add(self, number: int, num_bytes: int) -> None:
+        self.number += number
+        self.num_bytes += num_bytes
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, int]:
+    """The bytes of what a client gave, as JSON, where it is more than a few."""
+    sizes = {name: len(json.encode(values[name])) for name in TEXTS if values.get(name)}
+    return {name: size for name, size in sizes.items() if size > _FREE_BYTES}
+
+
 def _num_bytes(session: SessionRecord) -> int:
-    return _RECORD_BYTES + len(json.encode([session.tags, session.user_metadata]))
+    return _RECORD_BYTES + sum(_texts(dataclasses.asdict(session)).values())

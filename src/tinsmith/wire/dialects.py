@@ -36,6 +36,9 @@ _BEFORE_THE_FIELD: dict[type[Model], dict[str, Any]] = {
     TelemetrySendRequest: {"process_uuid": ""},
 }
 
+_KEPT = ("user_metadata", "tags", "display_name", "project_id", "sdk_version", "detail")
+"""Fields that stay with a session or checkpoint, whatever the message is."""
+
 
 def decode(kind: type[M], body: bytes, limits: Limits = DEFAULT_LIMITS) -> M:
     """A control message from any release."""
@@ -49,7 +52,7 @@ def decode(kind: type[M], body: bytes, limits: Limits = DEFAULT_LIMITS) -> M:
             if value is not None
         }
         message = json.built(kind.model_validate, {**older, **sent}, body)
-    for name in ("user_metadata", "tags"):
+    for name in _KEPT:
         _check_kept(name, getattr(message, name, None), limits)
     return message
 
@@ -107,7 +110,7 @@ def _check_kept(name: str, value: Any, limits: Limits) -> None:
     """What is kept with a session or checkpoint, and read again at every start, is small."""
     if not value:
         return
-    if len(value) > limits.max_metadata_entries:
+    if not isinstance(value, str) and len(value) > limits.max_metadata_entries:
         most = limits.max_metadata_entries
         raise TooLargeError(f"has {len(value)} entries; the limit is {most}", name)
     if (size := len(json.encode(value))) > limits.max_metadata_bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from starlette.requests import Request
@@ -13,6 +15,7 @@ from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, check_signature, not_found, query_int, signed_url
 from tinsmith.server.edge.routing import bare_route, open_route, route
 from tinsmith.server.service import Service
+from tinsmith.server.store.errors import OverQuotaError
 from tinsmith.server.store.records import SessionRecord
 from tinsmith.server.traces import session_trace
 from tinsmith.types import (
@@ -48,7 +51,8 @@ _SEARCHED_TOGETHER = 200
 async def create_session(
     service: Service, caller: Caller, request: Request, message: CreateSessionRequest
 ) -> CreateSessionResponse:
-    session = await service.sessions.create(caller.owner, message)
+    with _within_quota():
+        session = await service.sessions.create(caller.owner, message)
     service.events.changed(caller.owner, "session", {"session": session.session_id})
     return CreateSessionResponse(session_id=session.session_id)
 
@@ -67,7 +71,8 @@ async def finish_session(
     service: Service, caller: Caller, request: Request, message: FinishSessionRequest
 ) -> None:
     session = await owned_session(service, caller, request.path_params["session_id"])
-    await service.sessions.finish(session, message.reason.type, message.detail)
+    with _within_quota():
+        await service.sessions.finish(session, message.reason.type, message.detail)
     service.events.changed(caller.owner, "session", {"session": session.session_id})
     service.scheduler.wake_all()
 
@@ -97,7 +102,8 @@ async def assign_project(
     service: Service, caller: Caller, request: Request, message: AssignSessionProjectRequest
 ) -> None:
     session = await owned_session(service, caller, request.path_params["session_id"])
-    await service.sessions.set(session, {"project_id": message.project_id})
+    with _within_quota():
+        await service.sessions.set(session, {"project_id": message.project_id})
     for model in await service.store.models.of_session(session.session_id):
         await service.store.models.update(model.model_id, {"project_id": message.project_id})
 
@@ -166,6 +172,14 @@ async def active_session(service: Service, caller: Caller, session_id: str) -> S
         raise ValidationError(session.why_ended)
     service.sessions.touch(session_id)
     return session
+
+
+@contextmanager
+def _within_quota() -> Iterator[None]:
+    try:
+        yield
+    except OverQuotaError as error:
+        raise Refusal(403, str(error)) from None
 
 
 def _matches(session: SessionRecord, query: SessionSearchRequest) -> bool:

@@ -15,7 +15,7 @@ class StoreValueError(StoreConflictError):
 
 
 class OverQuotaError(StoreConflictError):
-    """An owner's weights would take more room than they may."""
+    """What an owner keeps would take more room than it may."""
 
 
 class ExpiredOperationError(ValidationError):

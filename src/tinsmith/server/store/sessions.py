@@ -11,6 +11,9 @@ from tinsmith.server.store import schema
 from tinsmith.server.store.database import Database, row_of
 from tinsmith.server.store.records import Page, SessionRecord
 
+TEXTS = ("tags", "user_metadata", "project_id", "display_name", "sdk_version", "finish_detail")
+"""The columns that a client gives what it likes."""
+
 
 class Sessions:
     def __init__(self, database: Database) -> None:
@@ -57,6 +60,21 @@ class Sessions:
         def read() -> int:
             with self._database.connect() as connection:
                 return int(connection.execute(query).scalar_one())
+
+        return await self._database.in_thread(read)
+
+    async def held_by(self, owner: str) -> tuple[int, int]:
+        """How many sessions an owner has, and what the texts in them take; looks at them all."""
+        table = schema.sessions
+        sizes = [
+            sa.func.coalesce(sa.func.length(sa.cast(table.c[name], sa.Text)), 0) for name in TEXTS
+        ]
+        query = sa.select(sa.func.count(), sa.func.sum(sum(sizes, start=sa.literal(0))))
+
+        def read() -> tuple[int, int]:
+            with self._database.connect() as connection:
+                number, total = connection.execute(query.where(table.c.owner == owner)).one()
+            return int(number), int(total or 0)
 
         return await self._database.in_thread(read)
 
