@@ -230,10 +230,10 @@ GET_TRAINING_RUN: Endpoint[None, t.TrainingRun] = Endpoint("GET", _RUN, NOTHING,
 LIST_CHECKPOINTS = Endpoint("GET", "/checkpoints", NOTHING, t.CheckpointsListResponse,
     "The caller's checkpoints, newest first.", query=_PAGE, is_long=True)
 LIST_RUN_CHECKPOINTS = Endpoint("GET", _RUN + "/checkpoints", NOTHING, t.CheckpointsListResponse,
-    "A run's checkpoints.", is_long=True)
+    "A run's checkpoints, newest first.", query=_PAGE, is_long=True)
 LIST_MODEL_CHECKPOINTS = Endpoint("GET", "/models/{run_id}/checkpoints",
     NOTHING, t.CheckpointsListResponse,
-    "A run's checkpoints, at the path that old clients use.", is_long=True)
+    "A run's checkpoints, at the path that old clients use.", query=_PAGE, is_long=True)
 PUBLISH = Endpoint("POST", _CHECKPOINT + "/publish", NOTHING, NOTHING,
     "Let everybody read a checkpoint.", is_for_browsers=True)
 UNPUBLISH = Endpoint("DELETE", _CHECKPOINT + "/publish", NOTHING, NOTHING,
@@ -260,10 +260,10 @@ GET_OWN_KEY = Endpoint("GET", "/auth/apikey/me", NOTHING, t.SelfApiKeyResponse,
 DELETE_OWN_KEY = Endpoint("DELETE", "/auth/apikey/me", NOTHING, NOTHING,
     "Revoke the key this is asked with.")
 AUDIT = Endpoint("GET", "/audit", NOTHING, t.AuditLogResponse,
-    "What was done with the account on a day.", C.REDIRECT, query=("event_type", "day"),
-    is_long=True)
+    "What was done with the account on a day.", C.REDIRECT,
+    query=("event_type", "day", *_PAGE), is_long=True)
 USAGE_EVENTS = Endpoint("GET", "/billing/usage/events", NOTHING, t.BillingUsageResponse,
-    "Tokens used, by the hour.", query=("starting_on", "ending_before"), is_long=True)
+    "Tokens used, by the hour.", query=("starting_on", "ending_before", *_PAGE), is_long=True)
 CURRENT_STORAGE = Endpoint("GET", "/billing/usage/checkpoints/current",
     NOTHING, t.CurrentCheckpointStorageUsageResponse,
     "Bytes that checkpoints take up now.", query=("project_id",))
@@ -298,7 +298,7 @@ CONSOLE_KEYS = Endpoint("GET", "/console/keys", NOTHING, o.ConsoleKeysResponse,
 REVOKE_KEY = Endpoint("DELETE", "/console/keys/{key_id}", NOTHING, NOTHING,
     "Revoke a key of the caller's account.", is_for_browsers=True)
 CONSOLE_AUDIT = Endpoint("GET", "/console/audit", NOTHING, t.AuditLogResponse,
-    "What was done with the account on a day.", query=("event_type", "day"), is_long=True)
+    "What was done with the account on a day.", query=("event_type", "day", *_PAGE), is_long=True)
 CONSOLE_EVENTS = Endpoint("GET", "/console/events", NOTHING, object,
     "What happens in the caller's runs, or in one `run`, as server-sent events: step, operation, "
     "checkpoint, run, session, key, queue, sample and server. `Last-Event-ID` goes on where a "

@@ -14,6 +14,8 @@ import numpy as np
 import orjson
 import pytest
 
+from tests.server.routes.test_lists import fill_audit, fill_checkpoints, fill_usage
+from tinsmith.server.edge.lists import LONGEST_LIST
 from tinsmith.server.futures import Outcome
 from tinsmith.server.store.records import OperationRecord
 from tinsmith.server.traces import session_trace
@@ -29,6 +31,7 @@ from tinsmith.types import (
 from tinsmith.wire import proto
 
 if TYPE_CHECKING:
+    from tests.server.routes.test_lists import Fill
     from tests.support.in_process_server import TestServer
 
 MAX_STRETCH_SECONDS = 0.05
@@ -195,3 +198,12 @@ async def test_a_long_trace_is_streamed_in_pieces_that_leave_the_loop_free() -> 
     assert turns >= 60_000 // most, "others run after each piece"
     empty: Any = SimpleNamespace(models=SimpleNamespace(of_session=gives([])))
     assert orjson.loads(b"".join([p async for p in session_trace(empty, "s")]))["traceEvents"] == []
+
+
+@pytest.mark.parametrize("fill", [fill_audit, fill_usage, fill_checkpoints])
+async def test_a_long_list_is_put_together_beside_the_loop(server: TestServer, fill: Fill) -> None:
+    path, name, query = await fill(server, LONGEST_LIST)
+    async with stretches() as late:
+        listed = await server.api.get(path, **query)
+    assert len(listed.json()[name]) == LONGEST_LIST
+    assert max(late) < MAX_STRETCH_SECONDS

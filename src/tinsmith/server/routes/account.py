@@ -6,7 +6,9 @@ is absent rather than invented.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, date, datetime, time, timedelta
+from functools import partial
 from time import time as now
 from typing import Any
 
@@ -15,6 +17,7 @@ from starlette.requests import Request
 from tinsmith.errors import ValidationError
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal
+from tinsmith.server.edge.lists import check_listed_bytes, listed
 from tinsmith.server.edge.routing import bare_route
 from tinsmith.server.service import Service
 from tinsmith.server.store.records import AuditRecord, UsageRecord
@@ -30,11 +33,12 @@ from tinsmith.types import (
     SelfApiKeyResponse,
     UserDetails,
 )
-from tinsmith.wire import endpoints
+from tinsmith.wire import endpoints, json
 
 AREAS = ("all", "checkpoints", "projects", "teams", "organizations")
 _LONGEST_USAGE_DAYS = 14
 _GIGABYTE = 1024**3
+_READ_TOGETHER = 200
 
 
 async def get_own_key(service: Service, caller: Caller, request: Request) -> SelfApiKeyResponse:
@@ -70,8 +74,9 @@ async def audit(service: Service, caller: Caller, request: Request) -> AuditLogR
             raise ValidationError(f"expected YYYY-MM-DD, got {day[:40]!r}", "day") from None
         until = since + timedelta(days=1).total_seconds()
     wanted = None if area == "all" else area
-    entries = await service.store.account.list_audit(caller.owner, wanted, since, until)
-    return AuditLogResponse(entries=[_entry(e) for e in entries])
+    read = partial(service.store.account.list_audit, caller.owner, wanted, since, until)
+    entries = await listed(request, read, "ask for a `day`, or for parts with limit and offset")
+    return await service.texts.run(caller.owner, _audit_message, entries)
 
 
 async def usage_events(service: Service, caller: Caller, request: Request) -> BillingUsageResponse:
@@ -83,19 +88,49 @@ async def usage_events(service: Service, caller: Caller, request: Request) -> Bi
             "ending_before",
         )
     await service.usage.flush()
-    found = await service.store.account.list_usage(
-        caller.owner, int(start.timestamp() // 3600), int(end.timestamp() // 3600)
+    hours = [int(moment.timestamp() // 3600) for moment in (start, end)]
+    read = partial(service.store.account.list_usage, caller.owner, *hours)
+    found = await listed(
+        request, read, "ask for a shorter time, or for parts with limit and offset"
     )
-    sessions: dict[str, Any] = {}
-    for session_id in {u.session_id for u in found if u.session_id}:
-        session = await service.sessions.get(session_id, caller.owner)
-        metadata = None if session is None else session.user_metadata
-        sessions[session_id] = {
-            "user_metadata": metadata and {k: str(v) for k, v in metadata.items()}
-        }
+    sessions = await _metadata_of_sessions(service, caller, found)
+    return await service.texts.run(caller.owner, _usage_message, caller, found, sessions)
+
+
+async def _metadata_of_sessions(
+    service: Service, caller: Caller, usage: Sequence[UsageRecord]
+) -> dict[str, Any]:
+    """By the id of each session that used something, where it is known."""
+    ids = sorted({u.session_id for u in usage if u.session_id})
+    found: dict[str, Any] = dict.fromkeys(ids)
+    num_bytes = 0
+    for start in range(0, len(ids), _READ_TOGETHER):
+        some = ids[start : start + _READ_TOGETHER]
+        read = await service.store.sessions.metadata_of(caller.owner, some)
+        num_bytes += await service.texts.run(caller.owner, _num_bytes, read)
+        check_listed_bytes(num_bytes)
+        found.update(read)
+    return found
+
+
+def _num_bytes(metadata: dict[str, Any]) -> int:
+    return len(json.encode([m for m in metadata.values() if m]))
+
+
+def _usage_message(
+    caller: Caller, usage: Sequence[UsageRecord], sessions: dict[str, Any]
+) -> BillingUsageResponse:
+    shown = {
+        session_id: {"user_metadata": metadata and {k: str(v) for k, v in metadata.items()}}
+        for session_id, metadata in sessions.items()
+    }
     return BillingUsageResponse.model_validate(
-        {"data": [_usage_event(caller, u) for u in found], "sessions": sessions}
+        {"data": [_usage_event(caller, u) for u in usage], "sessions": shown}
     )
+
+
+def _audit_message(entries: Sequence[AuditRecord]) -> AuditLogResponse:
+    return AuditLogResponse(entries=[_entry(e) for e in entries])
 
 
 async def current_storage(

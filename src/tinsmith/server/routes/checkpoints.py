@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from functools import partial
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from tinsmith.server import downloads
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import check_signature, not_found, query_int, signed_url
+from tinsmith.server.edge.lists import check_listed_bytes, listed
 from tinsmith.server.edge.routing import bare_route, open_route, route
 from tinsmith.server.service import Service
 from tinsmith.server.store.records import CheckpointRecord
@@ -37,8 +39,14 @@ async def list_run_checkpoints(
     model = await service.store.models.get(run_id)
     if model is None or model.owner != caller.owner:
         raise not_found("training run", run_id)
-    found = await service.store.checkpoints.of_model(run_id)
-    return CheckpointsListResponse(checkpoints=[checkpoint_message(c) for c in found])
+
+    async def read(limit: int, offset: int) -> Sequence[CheckpointRecord]:
+        checkpoints = service.store.checkpoints
+        check_listed_bytes(await checkpoints.metadata_bytes(run_id, limit, offset))
+        return await checkpoints.of_model(run_id, limit, offset)
+
+    found = await listed(request, read, "ask for parts with limit and offset, or GET /checkpoints")
+    return await service.texts.run(caller.owner, _list_message, found)
 
 
 async def list_checkpoints(
@@ -129,6 +137,10 @@ async def get_archive(service: Service, request: Request) -> Response:
     async with reading() as folder:
         content = downloads.archive_content(weights_id, folder, names)
         return await downloads.respond(request, content, reading)
+
+
+def _list_message(found: Sequence[CheckpointRecord]) -> CheckpointsListResponse:
+    return CheckpointsListResponse(checkpoints=[checkpoint_message(c) for c in found])
 
 
 def checkpoint_message(checkpoint: CheckpointRecord) -> Checkpoint:

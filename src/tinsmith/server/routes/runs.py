@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime
 
 from starlette.requests import Request
@@ -49,8 +50,10 @@ async def get_training_run(
 
 async def _run(service: Service, caller: Caller, model: ModelRecord) -> TrainingRunDetails | None:
     """A run as the caller may see it."""
-    of_run = await service.store.checkpoints.of_model(model.model_id)
-    checkpoints = [seen for each in of_run if (seen := seen_by(caller.owner, each)) is not None]
+    newest = await service.store.checkpoints.newest(
+        model.model_id, time.time(), only_public=model.owner != caller.owner
+    )
+    checkpoints = [seen for each in newest if (seen := seen_by(caller.owner, each)) is not None]
     run = run_seen_by(caller.owner, model, checkpoints)
     return None if run is None else _run_message(run, checkpoints)
 
@@ -66,17 +69,16 @@ def _run_message(model: ModelRecord, checkpoints: list[CheckpointRecord]) -> Tra
         lora_rank=lora.rank,
         lora_seed=lora.seed,
         last_request_time=datetime.fromtimestamp(model.last_request_at, UTC),
-        last_checkpoint=_newest(checkpoints, "training"),
-        last_sampler_checkpoint=_newest(checkpoints, "sampler"),
+        last_checkpoint=_of_type(checkpoints, "training"),
+        last_sampler_checkpoint=_of_type(checkpoints, "sampler"),
         user_metadata=None
         if model.user_metadata is None
         else {key: str(value) for key, value in model.user_metadata.items()},
     )
 
 
-def _newest(checkpoints: list[CheckpointRecord], kind: str) -> Checkpoint | None:
-    found = [c for c in checkpoints if c.checkpoint_type == kind]
-    return checkpoint_message(max(found, key=lambda c: c.created_at)) if found else None
+def _of_type(checkpoints: list[CheckpointRecord], kind: str) -> Checkpoint | None:
+    return next((checkpoint_message(c) for c in checkpoints if c.checkpoint_type == kind), None)
 
 
 def _check_scope(request: Request) -> str:

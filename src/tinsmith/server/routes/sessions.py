@@ -221,21 +221,17 @@ def _status(session: SessionRecord) -> SessionStatus:
 
 
 async def _summary(service: Service, caller: Caller, session: SessionRecord) -> SessionSummary:
-    checkpoints = [
-        checkpoint
-        for model in await service.store.models.of_session(session.session_id)
-        for checkpoint in await service.store.checkpoints.of_model(model.model_id)
-    ]
+    count, size = await service.store.checkpoints.storage_of_session(session.session_id)
     return SessionSummary(
         session_id=session.session_id,
         created_at=_moment(session.created_at),
         owner=caller.user_urn,
         project_id=_project(session),
         status=_status(session),
-        checkpoints_count=len(checkpoints),
+        checkpoints_count=count,
         display_name=session.display_name,
         user_metadata=_texts(session.user_metadata),
-        checkpoint_storage_bytes=sum(c.size_bytes for c in checkpoints),
+        checkpoint_storage_bytes=size,
     )
 
 

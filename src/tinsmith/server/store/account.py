@@ -23,17 +23,23 @@ class Account:
         await self._database.execute(sa.insert(schema.audit).values(row_of(entry)))
 
     async def list_audit(
-        self, owner: str, area: str | None, since: float, until: float
+        self,
+        owner: str,
+        area: str | None,
+        since: float,
+        until: float,
+        limit: int | None = None,
+        offset: int = 0,
     ) -> Sequence[AuditRecord]:
+        """The newest first."""
         table = schema.audit
         query = sa.select(*[c for c in table.c if c.name != "entry_id"]).where(
             table.c.owner == owner, table.c.at >= since, table.c.at < until
         )
         if area is not None:
             query = query.where(table.c.area == area)
-        return await self._database.all(
-            AuditRecord, query.order_by(table.c.at.desc(), table.c.entry_id.desc())
-        )
+        ordered = query.order_by(table.c.at.desc(), table.c.entry_id.desc())
+        return await self._database.all(AuditRecord, ordered.limit(limit).offset(offset))
 
     async def add_usage(self, usage: Sequence[UsageRecord]) -> None:
         table = schema.usage
@@ -44,19 +50,24 @@ class Account:
         )
         await self._database.execute_many(adding, [row_of(entry) for entry in usage])
 
-    async def list_usage(self, owner: str, first_hour: int, end_hour: int) -> Sequence[UsageRecord]:
+    async def list_usage(
+        self,
+        owner: str,
+        first_hour: int,
+        end_hour: int,
+        limit: int | None = None,
+        offset: int = 0,
+    ) -> Sequence[UsageRecord]:
         """What was used in each hour, the runs of a session together."""
         table = schema.usage
         together = [c for c in table.c if c.name not in ("count", "model_id")]
         query = sa.select(*together, _SUM).where(
             table.c.owner == owner, table.c.hour >= first_hour, table.c.hour < end_hour
         )
-        return await self._database.all(
-            UsageRecord,
-            query.group_by(*together).order_by(
-                table.c.hour, table.c.session_id, table.c.base_model, table.c.kind
-            ),
+        ordered = query.group_by(*together).order_by(
+            table.c.hour, table.c.session_id, table.c.base_model, table.c.kind
         )
+        return await self._database.all(UsageRecord, ordered.limit(limit).offset(offset))
 
     async def usage_by(
         self, owner: str, by: Literal["run", "model", "day"]

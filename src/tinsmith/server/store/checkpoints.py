@@ -53,10 +53,38 @@ class Checkpoints:
         query = sa.select(schema.checkpoints).where(_checkpoint(model_id, checkpoint_id))
         return await self._database.one(CheckpointRecord, query)
 
-    async def of_model(self, model_id: str) -> Sequence[CheckpointRecord]:
+    async def of_model(
+        self, model_id: str, limit: int | None = None, offset: int = 0
+    ) -> Sequence[CheckpointRecord]:
+        """A run's checkpoints, the newest first."""
+        query = _of_run(sa.select(schema.checkpoints), model_id)
+        return await self._database.all(CheckpointRecord, query.limit(limit).offset(offset))
+
+    async def metadata_bytes(self, model_id: str, limit: int, offset: int) -> int:
+        """What the metadata takes of some of a run's checkpoints."""
+        metadata = sa.func.length(sa.cast(schema.checkpoints.c.user_metadata, sa.Text))
+        some = _of_run(sa.select(metadata.label("size")), model_id).limit(limit).offset(offset)
+        (total,) = await self._database.column(sa.select(sa.func.sum(some.subquery().c.size)))
+        return int(total or 0)
+
+    async def newest(
+        self, model_id: str, now: float, *, only_public: bool
+    ) -> Sequence[CheckpointRecord]:
+        """The newest of each type in a run that has not expired, of all or of the published."""
         table = schema.checkpoints
-        query = sa.select(table).where(table.c.model_id == model_id)
-        return await self._database.all(CheckpointRecord, query.order_by(table.c.created_at.desc()))
+        age = sa.func.row_number().over(
+            partition_by=table.c.checkpoint_type,
+            order_by=(table.c.created_at.desc(), table.c.checkpoint_id.desc()),
+        )
+        is_there = sa.or_(table.c.expires_at.is_(None), table.c.expires_at > now)
+        query = sa.select(table, age.label("age")).where(table.c.model_id == model_id, is_there)
+        if only_public:
+            query = query.where(table.c.is_public)
+        by_age = query.subquery()
+        columns = [by_age.c[column.name] for column in table.c]
+        return await self._database.all(
+            CheckpointRecord, sa.select(*columns).where(by_age.c.age == 1)
+        )
 
     async def page_of_owner(self, owner: str, limit: int, offset: int) -> Page[CheckpointRecord]:
         table = schema.checkpoints
@@ -111,13 +139,25 @@ class Checkpoints:
         """How many checkpoints an owner has, and their bytes."""
         table = schema.checkpoints
         query = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(table.c.size_bytes), 0))
+        return await self._count(query.where(table.c.owner == owner))
 
+    async def _count(self, query: sa.Select[Any]) -> tuple[int, int]:
         def read() -> tuple[int, int]:
             with self._database.connect() as connection:
-                row = connection.execute(query.where(table.c.owner == owner)).one()
+                row = connection.execute(query).one()
             return int(row[0]), int(row[1])
 
         return await self._database.in_thread(read)
+
+    async def storage_of_session(self, session_id: str) -> tuple[int, int]:
+        """How many checkpoints the runs of a session have, and their bytes."""
+        table, models = schema.checkpoints, schema.models
+        query = (
+            sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(table.c.size_bytes), 0))
+            .join(models, models.c.model_id == table.c.model_id)
+            .where(models.c.session_id == session_id)
+        )
+        return await self._count(query)
 
     async def storage_by_run(self, owner: str) -> Sequence[tuple[str, int]]:
         """The bytes of each run's checkpoints."""
@@ -129,6 +169,12 @@ class Checkpoints:
             lambda model_id, size: (model_id, size),
             query.group_by(table.c.model_id).order_by(table.c.model_id),
         )
+
+
+def _of_run(query: sa.Select[Any], model_id: str) -> sa.Select[Any]:
+    table = schema.checkpoints
+    ordered = query.where(table.c.model_id == model_id)
+    return ordered.order_by(table.c.created_at.desc(), table.c.checkpoint_id.desc())
 
 
 def put_checkpoint(connection: sa.Connection, checkpoint: CheckpointRecord) -> None:

@@ -50,6 +50,17 @@ class Sessions:
         ordered = query.order_by(table.c.created_at.desc(), table.c.session_id.desc())
         return await self._database.all(SessionRecord, ordered.limit(limit))
 
+    async def metadata_of(self, owner: str, session_ids: Sequence[str]) -> dict[str, Any]:
+        """The metadata of some of an owner's sessions, by their ids."""
+        table = schema.sessions
+        query = sa.select(table.c.session_id, table.c.user_metadata).where(
+            table.c.owner == owner, table.c.session_id.in_(session_ids)
+        )
+        found = await self._database.all(
+            lambda session_id, user_metadata: (session_id, user_metadata), query
+        )
+        return dict(found)
+
     async def count_before(self, session: SessionRecord) -> int:
         """How many sessions its owner had begun before it."""
         table = schema.sessions
