@@ -16,6 +16,7 @@ import pytest
 
 from tests.support import byte_tokenizer
 from tests.support.in_process_server import MODEL, StartServer, TestServer
+from tinsmith.engine.base import EngineSampleEvent, Failure, SampleJob
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig
 
 openai = pytest.importorskip("openai", reason="the openai package is not installed")
@@ -448,3 +449,42 @@ async def test_the_jobs_of_many_prompts_begin_a_few_at_a_time(server: TestServer
     watching.cancel()
     assert response.status_code == 200 and len(response.json()["choices"]) == 300
     assert 0 < most <= 32
+
+
+class SilentEngine(SpeakingEngine):
+    """Whose samples never end, and that hears of those given up."""
+
+    num_given_up = 0
+
+    async def sample(self, job: SampleJob) -> AsyncIterator[EngineSampleEvent]:
+        await asyncio.Event().wait()
+        yield Failure("never", "server")
+
+    async def cancel(self, job_id: str) -> None:
+        type(self).num_given_up += 1
+
+
+async def test_the_jobs_of_many_prompts_are_given_up_a_few_at_a_time(
+    start_server: StartServer, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the one who asked for them leaves; he leaves at once."""
+    monkeypatch.setattr(SpeakingEngine, "folder", tokenizer_folder, raising=False)
+    server = await start_server(engine=SilentEngine)
+    most, before = 0, 0
+
+    async def others() -> None:
+        nonlocal most, before
+        while True:
+            most, before = max(most, SilentEngine.num_given_up - before), SilentEngine.num_given_up
+            await asyncio.sleep(0)
+
+    body = {"model": MODEL, "prompt": ["ab"] * 300, "max_tokens": 1}
+    path = "/oai/api/v1/completions"
+    asking = asyncio.create_task(server.api.http.post(path, json=body, headers=server.api.headers))
+    await server.until(lambda: server.service.sampling.num_streams == 300)
+    watching = asyncio.create_task(others())
+    asking.cancel()
+    await server.until(lambda: SilentEngine.num_given_up == 300)
+    watching.cancel()
+    assert 0 < most <= 32
+    assert server.service.sampling.has_room("owner", server.service.config.max_queued_samples // 2)

@@ -110,10 +110,14 @@ class Answering:
                 tasks.append(asyncio.create_task(self._run(job)))
                 if len(tasks) % _STARTED_TOGETHER == 0:
                     await asyncio.sleep(0)
-            return await asyncio.gather(*tasks)
+            # Not `gather`, which when it is left cancels all of them at once.
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            failed = [error for task in done if (error := task.exception()) is not None]
+            if failed:
+                raise failed[0]
+            return [task.result() for task in tasks]
         finally:
-            for task in tasks:
-                task.cancel()
+            self._service.sampling.give_up(tasks)
 
     async def stream(self, job: SampleJob) -> AsyncGenerator[TokensSampled | SampleResponse, None]:
         """Tokens as they are sampled, then the whole; leaving cancels the job."""

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,9 @@ JOURNAL = "samples.journal"
 _STORE_PAUSE_SECONDS = 1.0
 _MANY_SEQUENCES = 256
 """A response with this many takes milliseconds to encode."""
+
+_CANCELLED_TOGETHER = 16
+"""Jobs of one request that are given up before others have their turn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -144,6 +147,19 @@ class Sampling:
         if running.task is not None:
             running.task.cancel()
         self._end(running, Outcome(error="the request was cancelled", category="user"))
+
+    def give_up(self, jobs: Sequence[asyncio.Task[Any]]) -> None:
+        """Cancel those that still run, a few at a time: a request may have a thousand, and whoever
+        has left does not wait for them."""
+
+        async def cancel() -> None:
+            for number, task in enumerate(running, 1):
+                task.cancel()
+                if number % _CANCELLED_TOGETHER == 0:
+                    await asyncio.sleep(0)
+
+        if running := [task for task in jobs if not task.done()]:
+            self._spawn(cancel())
 
     async def give_up_abandoned(self, silence: Callable[[str], float]) -> None:
         """Cancel what nobody waits for, of sessions that give no sign of life.
