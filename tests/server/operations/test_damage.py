@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -154,6 +155,33 @@ async def test_a_save_waits_for_a_disk_that_is_full(
     async with asyncio.timeout(10):
         assert (await api.result(saved["request_id"]))["path"].endswith("/weights/a")
     assert len(tries) == 3
+
+
+async def test_a_model_that_could_not_be_saved_when_its_session_ended_goes_to_disk_later(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks for it again, so that it stayed in the engine for good."""
+    server = await start_server(snapshot_seconds=2.0)
+    api, save = server.api, FakeEngine.save
+    model = await api.model()
+    await _train(api, model, 1, 1)
+    tries: list[float] = []
+
+    async def full(engine: FakeEngine, *arguments: Any) -> Any:
+        tries.append(time.monotonic())
+        if len(tries) < 3:
+            return Failure("no space left on device", "server")
+        return await save(engine, *arguments)
+
+    monkeypatch.setattr(FakeEngine, "save", full)
+    live = await server.service.models.get(model)
+    assert live is not None
+    session = model.partition(":")[0]
+    end = {"reason": {"type": "success"}, "detail": None}
+    assert (await api.post(f"/sessions/{session}/finish", end)).status_code == 204
+    await server.until(lambda: not live.generation)
+    assert len(tries) == 3 and tries[2] - tries[0] > 2.0, "it is not tried all the time"
+    assert not live.wants_unload
 
 
 async def test_what_an_engine_was_writing_when_it_died_is_swept_before_the_next(

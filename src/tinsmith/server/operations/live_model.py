@@ -45,6 +45,9 @@ class LiveModel:
     wants_snapshot: bool = False
     """Whether a snapshot is due whatever the policy says, because the newest one was damaged."""
     wants_unload: bool = False
+    """Whether it goes to disk once it has nothing to do."""
+    unload_after: float = 0.0
+    """By the monotonic clock: not before, because it could not be saved."""
     awaited_seq_id: int | None = None
     """The number that its operations wait for; None while they need not."""
     gap_seconds: float = 0.0
@@ -66,6 +69,10 @@ class LiveModel:
     @property
     def lora(self) -> LoraConfig:
         return LoraConfig(**self.record.lora)
+
+    @property
+    def may_unload(self) -> bool:
+        return self.wants_unload and time.monotonic() >= self.unload_after
 
     @property
     def is_loaded(self) -> bool:

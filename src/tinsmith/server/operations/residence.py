@@ -104,24 +104,21 @@ class Save(ModelWork):
         model = self.model
         if model.generation != generation:
             return
-        try:
-            if model.is_changed or not self._is_leaving:
-                await self._snapshots.take(engine, model)
-            if self._is_leaving:
-                await engine.unload_adapter(model.model_id)
-                model.generation = model.held_generation = 0
-                logger.info("unloaded %s", model.model_id)
-        finally:
+        if model.is_changed or not self._is_leaving:
+            await self._snapshots.take(engine, model)
+        if self._is_leaving:
+            await engine.unload_adapter(model.model_id)
+            model.generation = model.held_generation = 0
             # Until then it counts as one that leaves: another would go in its place.
-            if self._is_leaving:
-                model.wants_unload = False
+            model.wants_unload = False
+            logger.info("unloaded %s", model.model_id)
 
     def broke(self, error: Exception) -> None:
-        """The log goes on growing; another attempt is made when the next snapshot is due."""
+        """The log goes on growing; another attempt is made when the next snapshot is due. One that
+        was to leave still is: nobody says so twice of a session that has ended."""
         logger.error("saving %s failed", self.model.model_id, exc_info=error)
         self.model.next_slot = None
-        if not self._is_leaving:
-            self._snapshots.put_off(self.model)
+        self._snapshots.put_off(self.model)
 
     def waited(self, error: TinkerError) -> None:
         self.broke(error)

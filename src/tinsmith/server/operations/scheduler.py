@@ -220,7 +220,7 @@ class Scheduler:
             is_failed=model.failure is not None,
             is_loaded=model.is_loaded,
             is_snapshot_due=self._snapshots.is_due(model),
-            wants_unload=model.wants_unload and not len(model.queue),
+            wants_unload=model.may_unload and not len(model.queue),
             is_leaving=model.next_slot is not None,
             is_in_batch=is_in_batch,
             rebuild_attempts=model.rebuild_attempts,
@@ -256,7 +256,7 @@ class Scheduler:
             return False
         if model.queue.head() is not None or (model.failure is not None and len(model.queue)):
             return True
-        wants_save = model.wants_unload or model.next_slot is not None
+        wants_save = model.may_unload or model.next_slot is not None
         return model.is_loaded and (wants_save or self._snapshots.is_due(model))
 
     # Running

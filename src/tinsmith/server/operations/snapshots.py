@@ -62,7 +62,9 @@ class Snapshots:
         return age >= (0.5 + 0.5 * zlib.crc32(model.model_id.encode()) / 0xFFFFFFFF) * most
 
     def put_off(self, model: LiveModel) -> None:
-        """One could not be taken: the next is due as if it had been."""
+        """One could not be taken: the next is due as if it had been, also for a model that is to
+        leave."""
+        model.unload_after = time.monotonic() + self._config.snapshot_seconds
         model.wants_snapshot = False
         model.oldest_since_snapshot = time.time()
         model.steps_since_snapshot = model.bytes_since_snapshot = 0
