@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import os
 import queue
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -150,9 +151,13 @@ def copy_file(source: Path, target: Path) -> FileRecord:
 
 @writes
 def publish_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write `data` to a file, durably: afterwards the file has all of it, or is as it was."""
-    draft = draft_of(path)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    """Write `data` to a file, durably: afterwards the file has all of it, or is as it was.
+
+    Each call has a draft of its own: of those that publish a file at once, the last one's data is
+    there in the end. A draft that a crash leaves goes when its folder is swept.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_DRAFT_SUFFIX}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         with os.fdopen(os.open(draft, flags, mode), "wb") as file:
             file.write(data)

@@ -41,7 +41,39 @@ def test_a_file_is_synced_before_it_has_its_name(
 
     monkeypatch.setattr(os, "fsync", record)
     disk.publish_file(tmp_path / "file", b"content")
-    assert synced == [(".file.draft", False), (tmp_path.name, True)]
+    (draft, was_there), folder = synced
+    assert disk.is_draft(Path(draft)) and draft.startswith(".file.") and not was_there
+    assert folder == (tmp_path.name, True)
+
+
+def test_of_several_who_publish_a_file_at_once_one_has_his_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They shared a draft: one wrote into what the other was about to rename, or already had."""
+    path, contents = tmp_path / "file", [bytes([65 + n]) * (1000 + n) for n in range(8)]
+    together, real = threading.Barrier(len(contents)), os.fsync
+
+    def meet(descriptor: int) -> None:
+        together.wait(10)
+        real(descriptor)
+
+    failed: list[BaseException] = []
+
+    def publish(data: bytes) -> None:
+        try:
+            disk.publish_file(path, data)
+        except BaseException as error:
+            failed.append(error)
+
+    monkeypatch.setattr(os, "fsync", meet)
+    threads = [threading.Thread(target=publish, args=(data,)) for data in contents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert path.read_bytes() in contents
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_drafts_are_known_by_their_names(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import time
 from pathlib import Path
@@ -412,3 +413,18 @@ def test_weights_that_are_deleted_while_the_folder_is_read_are_left_out(tmp_path
     (folder.weights / "here").mkdir(parents=True)
     (folder.weights / "deleted").symlink_to(tmp_path / "nowhere")
     assert folder.names(time.time() + 60) == {"here"}
+
+
+def test_files_that_were_not_written_to_the_end_are_gone_after_the_next_start(
+    tmp_path: Path,
+) -> None:
+    """Where several servers share the folder only old ones: another may be writing."""
+    folder = DataFolder(tmp_path)
+    young, old = tmp_path / ".identity.json.01.draft", tmp_path / ".identity.json.02.draft"
+    for draft in (young, old):
+        draft.write_bytes(b"{")
+    os.utime(old, (time.time() - 10_000,) * 2)
+    with folder.locked(is_shared=True):
+        assert young.exists() and not old.exists()
+    with folder.locked():
+        assert not young.exists()

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,9 @@ from tinsmith.server.store.errors import ForeignStoreError
 from tinsmith.server.store.records import IdentityRecord, NotedIdentity
 
 logger = logging.getLogger(__name__)
+
+_SHARED_DRAFT_SECONDS = 3600.0
+"""A draft that is older is nobody's, where another server may be writing one now."""
 
 
 class DataFolderInUseError(TinkerError):
@@ -66,9 +70,16 @@ class DataFolder:
             os.ftruncate(descriptor, 0)
             if not is_shared:
                 os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            self._sweep_drafts(time.time() - _SHARED_DRAFT_SECONDS if is_shared else math.inf)
             yield
         finally:
             os.close(descriptor)
+
+    def _sweep_drafts(self, changed_before: float) -> None:
+        """Remove files of the folder itself that were not written to the end."""
+        for path in filter(disk.is_draft, [*self.root.iterdir()]):
+            if path.is_file() and _changed_at(path) < changed_before:
+                disk.discard_file(path)
 
     def identity(self) -> NotedIdentity | None:
         """What the folder says of itself; None when it was never bound to a store."""
