@@ -6,6 +6,7 @@ layout without a GPU, its reading is the reference; elsewhere the numbers are.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.checking import check_model
 from tinsmith.engine.local.model.comparison import our_logits, own_logits
+from tinsmith.engine.local.model.packed_files.conversion import VERSION, PackedFiles
 from tinsmith.engine.local.model.sources import model_folder
 from tinsmith.engine.stored_tensors import weight_files
 from tinsmith.errors import EngineError
@@ -326,3 +328,39 @@ def test_a_conversion_is_kept_until_the_files_change(tmp_path: Path) -> None:
     assert "quantization_config" not in (first / "config.json").read_text()
     rewrite(folder, tensors, {"quant_method": "fp8", "weight_block_size": [16, 16], "x": 1})
     assert model_folder(str(folder), config) != first
+
+
+def test_a_conversion_that_an_earlier_converter_made_is_not_used(tmp_path: Path) -> None:
+    """Models stay converted for years, and what they were converted to may have been wrong."""
+    folder, config = tmp_path / "model", LocalEngineConfig(cache_folder=tmp_path / "cache")
+    write_packed(folder, "gptq")
+    facts = [(path.name, path.stat()) for path in (folder / "config.json", *weight_files(folder))]
+    sizes = [f"{name} {fact.st_size} {fact.st_mtime_ns}" for name, fact in facts]
+    known = " ".join(["1", str(folder.resolve()), *sizes])  # what it was called then
+    earlier = tmp_path / "cache" / f"model-{hashlib.sha256(known.encode()).hexdigest()[:12]}"
+    earlier.mkdir(parents=True)
+    assert model_folder(str(folder), config) != earlier
+
+
+def write_packed(folder: Path, layout: str) -> None:
+    """A matrix of codes that are the same on every machine."""
+    pack, quantization = LAYOUTS[layout]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float32"}))
+    torch.manual_seed(5)
+    rewrite(folder, pack("a_proj.weight", torch.arange(512.0).view(16, 32) / 512)[0], quantization)
+
+
+def test_a_converter_that_writes_other_numbers_has_another_version(tmp_path: Path) -> None:
+    """When this fails, raise VERSION and write down what is made now."""
+    written = hashlib.sha256()
+    for layout in LAYOUTS:
+        folder, target = tmp_path / layout, tmp_path / f"{layout} in full"
+        write_packed(folder, layout)
+        target.mkdir()
+        packed = PackedFiles.of(folder)
+        assert packed is not None
+        packed.write(target, lambda done: None)
+        for name, tensor in sorted(stored(target).items()):
+            written.update(name.encode() + tensor.numpy().tobytes())
+    assert (VERSION, written.hexdigest()[:16]) == (2, "88e8658a3f8a2b1a")

@@ -53,7 +53,8 @@ EMBEDDED_SPECIAL_TOKENS = {
 }
 
 _CONVERSION = 1
-"""Part of a converted folder's name; raised when conversion changes what it writes."""
+"""Part of a converted folder's name; raised when the conversion of GGUF files changes what it
+writes. That of packed files has a version of its own."""
 
 
 def no_progress(what: str, fraction: float) -> None:
@@ -190,14 +191,14 @@ def _in_full(folder: Path, cache_folder: Path, progress: Progress) -> Path:
     settings = folder / "config.json"
     if not settings.is_file() or b'"quantization_config"' not in settings.read_bytes():
         return folder
-    from tinsmith.engine.local.model.packed_files.conversion import PackedFiles
+    from tinsmith.engine.local.model.packed_files.conversion import VERSION, PackedFiles
 
     packed = PackedFiles.of(folder)
     if packed is None:
         return folder
     facts = [(path.name, path.stat()) for path in (settings, *weight_files(folder))]
     sizes = [f"{name} {fact.st_size} {fact.st_mtime_ns}" for name, fact in facts]
-    version = " ".join([str(folder.resolve()), *sizes])
+    version = " ".join([f"packed {VERSION}", str(folder.resolve()), *sizes])
     target = _conversion_folder(cache_folder, folder.name, version)
     with locked(target):
         if target.is_dir():

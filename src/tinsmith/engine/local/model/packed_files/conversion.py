@@ -50,6 +50,10 @@ _STORED_TYPES = {
     "I64": torch.int64,
 }
 
+VERSION = 2
+"""Raised when a conversion writes other numbers than before: those made earlier are not used any
+more. 2 reads a GPTQ zero point of zero."""
+
 Progress = Callable[[float], None]
 
 
