@@ -22,11 +22,14 @@ from tinsmith.errors import ValidationError
 from tinsmith.server import backups
 from tinsmith.server.config import ServerConfig, build_config
 from tinsmith.server.serving import claim_store, open_store
+from tinsmith.server.storage import binding
 from tinsmith.server.storage.objects import Objects
+from tinsmith.server.storage.opening import open_storage
 from tinsmith.server.store import schema
 from tinsmith.server.store.blobs import INLINE_BYTES
 from tinsmith.server.store.database import sqlite_url
 from tinsmith.server.store.errors import ForeignStoreError
+from tinsmith.server.store.records import IdentityRecord
 
 LARGE = [datum(*([1, 2, 3, 4] * 250))] * (INLINE_BYTES // 2000)
 """A pass whose request is kept outside of the database."""
@@ -476,3 +479,70 @@ async def test_a_backup_of_a_bucket_fills_another_one_or_a_folder(
         await asyncio.to_thread(backups.restore, backup, config)
     assert bucket.files() == before
     assert not config.data_dir.exists()
+
+
+async def test_of_two_that_take_an_empty_bucket_at_once_one_is_refused(
+    bucket: Bucket,  # noqa: F811  # the fixture
+    tmp_path: Path,
+) -> None:
+    """Both have seen that it belongs to nobody."""
+    stores = [await asyncio.to_thread(open_store, _config(tmp_path, n, bucket)) for n in range(2)]
+    storages = [open_storage(_config(tmp_path, n, bucket)) for n in range(2)]
+    for storage_, store in zip(storages, stores, strict=True):
+        await binding.check(storage_, store)
+    await binding.bind(storages[0], stores[0])
+    with pytest.raises(ForeignStoreError, match="belongs to another database by now"):
+        await binding.bind(storages[1], stores[1])
+    noted, first = await storages[0].identity(), await stores[0].identity.get()
+    assert noted is not None and first is not None and noted.store_id == first.store_id
+    await binding.advance(storages[0], stores[0])
+    for store in stores:
+        await store.close()
+
+
+def _config(tmp_path: Path, number: int, bucket: Bucket) -> ServerConfig:  # noqa: F811
+    return build_config(
+        {
+            "data_dir": tmp_path / str(number),
+            "storage": bucket.url,
+            "database_url": sqlite_url(tmp_path / f"{number}.db"),
+        }
+    )
+
+
+async def test_an_object_is_created_once_whoever_comes_later(tmp_path: Path) -> None:
+    pytest.importorskip("obstore", reason="the extra `storage` is not installed")
+    objects = Objects(f"file://{tmp_path}/place")
+    await asyncio.gather(*(objects.create("a", bytes([n])) for n in range(16)))
+    first = await objects.get("a")
+    await objects.create("a", b"late")
+    assert await objects.get("a") == first
+
+
+async def test_a_server_whose_bucket_is_anothers_by_now_tidies_nothing_there(
+    start_server: StartServer,
+    place: dict[str, Any],
+    bucket: Bucket,  # noqa: F811  # the fixture
+) -> None:
+    server = await start_server(**place)
+    await server.service.storage.write_identity(IdentityRecord(store_id="another", epoch=0))
+    objects = Objects(bucket.url)
+    await objects.put("weights/0123456789abcdef0123456789abcdef/a", b"of another")
+    before = bucket.files()
+    with pytest.raises(ForeignStoreError):
+        await server.service.tidy_results()
+    assert bucket.files() == before
+
+
+async def test_a_server_that_comes_late_does_not_set_a_bucket_back(
+    start_server: StartServer, place: dict[str, Any]
+) -> None:
+    server = await start_server(**place)
+    noted = await server.service.storage.identity()
+    assert noted is not None
+    later = IdentityRecord(store_id=noted.store_id, epoch=noted.epoch + 5)
+    earlier = IdentityRecord(store_id=noted.store_id, epoch=noted.epoch + 2)
+    for identity in (later, earlier):
+        await server.service.storage.write_identity(identity)
+    found = await server.service.storage.identity()
+    assert found is not None and found.epoch == later.epoch

@@ -356,6 +356,8 @@ class Service:
     async def tidy_results(self) -> None:
         """What is done every minute or so, because it looks at everything that is kept."""
         now = time.time()
+        # First of all: a storage that belongs to another store by now is not tidied.
+        await binding.advance(self.storage, self.store)
         if all(model.committing is None for model in self.models):
             # During a commit a folder may be waiting for its record, however long the store was
             # away.
@@ -365,7 +367,6 @@ class Service:
             self.config.key_max_stored_bytes,
             self.store.file_names,
         )
-        await binding.advance(self.storage, self.store)
         await self.sessions.retire_models()
         await self.store.log.drop_results(
             retrieved_before=now - self.config.retrieved_retention_seconds,

@@ -294,7 +294,20 @@ class BucketStorage:
         """Whether the bucket is older than the store is not asked: several servers count up."""
 
     async def write_identity(self, identity: IdentityRecord) -> None:
-        await self._objects.put(_IDENTITY, json.dumps(dataclasses.asdict(identity)).encode())
+        """Note how far the store has counted, unless a later epoch is there; refused where another
+        store was first, which `check` may not have seen yet. Epoch 0 is a new identity."""
+        facts = json.dumps(dataclasses.asdict(identity)).encode()
+        noted = await self.identity()
+        if noted is None:
+            await self._objects.create(_IDENTITY, facts)
+            noted = await self.identity()
+        elif identity.epoch == 0:
+            await self._objects.put(_IDENTITY, facts)
+            return
+        if noted is not None and noted.store_id != identity.store_id:
+            raise ForeignStoreError(self.title, "it belongs to another database by now")
+        if noted is None or noted.epoch < identity.epoch:
+            await self._objects.put(_IDENTITY, facts)
 
     def note_position(self, position: int) -> None:
         """Written with the epoch, every minute: a request for each commit would cost too much."""

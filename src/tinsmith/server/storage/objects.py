@@ -67,6 +67,22 @@ class Objects:
 
         await self._run(obstore.put, self._store, key, content)
 
+    async def create(self, key: str, content: bytes) -> None:
+        """Put an object where there is none; what is there stays. A storage that cannot do that
+        puts it in any case, so read afterwards what is there."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
+
+        def put() -> None:
+            try:
+                obstore.put(self._store, key, content, mode="create")
+            except (AlreadyExistsError, PreconditionError):
+                return
+            except (NotSupportedError, NotImplementedError):
+                obstore.put(self._store, key, content)
+
+        await self._run(put)
+
     async def get(self, key: str) -> bytes | None:
         """None when there is none."""
         import obstore
