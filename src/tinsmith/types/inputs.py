@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tinsmith.errors import ValidationError
 from tinsmith.types.arrays import int_array, short_array
 from tinsmith.types.convert import kind_of
-from tinsmith.types.model import Frozen, Request, shorten
+from tinsmith.types.model import Frozen, Request, is_dumped, shorten
 
 
 class _Plain(Frozen):
@@ -59,11 +59,7 @@ class _Plain(Frozen):
         exclude_defaults: bool = False,
     ) -> dict[str, Any]:
         fields = self._dump(mode=mode, exclude_none=exclude_none, exclude_defaults=exclude_defaults)
-        return {
-            name: value
-            for name, value in fields.items()
-            if (include is None or name in include) and name not in (exclude or ())
-        }
+        return {k: v for k, v in fields.items() if is_dumped(k, include, exclude)}
 
     def _dump(self, **options: Any) -> dict[str, Any]:
         raise NotImplementedError

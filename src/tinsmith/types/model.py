@@ -167,7 +167,7 @@ class Model(Frozen):
         result = {}
         fields = self.model_fields
         for name, value in self.__dict__.items():
-            if (include is not None and name not in include) or (exclude and name in exclude):
+            if not is_dumped(name, include, exclude):
                 continue
             if exclude_none and value is None:
                 continue
@@ -230,6 +230,11 @@ class Open(Model):
 
 _PLAIN = frozenset({str, int, bool, type(None)})
 """What every mode writes as it is."""
+
+
+def is_dumped(name: str, include: set[str] | None, exclude: set[str] | None) -> bool:
+    """Whether `model_dump` with these options shows a field."""
+    return (include is None or name in include) and name not in (exclude or ())
 
 
 def dump(
