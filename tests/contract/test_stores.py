@@ -440,3 +440,42 @@ async def test_a_lost_connection_is_replaced_and_the_lock_is_taken_again(
         await first.account.add_audit(AUDIT)
     for each in (first, second, third):
         await each.close()
+
+
+async def test_what_an_owner_keeps_in_sessions_is_counted(store: Store) -> None:
+    noted = dataclasses.replace(
+        SESSION, session_id="t", user_metadata={"a": "x" * 100}, display_name="y" * 50
+    )
+    other = dataclasses.replace(noted, session_id="u", owner="another")
+    assert await store.sessions.held_by(SESSION.owner) == (0, 0)
+    for session in (SESSION, noted, other):
+        await store.sessions.add(session)
+    number, num_bytes = await store.sessions.held_by(SESSION.owner)
+    assert number == 2 and 150 < num_bytes < 300
+    known = await store.sessions.metadata_of(SESSION.owner, ["t", "u", "nobody's"])
+    assert known == {"t": {"a": "x" * 100}}
+
+
+async def test_a_runs_checkpoints_come_in_parts_and_the_newest_of_each_type_by_themselves(
+    store: Store,
+) -> None:
+    await store.sessions.add(SESSION)
+    await store.log.record(operation(0), MODEL)
+    made = [
+        checkpoint("a", "w0", size_bytes=7, created_at=1.0, user_metadata={"k": "v" * 50}),
+        checkpoint("b", "w1", size_bytes=7, created_at=2.0, is_public=True),
+        checkpoint("c", "w2", size_bytes=7, created_at=3.0),
+        checkpoint("d", "w3", size_bytes=7, created_at=4.0, expires_at=5.0),
+    ]
+    for each in made:
+        assert await store.checkpoints.add(each, None, AUDIT, weights(each.weights_id))
+    run, checkpoints = MODEL.model_id, store.checkpoints
+    names = [c.checkpoint_id for c in await checkpoints.of_model(run, 2, 1)]
+    assert names == ["weights/c", "weights/b"]
+    assert await checkpoints.metadata_bytes(run, 3, 0) < 50
+    assert 50 < await checkpoints.metadata_bytes(run, 4, 0) < 100
+    for only_public, name in ((False, "weights/c"), (True, "weights/b")):
+        (newest,) = await checkpoints.newest(run, 6.0, only_public=only_public)
+        assert newest.checkpoint_id == name
+    assert await checkpoints.storage_of_session(SESSION.session_id) == (4, 28)
+    assert len(await store.account.list_audit("o", None, 0.0, 10.0, 3, 2)) == 2
