@@ -108,6 +108,43 @@ def test_a_sampler_for_which_there_is_no_memory_is_refused_until_another_goes(
     assert core.freeze("model", "another") is None
 
 
+def test_copies_of_adapters_that_are_sampled_side_by_side_are_in_the_plan(
+    model_folder: Callable[[str], Path],
+) -> None:
+    """They count while they are there, and leave when another adapter needs their room."""
+    models = {"tiny": str(model_folder("llama"))}
+    fraction = 16 * 2**20 / machine_bytes()
+    core = EngineCore(config_of(models=models, kv_cache_bytes=2**20, memory_fraction=fraction))
+    assert core.create_adapter("model", "tiny", LoraConfig(rank=8, seed=1)) is None
+    frozen = [f"weights {number}" for number in range(4)]
+    for weights_id in frozen:
+        assert core.freeze("model", weights_id) is None
+    before = core.health()
+    sample_together(core, frozen)
+    during = core.health()
+    assert during.sampler_bytes == 2 * before.sampler_bytes, "as much as the samplers themselves"
+    assert during.adapter_bytes == before.adapter_bytes + before.sampler_bytes
+    of_each, held = before.sampler_bytes // 4, tensor_bytes()
+    core.unload_sampler(frozen[0])
+    assert held - tensor_bytes() == pytest.approx(before.sampler_bytes + of_each, rel=0.1)
+    assert core.health().sampler_bytes == before.sampler_bytes * 3 // 4
+    sample_together(core, frozen[1:])
+    assert core.health().sampler_bytes == before.sampler_bytes * 6 // 4
+    limit = before.adapter_limit_bytes
+    for number in range((limit - core.health().adapter_bytes) // of_each + 1):
+        assert core.freeze("model", f"weights {4 + number}") is None
+    health = core.health()
+    assert health.sampler_bytes == of_each * health.num_samplers, "the copies are gone"
+    assert health.adapter_bytes <= limit
+
+
+def test_each_base_model_has_its_part_of_the_room_for_copies() -> None:
+    one = plan_memory(config_of(memory_fraction=0.1), CPU, [0])
+    three = plan_memory(config_of(memory_fraction=0.1, kv_cache_bytes=1), CPU, [0] * 3)
+    assert one.stack_bytes == one.adapter_bytes // 4
+    assert 3 * three.stack_bytes <= three.adapter_bytes // 4
+
+
 def test_health_tells_what_each_part_holds_and_may_hold(core: EngineCore) -> None:
     train(core)
     sample(core, "job", None)
@@ -116,6 +153,21 @@ def test_health_tells_what_each_part_holds_and_may_hold(core: EngineCore) -> Non
     assert health.cache_limit_bytes == 2**20
     assert 0 < health.cache_bytes < health.cache_limit_bytes, "the prompt is remembered"
     assert health.weights_bytes > 0
+
+
+def sample_together(core: EngineCore, weights_ids: list[str]) -> None:
+    for weights_id in weights_ids:
+        job = SampleJob(
+            job_id=f"job of {weights_id}",
+            base_model="tiny",
+            weights_id=weights_id,
+            prompt=ModelInput.from_ints([10, 40, 20]),
+            params=SamplingParams(max_tokens=8, seed=1, stop=[]),
+        )
+        assert core.submit_sample(job) is None
+    while core.is_sampling:
+        for _, event in core.sampling_turn():
+            assert isinstance(event, SampleResponse), event
 
 
 def train(core: EngineCore) -> None:

@@ -11,6 +11,8 @@ from tinsmith.engine.local.model.adapted_linear import forward
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool, AdapterSegments, Run
 from tinsmith.engine.local.model.stacked_adapters import AdapterStacks
+from tinsmith.engine.local.train.adamw import adamw_step
+from tinsmith.types import AdamParams
 
 KEYS = [(0, "qkv"), (1, "o"), (1, "gate_up"), (0, "down"), (None, "lm_head")]
 
@@ -134,6 +136,41 @@ def test_a_stack_is_made_only_for_company_that_stays_and_fits(adapters: list[Ada
     assert AdapterStacks(1 << 30).rows_of(runs) is None
     assert stacked(runs, AdapterStacks(adapters[0].flat.nbytes)).stacked is None
     assert stacked(runs_of((adapters[0], 4)), AdapterStacks(1 << 30)).stacked is None
+
+
+def test_a_stack_leaves_when_adapters_need_its_room(adapters: list[Adapter]) -> None:
+    runs = runs_of(*((each, 2) for each in adapters))
+    free = [1 << 30]
+    stacks = AdapterStacks(1 << 30, lambda: free[0])
+    assert stacks.nbytes == 0
+    assert stacked(runs, stacks).stacked is not None
+    assert stacks.nbytes == sum(each.flat.nbytes for each in adapters)
+    free[0] = -1
+    assert stacks.rows_of(runs) is None
+    assert stacks.nbytes == 0
+    free[0] = adapters[0].flat.nbytes
+    assert stacked(runs, stacks).stacked is None, "less is free than it takes"
+    free[0] *= len(adapters)
+    assert stacked(runs, stacks).stacked is not None
+
+
+def test_adapters_that_were_changed_are_copied_anew(
+    tiny_decoder: Decoder, adapters: list[Adapter]
+) -> None:
+    """By a write to the weights, and by the kernel of an optimizer step."""
+    a, b, *_ = adapters
+    runs = runs_of((a, 2), (b, 2))
+    stacks = AdapterStacks(1 << 30)
+    for change in (
+        lambda: a.flat.mul_(2),
+        lambda: adamw_step(b, AdamParams(learning_rate=0.1)),
+    ):
+        segments = stacked(runs, stacks)
+        assert segments.stacked is not None
+        b.grad = torch.randn_like(b.flat)
+        change()
+        segments.stacked = stacks.rows_of(runs)
+        assert_alike(tiny_decoder, segments, AdapterSegments(runs))
 
 
 def test_a_forgotten_adapter_is_copied_anew(tiny_decoder: Decoder, adapters: list[Adapter]) -> None:

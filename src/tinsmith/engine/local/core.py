@@ -50,6 +50,7 @@ from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.experts.steering import check_choices
 from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool
+from tinsmith.engine.local.model.stacked_adapters import AdapterStacks
 from tinsmith.engine.local.ranks import adapters as cut_adapters
 from tinsmith.engine.local.ranks.adapters import adapter_pool
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
@@ -140,7 +141,8 @@ class EngineCore:
             cache_bytes=sum(generator.cache_bytes for generator in generators),
             cache_limit_bytes=sum(generator.max_cache_bytes for generator in generators),
             adapter_bytes=self._adapter_bytes,
-            sampler_bytes=sum(sampler.adapter.nbytes for sampler in self._samplers.values()),
+            sampler_bytes=self._stack_bytes
+            + sum(sampler.adapter.nbytes for sampler in self._samplers.values()),
             adapter_limit_bytes=0 if self._plan is None else self._plan.adapter_bytes,
         )
 
@@ -413,12 +415,23 @@ class EngineCore:
 
     def _check_room(self, num_bytes: int) -> None:
         """Refuse an adapter for which there is no memory, on all ranks if on one."""
+        if num_bytes > self._free_adapter_bytes():
+            for generator in self._generators.values():
+                generator.drop_stacks()
         needed, held = self._ranks.numbers(num_bytes), self._ranks.numbers(self._adapter_bytes)
         self._planned().check_adapter(int(max(needed)), int(max(held)))
 
     @property
     def _adapter_bytes(self) -> int:
-        return sum(pool.nbytes for pool in self._pools.values())
+        return self._stack_bytes + sum(pool.nbytes for pool in self._pools.values())
+
+    @property
+    def _stack_bytes(self) -> int:
+        return sum(generator.stack_bytes for generator in self._generators.values())
+
+    def _free_adapter_bytes(self) -> int:
+        """What is left of the adapters' share."""
+        return self._planned().adapter_bytes - self._adapter_bytes
 
     # Finding things
 
@@ -488,6 +501,7 @@ class EngineCore:
                 read_detokenize(folder),
                 tokens,
                 cache_bytes=self._planned().cache_bytes,
+                adapter_stacks=AdapterStacks(self._planned().stack_bytes, self._free_adapter_bytes),
             )
         return self._generators[base_model]
 

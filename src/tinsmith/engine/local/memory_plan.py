@@ -45,10 +45,15 @@ class MemoryPlan:
 
     num_caches: int
     adapter_bytes: int
-    """For adapters, their gradients and moments, and frozen samplers."""
+    """For adapters, their gradients and moments, frozen samplers, and stacks of these."""
 
     pass_bytes: int
     """For activations, logits and graphs: what the other parts leave."""
+
+    @property
+    def stack_bytes(self) -> int:
+        """Most that each base model's stack of adapters may take of their share."""
+        return self.adapter_bytes // 4 // self.num_caches
 
     def __str__(self) -> str:
         each = "" if self.num_caches == 1 else f" for each of {self.num_caches} base models"

@@ -14,7 +14,7 @@ Shapes: N rows of a step, S adapters of the stack, m most rows of one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -30,24 +30,36 @@ _STEPS_BEFORE = 3
 
 
 class AdapterStacks:
-    """Makes a stack when it is worth it, and keeps the last one."""
+    """Makes a stack when it is worth it, and keeps the last one while there is room for it."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, free_bytes: Callable[[], int] | None = None) -> None:
+        """`free_bytes` says what adapters and stacks leave of the memory that is planned for them:
+        less than nothing where it is too small for them."""
         self._max_bytes = max_bytes
+        self._free_bytes = free_bytes or (lambda: max_bytes)
         self._stack: _Stack | None = None
         self._num_missed = 0
         """Steps in a row that needed another stack."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the stack takes at the moment."""
+        return 0 if self._stack is None else self._stack.nbytes
 
     def rows_of(self, runs: Sequence[Run]) -> StackedRows | None:
         """The rows of a step, each adapter in one run, that are computed with a stack."""
         wanted = _largest_group(runs)
         if len(wanted) < 2:
             return None
+        if self._stack is not None and self._free_bytes() < 0:
+            self.drop()  # adapters need its room
         if self._stack is None or not self._stack.serves(wanted):
             self._num_missed += 1
-            if self._num_missed < _STEPS_BEFORE or self._is_too_large(wanted):
+            if self._num_missed < _STEPS_BEFORE:
                 return None
-            self._stack = None  # its memory is free before the next is made
+            self.drop()  # its memory is free before the next is made
+            if _stacked_bytes(wanted) > min(self._max_bytes, self._free_bytes()):
+                return None
             self._stack = _Stack(wanted)
         self._num_missed = 0
         return StackedRows(self._stack, runs)
@@ -55,10 +67,11 @@ class AdapterStacks:
     def forget(self, adapter: Adapter) -> None:
         """Drop a copy of weights that go away or change."""
         if self._stack is not None and adapter in self._stack.numbers:
-            self._stack = None
+            self.drop()
 
-    def _is_too_large(self, adapters: Sequence[Adapter]) -> bool:
-        return sum(adapter.flat.nbytes for adapter in adapters) > self._max_bytes
+    def drop(self) -> None:
+        """Give the memory of the stack back; it is made again when there is room."""
+        self._stack = None
 
 
 class StackedRows:
@@ -112,6 +125,7 @@ class _Stack:
 
     def __init__(self, adapters: Sequence[Adapter]) -> None:
         self.numbers = {adapter: number for number, adapter in enumerate(adapters)}
+        self._versions = {adapter: adapter.flat._version for adapter in adapters}
         self.scale = adapters[0].scale
         weights = [adapter.weights() for adapter in adapters]
         self.matrices = {
@@ -126,10 +140,17 @@ class _Stack:
             if place.projection.experts is None
         }
         """(S, modules · rank, inputs) and, for each module, (S, rank, outputs)."""
+        self.nbytes = _stacked_bytes(adapters)
 
     def serves(self, adapters: Sequence[Adapter]) -> bool:
-        """Whether these are in it, and not so few that most is computed in vain."""
-        return all(a in self.numbers for a in adapters) and 2 * len(adapters) >= len(self.numbers)
+        """Whether these are in it as they are now, and not so few that most is computed in vain."""
+        are_in = all(self._versions.get(each) == each.flat._version for each in adapters)
+        return are_in and 2 * len(adapters) >= len(self.numbers)
+
+
+def _stacked_bytes(adapters: Iterable[Adapter]) -> int:
+    """At most, since experts are left out."""
+    return sum(adapter.flat.nbytes for adapter in adapters)
 
 
 def _short(runs: Iterable[Run]) -> list[tuple[int, int, Adapter]]:

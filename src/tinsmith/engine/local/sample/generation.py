@@ -37,7 +37,7 @@ from tinsmith.engine.base import (
 from tinsmith.engine.grammar import CompiledGrammar, Tokens
 from tinsmith.engine.local import kernels
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.memory_plan import plan_memory
+from tinsmith.engine.local.memory_plan import MemoryPlan, plan_memory
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.foreign.config import is_foreign
 from tinsmith.engine.local.model.lora import Adapter
@@ -76,6 +76,7 @@ class Generator:
         use_graphs: bool = True,
         decode: Launches | None = None,
         cache_bytes: int | None = None,
+        adapter_stacks: AdapterStacks | None = None,
     ) -> None:
         """`detokenize` is needed for stop strings only; it must keep special tokens. `tokens`
         are needed for grammars only.
@@ -84,6 +85,8 @@ class Generator:
         about as long as a step should, and 8192 on CUDA. Without `use_graphs` the kernels of a
         step on CUDA are launched one by one. `decode` takes the place of that step.
         `cache_bytes` is for keys and values; None plans for this base model alone.
+        `adapter_stacks` are used where adapters can be sampled side by side; None, too, plans for
+        this base model alone.
         """
         self.num_decoded = 0
         """Tokens that sequences were given so far."""
@@ -96,7 +99,7 @@ class Generator:
             CacheShape.of(
                 decoder.config, decoder.device, decoder.dtype, keeps_choices=config.router_replay
             ),
-            cache_bytes or _planned_bytes(decoder, config),
+            cache_bytes or _planned(decoder, config).cache_bytes,
             has_padding=not uses_kernels,
         )
         self._scheduler = Scheduler(
@@ -110,7 +113,9 @@ class Generator:
         if decode is None and uses_kernels:
             decode = _decode_step(decoder, self._cache, config, use_graphs)
         self._decode = decode
-        self._stacks = _adapter_stacks(decoder, config)
+        self._stacks: AdapterStacks | None = None
+        if _can_stack(decoder, config):
+            self._stacks = adapter_stacks or AdapterStacks(_planned(decoder, config).stack_bytes)
         self._launched: Launched | None = None
         self._compiling = Compiling(
             tokens or Tokens(None, decoder.config.vocab_size), decoder.ranks
@@ -142,6 +147,16 @@ class Generator:
     def cache_bytes(self) -> int:
         """Memory that keys and values take at the moment."""
         return self._cache.nbytes
+
+    @property
+    def stack_bytes(self) -> int:
+        """Memory that copies of adapters take, made to sample them side by side."""
+        return 0 if self._stacks is None else self._stacks.nbytes
+
+    def drop_stacks(self) -> None:
+        """Give the memory of these copies back; they are made again when there is room."""
+        if self._stacks is not None:
+            self._stacks.drop()
 
     def close(self) -> None:
         """Give the memory of keys and values back. The generator cannot be used afterwards."""
@@ -367,16 +382,13 @@ def _decode_step(
     return DecodeStep(decoder, cache, config.max_running_samples, use_graphs=use_graphs)
 
 
-def _adapter_stacks(decoder: Decoder, config: LocalEngineConfig) -> AdapterStacks | None:
-    """For the CPU in float32, unless a result's bits must not depend on what is beside it."""
+def _can_stack(decoder: Decoder, config: LocalEngineConfig) -> bool:
+    """On the CPU in float32, unless a result's bits must not depend on what is beside it."""
     is_plain = decoder.device.type == "cpu" and decoder.dtype == torch.float32
     is_fixed = config.deterministic or decoder.is_invariant
-    if not is_plain or is_fixed or decoder.ranks.count > 1 or is_foreign(decoder.config):
-        return None
-    plan = plan_memory(config, decoder.device, [decoder.nbytes])
-    return AdapterStacks(plan.adapter_bytes // 4)
+    return is_plain and not (is_fixed or decoder.ranks.count > 1 or is_foreign(decoder.config))
 
 
-def _planned_bytes(decoder: Decoder, config: LocalEngineConfig) -> int:
-    """For keys and values, where this base model has the device to itself."""
-    return plan_memory(config, decoder.device, [decoder.nbytes], decoder.ranks).cache_bytes
+def _planned(decoder: Decoder, config: LocalEngineConfig) -> MemoryPlan:
+    """Where this base model has the device to itself."""
+    return plan_memory(config, decoder.device, [decoder.nbytes], decoder.ranks)
