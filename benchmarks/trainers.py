@@ -102,7 +102,7 @@ class Ours:
             if finished is not None and not isinstance(finished.result, ForwardBackwardOutput):
                 raise RuntimeError(finished.result.message)
         for name in data:
-            self.adapters[name].grad = None
+            self.adapters[name].drop_gradient()
 
     def optim_step(self, name: str) -> None:
         adamw_step(self.adapters[name], AdamParams(learning_rate=1e-4))

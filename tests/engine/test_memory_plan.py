@@ -138,6 +138,21 @@ def test_copies_of_adapters_that_are_sampled_side_by_side_are_in_the_plan(
     assert health.adapter_bytes <= limit
 
 
+def test_memory_for_the_next_gradient_is_kept_only_where_there_is_room(
+    model_folder: Callable[[str], Path],
+) -> None:
+    models = {"tiny": str(model_folder("llama"))}
+    vectors = {}
+    for share in (2**28, 2**21):
+        fraction = share / machine_bytes()
+        core = EngineCore(config_of(models=models, kv_cache_bytes=2**10, memory_fraction=fraction))
+        assert core.create_adapter("model", "tiny", LoraConfig(rank=32, seed=1)) is None
+        weights = core.health().adapter_bytes
+        train(core)
+        vectors[share] = core.health().adapter_bytes // weights
+    assert vectors == {2**28: 4, 2**21: 3}, "weights and moments, and in the first a gradient"
+
+
 def test_each_base_model_has_its_part_of_the_room_for_copies() -> None:
     one = plan_memory(config_of(memory_fraction=0.1), CPU, [0])
     three = plan_memory(config_of(memory_fraction=0.1, kv_cache_bytes=1), CPU, [0] * 3)

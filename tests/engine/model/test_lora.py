@@ -87,6 +87,26 @@ def test_an_adapter_that_trains_nothing_is_refused(pool: AdapterPool) -> None:
         pool.create("tiny", nothing)
 
 
+def test_the_memory_of_a_gradient_is_used_for_the_next_and_counts_until_it_is_given_back(
+    pool: AdapterPool,
+) -> None:
+    adapter = pool.create("tiny", LoraConfig(rank=4, seed=0))
+    row = adapter.flat.nbytes
+    adapter.grad = adapter.new_gradient().fill_(torch.nan)
+    place = adapter.grad.data_ptr()
+    adapter.drop_gradient()
+    assert adapter.grad is None
+    assert pool.nbytes == 2 * row
+    again = adapter.new_gradient()
+    assert again.data_ptr() == place
+    assert not again.any(), "nothing of the last one is left"
+    assert adapter.new_gradient().data_ptr() != place, "it is used once"
+    adapter.grad = again
+    adapter.drop_gradient()
+    pool.drop_spares()
+    assert pool.nbytes == row
+
+
 def test_memory_follows_the_adapters_in_use(pool: AdapterPool) -> None:
     lora = LoraConfig(rank=4, seed=0)
     adapters = [pool.create("tiny", lora) for _ in range(4)]

@@ -41,6 +41,9 @@ class Vectors:
         self.exp_avg_sq: Tensor | None = None
         self.step = 0
 
+    def drop_gradient(self) -> None:
+        self.grad = None
+
 
 def weights(seed: int = 0, size: int = SIZE) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))

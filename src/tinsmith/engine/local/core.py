@@ -242,7 +242,9 @@ class EngineCore:
     def _step(self, step: Step) -> dict[str, float] | Failure:
         try:
             adapter = self._adapter(step.adapter_id)
-            return adamw_step(adapter, step.params, cut_adapters.measure(adapter))
+            metrics = adamw_step(adapter, step.params, cut_adapters.measure(adapter))
+            self._make_room()
+            return metrics
         except (ValidationError, EngineError) as error:
             return _failure(error)
         except Exception as error:
@@ -415,11 +417,17 @@ class EngineCore:
 
     def _check_room(self, num_bytes: int) -> None:
         """Refuse an adapter for which there is no memory, on all ranks if on one."""
+        self._make_room(num_bytes)
+        needed, held = self._ranks.numbers(num_bytes), self._ranks.numbers(self._adapter_bytes)
+        self._planned().check_adapter(int(max(needed)), int(max(held)))
+
+    def _make_room(self, num_bytes: int = 0) -> None:
+        """Give back what adapters hold only to save time, where their share is too small for it."""
         if num_bytes > self._free_adapter_bytes():
             for generator in self._generators.values():
                 generator.drop_stacks()
-        needed, held = self._ranks.numbers(num_bytes), self._ranks.numbers(self._adapter_bytes)
-        self._planned().check_adapter(int(max(needed)), int(max(held)))
+            for pool in self._pools.values():
+                pool.drop_spares()
 
     @property
     def _adapter_bytes(self) -> int:

@@ -124,6 +124,8 @@ class Adapter:
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
         self.step = 0
+        self._spare: Tensor | None = None
+        """Memory of the last gradient, for the next."""
         self._flat: Tensor | None = flat
         self._dtype = dtype
         self._views: dict[tuple[int | None, str], LowRank] = {}
@@ -139,8 +141,27 @@ class Adapter:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.flat, self.grad, self.exp_avg, self.exp_avg_sq, self._rounded)
+        parts = (self.flat, self.grad, self.exp_avg, self.exp_avg_sq, self._rounded, self._spare)
         return sum(part.nbytes for part in parts if part is not None)
+
+    def new_gradient(self) -> Tensor:
+        """(P,) zeros, of which nothing is pending yet."""
+        flat, self._spare = self._spare, None
+        return torch.zeros_like(self.flat) if flat is None else flat.zero_()
+
+    def drop_gradient(self) -> None:
+        """Forget the pending gradient.
+
+        On the CPU its memory is kept for the next one: there new memory costs ten times as much to
+        touch as old memory to clear (eight of rank 32 on SmolLM2-135M, 110 ms and 9).
+        """
+        if self.grad is not None and self.grad.device.type == "cpu":
+            self._spare = self.grad
+        self.grad = None
+
+    def drop_spare(self) -> None:
+        """Give back the memory that is kept for the next gradient."""
+        self._spare = None
 
     def ab(self, layer: int | None, target: str) -> tuple[Tensor, Tensor] | None:
         """A (rank, in) and B (out, rank) of one module as float32 views; None when not trained.
@@ -251,6 +272,12 @@ class AdapterPool:
         adapter._flat = adapter._rounded = None
         adapter._views = {}
         adapter.grad = adapter.exp_avg = adapter.exp_avg_sq = None
+        adapter.drop_spare()
+
+    def drop_spares(self) -> None:
+        """Give back what is kept for the next gradients."""
+        for adapter in self._in_use:
+            adapter.drop_spare()
 
     def training_bytes(self, lora: LoraConfig) -> int:
         """What an adapter takes while it trains: a gradient and two moments beside its weights."""

@@ -50,6 +50,8 @@ class Trainable(Protocol):
     @property
     def flat(self) -> Tensor: ...
 
+    def drop_gradient(self) -> None: ...
+
 
 class Shares(Protocol):
     """How the vectors are divided among several ranks; this one has a part of each."""
@@ -92,7 +94,7 @@ def adamw_step(
     try:
         check_gradient_norm(grad_norm, adapter.step)
     except ValidationError:
-        adapter.grad = None
+        adapter.drop_gradient()
         raise
     scale = _clip_scale(grad_norm, params)
     state = [weights, gradient, exp_avg, exp_avg_sq]
@@ -106,7 +108,8 @@ def adamw_step(
             for tensor, before in zip(state, kept, strict=True):
                 tensor.copy_(before)
             raise
-    adapter.exp_avg, adapter.exp_avg_sq, adapter.grad = exp_avg, exp_avg_sq, None
+    adapter.exp_avg, adapter.exp_avg_sq = exp_avg, exp_avg_sq
+    adapter.drop_gradient()
     adapter.step += 1
     return step_metrics(params, adapter.step, grad_norm, update_norm)
 

@@ -293,7 +293,7 @@ class _Progress:
         if self.gradient_includes_pending and pending is not None:
             flat = pending.clone()
         else:
-            flat = torch.zeros_like(self.adapter.flat)
+            flat = self.adapter.new_gradient()
         self.gradient = GradientBuffer(self.adapter.layout, flat)
 
     def fail(self, message: str, category: str) -> None:
