@@ -3,9 +3,11 @@
 Keys and values of samples get a pool of fixed size from it (`sample.kvcache`), so that a sampler
 that is first used after a large pass has as much as one in a fresh server. Adapters that train, and
 frozen ones, have a share beyond which the server puts idle models on disk and lets idle samplers
-go; one for which there is no memory at all is refused with the numbers. What is left is for passes:
-activations, logits and captured graphs. Of it torch keeps what a pass has used for the next one;
-what exceeds the share is given back when the pass has ended.
+go; one for which there is no memory at all is refused with the numbers. In that share is also what
+only saves time, copies of adapters that are sampled side by side and memory for the next gradient;
+it leaves first. What is left is for passes: activations, logits and captured graphs. Of it torch
+keeps what a pass has used for the next one; what exceeds the share is given back when the pass has
+ended.
 """
 
 from __future__ import annotations
