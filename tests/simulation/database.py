@@ -30,6 +30,8 @@ class SimulatedDatabase:
         self.lost_answers = FEW_LOST_ANSWERS
         """How many commits are made and not confirmed: the connection breaks."""
         self.clock_error = 0.0
+        self.sessions: dict[str, str] = {}
+        """The servers that are connected, as holders of a lease, and where they are."""
         self.num_faults = 0
         """Answers that were lost."""
 
@@ -39,6 +41,15 @@ class SimulatedDatabase:
     def check(self) -> None:
         if self.is_away:
             raise _lost()
+
+    def check_session(self, holder: str) -> None:
+        self.check()
+        if holder not in self.sessions:
+            raise _lost()
+
+    def end_sessions(self, place: str) -> None:
+        """A process has ended; or it lives, and finds out when it next asks."""
+        self.sessions = {holder: at for holder, at in self.sessions.items() if at != place}
 
     def writer(self, engine: sa.Engine, on_commit: OnCommit, fence: Write) -> LoopWriter:
         return _Writer(self, self._random, engine, on_commit, fence)
@@ -91,6 +102,7 @@ class _Leases(Leases):
     ) -> None:
         super().__init__(database.url, holder, place, place, seconds)
         self._database = database
+        self._place = place
 
         # What the engine calls must not refer to the connection: the dead never close theirs, and
         # it would stay open for ever.
@@ -98,11 +110,19 @@ class _Leases(Leases):
             connection.create_function("simulated_now", 0, database.now)
 
         sa.event.listen(self._engine, "connect", add_clock)
-        sa.event.listen(self._engine, "begin", lambda connection: database.check())
+        sa.event.listen(self._engine, "begin", lambda connection: database.check_session(holder))
 
     def _connect(self) -> sa.Connection:
         self._database.check()
+        self._database.sessions[self._holder] = self._place
         return self._engine.connect()
+
+    def _has_left(self, connection: sa.Connection, holder: str) -> bool:
+        return holder not in self._database.sessions
+
+    def close(self) -> None:
+        super().close()
+        self._database.sessions.pop(self._holder, None)
 
 
 class LoopLease(Lease):

@@ -206,6 +206,17 @@ async def _database_goes_away(world: World) -> None:
     world.database.is_away = False
 
 
+async def _session_is_dropped(world: World) -> None:
+    """By the database, though the server lives; others may find nobody at its address either."""
+    victim = _victim(world)
+    pairs = {frozenset((victim.name, other.name)) for other in world.replicas if other != victim}
+    is_cut = world.random.random() < 0.5
+    world.network.cut |= pairs if is_cut else set()
+    world.database.end_sessions(victim.name)
+    await asyncio.sleep(world.random.random() * 3)
+    world.network.cut -= pairs if is_cut else set()
+
+
 async def _answers_get_lost(world: World) -> None:
     """Servers end and begin meanwhile, and each may hear nothing of what it has written."""
     world.database.lost_answers = 0.5
@@ -250,6 +261,7 @@ ANY_TROUBLE = Trouble(
         _stop,
         _cut_off,
         _database_goes_away,
+        _session_is_dropped,
         _answers_get_lost,
         _disk_is_full,
         _clock_jumps,
@@ -258,6 +270,7 @@ ANY_TROUBLE = Trouble(
     mean_seconds=(5.0, 10.0, 30.0),
 )
 PAUSES = Trouble((pause_one,), mean_seconds=(2.0,))
+SESSIONS = Trouble((_kill, _session_is_dropped), mean_seconds=(3.0,))
 TAKEOVERS = Trouble((_kill, *[_answers_get_lost] * 2), mean_seconds=(1.0,))
 
 

@@ -73,6 +73,7 @@ class SimulatedReplica:
         self.app = self.replica = None
         self.engines = {}
         self._network.break_connections(self)
+        self._database.end_sessions(self.name)
         stores, self._stores = self._stores, []
         for _, writer in stores:
             writer.cut()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.life import TAKEOVERS, Lived, live
+from tests.simulation.life import SESSIONS, TAKEOVERS, Lived, live
 
 NUM_SEEDS = 6
 
@@ -40,6 +40,14 @@ def _open_files() -> list[str]:
         [str(fd.readlink()) for fd in fds.iterdir() if fd.is_symlink()] if fds.exists() else []
     )
     return [target for target in targets if "tinsmith-life-" in target]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_lease_that_is_taken_before_its_end_does_no_harm_to_a_holder_that_lives(
+    seed: int,
+) -> None:
+    lived = live(seed, SESSIONS)
+    assert isinstance(lived, Lived), lived
 
 
 def test_a_seed_repeats_its_life_step_by_step_in_any_process() -> None:

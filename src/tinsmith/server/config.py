@@ -53,7 +53,8 @@ class ServerConfig:
     default the host and port that it listens on."""
 
     lease_seconds: float = 4.0
-    """How long the others wait for the server that runs the engines before one takes over."""
+    """How long the others wait for the server that runs the engines before one takes over. They do
+    not wait for one that is known to have ended."""
 
     storage: str | None = None
     """Where weights and large requests are kept: s3://bucket/prefix, gs://bucket/prefix,

@@ -36,6 +36,7 @@ class ScriptedLease:
         self.view = View()
         self.store_id = None
         self.is_certain = True
+        self.missed: list[Holder] = []
 
     @property
     def is_held(self) -> bool:
@@ -44,6 +45,9 @@ class ScriptedLease:
     def show(self, view: View) -> None:
         self.view = view
         self._on_change()
+
+    def miss(self, holder: Holder) -> None:
+        self.missed.append(holder)
 
     async def start(self) -> None: ...
 
@@ -340,6 +344,7 @@ async def test_who_waits_for_a_dead_holder_hears_when_it_is_back(follower: Follo
     follower.follow(url)
     asking = asyncio.create_task(follower.http.get("/x"))
     await asyncio.sleep(0.25)
+    assert set(follower.lease.missed) == {Holder(url, 1)}, "whoever keeps the lease is told"
     port = int(url.rpartition(":")[2])
     app = Starlette(routes=[Route("/{path:path}", _echo, methods=METHODS)])
     async with listening(app, port):
@@ -357,3 +362,27 @@ async def test_who_waits_hears_when_a_late_renewal_makes_the_lease_certain_again
     await asyncio.sleep(0.05)
     follower.lease.is_certain = True
     assert (await asking).content == b"here: 1"
+
+
+async def test_a_server_that_stops_looks_for_nobody_any_more() -> None:
+    """The holder may be slow to refuse a connection; nobody waits for it then."""
+    leases: list[ScriptedLease] = []
+
+    def lease(on_change: Callable[[], None]) -> Any:
+        leases.append(ScriptedLease(on_change))
+        return leases[-1]
+
+    async def lead(epoch: int) -> Any:
+        raise AssertionError("nobody leads here")
+
+    replica = Replica(lease, lead, Metrics(), 5.0, lambda: None)
+    before = asyncio.all_tasks()
+    async with listening(replica) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
+        asking = asyncio.create_task(http.get("/x"))
+        await asyncio.sleep(0.05)
+        replica.begin_drain()
+        assert (await asking).status_code == 503
+        looking = [t for t in asyncio.all_tasks() - before if "_look" in repr(t.get_coro())]
+        assert len(looking) == 1
+        await replica.stop()
+        assert looking[0].done()

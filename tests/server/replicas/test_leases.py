@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tinsmith.server.store.records import AuditRecord
 from tinsmith.server.store.store import Store
 
 LONG = 3600.0
+SHORT = 0.2
 AUDIT = AuditRecord(owner="o", at=1.0, area="checkpoints", event="x")
 
 Join = Callable[..., Leases]
@@ -58,6 +60,14 @@ def _run(url: str, statement: str) -> None:
 
 def _let_it_run_out(url: str) -> None:
     _run(url, "UPDATE leases SET expires_at = 0")
+
+
+def _soon(ask: Callable[[], int | None]) -> int | None:
+    """The database notices a moment later that a connection has ended."""
+    deadline = time.monotonic() + 10
+    while (found := ask()) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
 
 
 def _store(url: str, folder: Path, holder: str, epoch: int, seconds: float = LONG) -> Store:
@@ -120,6 +130,54 @@ def test_of_many_who_ask_at_once_one_has_the_lease(join: Join) -> None:
     for thread in threads:
         thread.join(30)
     assert sorted(got, key=str) == [1, *[None] * 5]
+
+
+def _await_connected(follower: Leases) -> None:
+    """A server that has just connected does not judge others by their connections."""
+    assert follower.present() is not None
+    time.sleep(2 * SHORT)
+
+
+def test_a_lease_is_taken_before_its_end_from_a_holder_that_is_no_longer_connected(
+    join: Join,
+) -> None:
+    a, b, c = join("a"), join("b", seconds=SHORT), join("c", seconds=SHORT)
+    assert a.take() == 1
+    for follower in (b, c):
+        _await_connected(follower)
+        assert follower.take_from_dead(1) is None, "it lives"
+    a.close()
+    assert b.take() is None
+    assert b.take_from_dead(2) is None, "nobody has that epoch"
+    taken = [_soon(lambda: b.take_from_dead(1)), c.take_from_dead(1)]
+    assert taken == [2, None]
+    assert not join("a").renew(1), "and if it were alive, it would be told"
+
+
+def test_a_holder_that_lost_one_connection_and_has_another_keeps_the_lease(
+    join: Join, url: str
+) -> None:
+    a, b = join("a"), join("b", seconds=SHORT)
+    assert a.take() == 1
+    _await_connected(b)
+    _run(url, "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'")
+    with pytest.raises(StoreUnavailableError):
+        b.present()
+    assert b.take_from_dead(1) is None, "the database has dropped ours as well"
+    with pytest.raises(StoreUnavailableError):
+        a.renew(1)
+    assert a.renew(1)
+    _await_connected(b)
+    assert b.take_from_dead(1) is None
+
+
+def test_the_lease_of_a_server_that_shows_no_connection_runs_out(join: Join, url: str) -> None:
+    """One of an earlier release."""
+    a, b = join("a"), join("b", seconds=SHORT)
+    assert a.take() == 1
+    _run(url, "UPDATE leases SET holder = 'one of an earlier release'")
+    _await_connected(b)
+    assert b.take_from_dead(1) is None
 
 
 async def test_what_the_old_holder_writes_is_refused_and_leaves_nothing(

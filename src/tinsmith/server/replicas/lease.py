@@ -55,6 +55,8 @@ class Lease:
         self._rests_until = 0.0
         self._is_too_old = False
         self._wants_release = False
+        self._missing_epoch: int | None = None
+        self._hurry = threading.Event()
         self._is_ending = threading.Event()
         self._thread: threading.Thread | None = None
         self.view = View()
@@ -78,9 +80,15 @@ class Lease:
         self._rests_until = time.monotonic() + _REST_SECONDS
         self._wants_release = True
 
+    def miss(self, holder: Holder) -> None:
+        """The holder is not found at its address: ask at once whether it has ended."""
+        self._missing_epoch = holder.epoch
+        self._hurry.set()
+
     async def close(self) -> None:
         """Give the lease back, if it is ours, and ask no more."""
         self._is_ending.set()
+        self._hurry.set()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._end)
@@ -94,8 +102,10 @@ class Lease:
         return view
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        while not self._is_ending.wait(self._pause()):
-            if not self._ask(loop):
+        while True:
+            self._hurry.wait(self._pause())
+            self._hurry.clear()
+            if self._is_ending.is_set() or not self._ask(loop):
                 return
 
     def _ask(self, loop: asyncio.AbstractEventLoop) -> bool:
@@ -124,7 +134,7 @@ class Lease:
         trouble = None
         if began >= self._rests_until and not self._is_too_old:
             try:
-                epoch = self._leases.take()
+                epoch = self._take()
             except StoreTooNewError as error:
                 self._is_too_old, epoch = True, None
                 logger.error("this server can pass requests on, and cannot take over: %s", error)
@@ -136,6 +146,13 @@ class Lease:
         present = self._leases.present()
         other = None if present is None else Holder(present.url, present.epoch)
         return View(other=other, trouble=trouble)
+
+    def _take(self) -> int | None:
+        missing, self._missing_epoch = self._missing_epoch, None
+        epoch = self._leases.take()
+        if epoch is None and missing is not None:
+            epoch = self._leases.take_from_dead(missing)
+        return epoch
 
     def _keep(self, epoch: int, began: float) -> View:
         if self._wants_release:

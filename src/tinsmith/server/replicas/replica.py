@@ -104,6 +104,9 @@ class Replica:
         self.begin_drain()
         if self._taking is not None:
             await asyncio.gather(self._taking, return_exceptions=True)
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
         if self.service is not None:
             await (self.service.abandon() if self.is_lost else self.service.stop())
         self.forwarding.drop()
@@ -269,6 +272,8 @@ class Replica:
                 break
             if other is not None and await self.forwarding.reaches(other.url):
                 break
+            if other is not None:
+                self._lease.miss(other)
             self._silent = other
         self._silent = None
         self._wake()

@@ -3,11 +3,16 @@
 Times are by the database's clock. A lease that ran out is taken by whoever asks first, and its
 epoch counts up; one that ran out and that nobody took is still its holder's. Everything here
 blocks, on a connection of its own, and is for one thread.
+
+With that connection goes a lock under the server's name. A process that dies loses both at once, so
+others can see that it left before its lease has run out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import time
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -36,6 +41,13 @@ class Leases:
         many seconds from when it was taken or renewed."""
         self._engine = create_engine(url, self.patience)
         self._connection: sa.Connection | None = None
+        self._connected_at = 0.0
+        self._known_epoch = 0
+        self._is_known_connected = False
+        """Whether the holder with that epoch was connected when we first saw it. Servers of earlier
+        releases have no lock under their name."""
+        self._holder = holder
+        self._seconds = seconds
         own = {"holder": holder, "place": place, "url": address}
         table, end = schema.leases, self.now + seconds
         # Made once: they are carried out every second, for as long as a server lives.
@@ -48,6 +60,16 @@ class Leases:
                 set_={**fresh, "epoch": table.c.epoch + 1},
                 where=sa.or_(table.c.expires_at <= self.now, table.c.place == place),
             )
+            .returning(table.c.epoch)
+        )
+        self._take_from = (
+            sa.update(table)
+            .where(
+                table.c.name == LEASE,
+                table.c.holder == sa.bindparam("of_holder"),
+                table.c.epoch == sa.bindparam("of_epoch"),
+            )
+            .values({**fresh, "epoch": table.c.epoch + 1})
             .returning(table.c.epoch)
         )
         self._present = sa.select(table).where(table.c.name == LEASE, table.c.expires_at > self.now)
@@ -78,6 +100,27 @@ class Leases:
                 is_behind(connection)
             return epoch
 
+    def take_from_dead(self, epoch: int) -> int | None:
+        """As `take`, from a holder whose process has ended; None if it may be alive.
+
+        `epoch` is that of the holder, who was not found at its address. Without its connection to
+        the database as well, it is gone. Where ours is new, the database may have dropped all of
+        them, and a holder that lives is about to have another.
+        """
+        with self._transaction() as connection:
+            if time.monotonic() - self._connected_at < self._seconds:
+                return None
+            present = connection.execute(self._present).first()
+            if present is None or not present.epoch == epoch == self._known_epoch:
+                return None
+            if not self._is_known_connected or not self._has_left(connection, present.holder):
+                return None
+            asked = {"of_holder": present.holder, "of_epoch": epoch}
+            taken = connection.execute(self._take_from, asked).scalar()
+            if taken is not None:
+                is_behind(connection)
+            return taken
+
     def renew(self, epoch: int) -> bool:
         """Whether the lease is still ours; if so, it begins anew."""
         return self._set_end(self._renew, epoch)
@@ -90,6 +133,9 @@ class Leases:
         """The lease, if somebody holds it now."""
         with self._transaction() as connection:
             row = connection.execute(self._present).first()
+            if row is not None and row.epoch != self._known_epoch:
+                self._is_known_connected = not self._has_left(connection, row.holder)
+                self._known_epoch = row.epoch
         return None if row is None else LeaseRecord(**row._mapping)
 
     def store_id(self) -> str | None:
@@ -111,6 +157,7 @@ class Leases:
         try:
             if self._connection is None:
                 self._connection = self._connect()
+                self._connected_at = time.monotonic()
             with self._connection.begin():
                 yield self._connection
         except TROUBLE as error:
@@ -128,6 +175,9 @@ class Leases:
             connection.exec_driver_sql(f"SET statement_timeout = {_STATEMENT_MILLISECONDS}")
             lock = sa.select(sa.func.pg_try_advisory_lock_shared(LOCK_NUMBER))
             is_locked = connection.execute(lock).scalar_one()
+            # Shared, because an earlier connection of ours may still seem to be there.
+            own = sa.func.pg_advisory_lock_shared(_lock_number(self._holder))
+            connection.execute(sa.select(own))
         if not is_locked:
             connection.close()
             raise StoreInUseError(
@@ -135,3 +185,13 @@ class Leases:
                 f"{self._engine.url!r} for itself; stop it first"
             )
         return connection
+
+    def _has_left(self, connection: sa.Connection, holder: str) -> bool:
+        """Whether a server has no connection any more."""
+        lock = sa.func.pg_try_advisory_xact_lock(_lock_number(holder))
+        return bool(connection.execute(sa.select(lock)).scalar_one())
+
+
+def _lock_number(holder: str) -> int:
+    """The lock that a server holds as long as it is connected."""
+    return int.from_bytes(hashlib.sha256(holder.encode()).digest()[:8], signed=True)
