@@ -72,6 +72,40 @@ async def test_the_log_is_read_in_order_and_pending_models_are_known(store: Stor
     assert await store.log.models_with_pending() == [MODEL.model_id]
 
 
+async def test_the_logs_of_models_after_their_snapshots_are_read_together(store: Store) -> None:
+    other = dataclasses.replace(MODEL, model_id="s:train:1", model_seq_id=1)
+    await store.log.record(operation(0), MODEL)
+    for seq_id in (2, 1):
+        await store.log.record(operation(seq_id, payload=b"x" * 9000, payload_bytes=9000))
+    await store.log.record(operation(0, request_id="other", model_id=other.model_id), other)
+    await store.models.update(MODEL.model_id, {"snapshot_seq_id": 0})
+    ids = [MODEL.model_id, other.model_id, "no such model"]
+    found = await store.log.read_after_snapshots(ids)
+    assert [(o.model_id, o.seq_id) for o in found] == [(ids[0], 1), (ids[0], 2), (ids[1], 0)]
+    assert [o.payload and bytes(o.payload) for o in found] == [None, None, b"payload"]
+    assert {m.model_id for m in await store.models.get_many(ids)} == set(ids[:2])
+
+
+async def test_models_in_use_are_those_of_active_sessions_used_last(store: Store) -> None:
+    for session_id in ("s", "t"):
+        await store.sessions.add(dataclasses.replace(SESSION, session_id=session_id))
+    await store.sessions.update("t", {"state": "finished"})
+    made = [("s", 5.0, 7), ("s", 7.0, 7), ("s", 6.0, 7), ("s", 8.0, 9000), ("t", 9.0, 7)]
+    for number, (session_id, at, size) in enumerate(made):
+        model = dataclasses.replace(
+            MODEL,
+            model_id=f"m{number}",
+            model_seq_id=number,
+            session_id=session_id,
+            last_request_at=at,
+        )
+        about = {"request_id": model.model_id, "model_id": model.model_id, "created_at": at}
+        first = operation(0, payload_bytes=size, **about)
+        await store.log.record(first, model)
+    assert await store.models.used_since(6.0, 10) == ["m1", "m2"]
+    assert await store.models.used_since(0.0, 1) == ["m1"]
+
+
 async def test_many_payloads_are_read_together_but_for_those_in_files(store: Store) -> None:
     sizes = {0: 10, 1: 100_000, 2: 20}
     payloads = {f"r{n}": os.urandom(size) for n, size in sizes.items()}

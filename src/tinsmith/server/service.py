@@ -168,6 +168,7 @@ class Service:
             self.losses,
             # Requests that an earlier release recorded are replayed as they are.
             dataclasses.replace(self.limits, allows_nul=True),
+            self.workers,
         )
         self.snapshots = Snapshots(store, self.weights, config)
         endings = Endings(
@@ -192,6 +193,7 @@ class Service:
                 metrics=metrics,
                 config=config,
                 let_go=let_go,
+                take_history=self.models.take_history,
             )
 
         self.scheduler = Dispatcher(
@@ -218,8 +220,8 @@ class Service:
         await self.storage.sweep_trash(self.store.confirm)
         await self.engines.start()
         await self.sessions.welcome_back()
-        for model_id in await self.store.log.models_with_pending():
-            await self.models.get(model_id)
+        lately = min(_FORGET_SECONDS, self.config.session_timeout_seconds)
+        await self.models.bring_back(time.time() - lately, self.config.max_loaded_models)
         looks = {"server": self._engines_at_a_glance, "key": self.auth.last_change}
         self._tasks = [
             asyncio.create_task(self.scheduler.run(), name="scheduler"),

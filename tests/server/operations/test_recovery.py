@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import sqlalchemy as sa
 
+from tests.support.in_process_server import MODEL, datum
 from tinsmith.engine.fake import FakeEngine
+from tinsmith.server.operations.codecs import PassCodec
 from tinsmith.server.store.database import Database
 from tinsmith.server.trash import Trash
 
@@ -17,7 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.in_process_server import Api, StartServer, TestServer
-    from tinsmith.engine.base import Step
+    from tinsmith.engine.base import Pass, Step
+    from tinsmith.server.engines.plan import SlotPlan
 
 
 async def _steps(api: Api, model: str, first: int, count: int) -> list[str]:
@@ -184,6 +188,109 @@ async def test_a_restarted_server_resolves_the_ids_it_gave_out(start_server: Sta
     for request_id in ids:
         await server.api.result(request_id)
     assert await server.api.loss(model, 9) == expected
+
+
+async def test_a_start_reads_models_together_and_rebuilds_them_without_reading_more(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, with their logs twice, hundreds took seconds to come back after a takeover."""
+    server = await start_server()
+    models = [await server.api.model() for _ in range(20)]
+    before = []
+    for model in models:
+        for request_id in await _steps(server.api, model, 1, 2):
+            await server.api.result(request_id)
+        before.append(await server.api.loss(model, 5))
+    await server.stop()
+    asked = 0
+    in_thread = Database.in_thread
+
+    async def counted(database: Database, function: Callable[..., Any], *args: Any) -> Any:
+        nonlocal asked
+        asked += function.__qualname__.startswith(("Log.", "Database."))
+        return await in_thread(database, function, *args)
+
+    monkeypatch.setattr(Database, "in_thread", counted)
+    server = await start_server()
+    after = [await server.api.loss(model, 6) for model in models]
+    assert after == before
+    assert asked < 2 * len(models), "each session is read when it first comes, and little else"
+
+
+async def test_what_was_read_at_a_start_is_replayed_once_and_never_when_it_is_old(
+    start_server: StartServer,
+) -> None:
+    server = await start_server()
+    expected = await _undisturbed(server.api, 4)
+    model = await server.api.model()
+    for request_id in await _steps(server.api, model, 1, 2):
+        await server.api.result(request_id)
+    await server.stop()
+    server = await start_server()
+    for first in (5, 7):
+        for request_id in await _steps(server.api, model, first, 1):
+            await server.api.result(request_id)
+        server.kill_engine()
+        await server.until(lambda: server.service.engines.is_up)
+    assert await server.api.loss(model, 9) == expected
+
+
+async def test_a_model_whose_creation_waited_at_the_start_is_rebuilt_with_all_it_learnt(
+    start_server: StartServer,
+) -> None:
+    """Nothing of it had been carried out when its log was read."""
+    may_start = asyncio.Event()
+    may_start.set()
+
+    async def wait(plan: SlotPlan) -> None:
+        await may_start.wait()
+
+    server = await start_server(before_start=wait)
+    expected = await _undisturbed(server.api, 2)
+    session = await server.api.session()
+    may_start.clear()
+    server.kill_engine()
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": MODEL}
+    promise = await server.api.ok("/create_model", asked | {"lora_config": {"rank": 4, "seed": 1}})
+    await server.stop()
+    server = await start_server()
+    model = promise["model_id"]
+    for request_id in await _steps(server.api, model, 1, 2):
+        await server.api.result(request_id)
+    server.kill_engine()
+    assert await server.api.loss(model, 5) == expected
+
+
+async def test_what_a_rebuild_holds_is_bounded_in_bytes_and_decoded_beside_the_event_loop(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not by a number of operations alone: each may have a hundred megabytes."""
+    sizes: list[int] = []
+    run_passes, decode = FakeEngine.run_passes, PassCodec.decode
+    decoding: set[threading.Thread] = set()
+
+    def decoded(*args: Any) -> Any:
+        decoding.add(threading.current_thread())
+        return decode(*args)
+
+    def noted(engine: FakeEngine, passes: Sequence[Pass]) -> Any:
+        sizes.append(sum(datum.nbytes for each in passes for datum in each.data))
+        return run_passes(engine, passes)
+
+    api = server.api
+    model = await api.model()
+    large = datum(*(1 + number % 200 for number in range(4000)))
+    for seq_id in range(1, 9):
+        await api.result(await api.send_pass(model, seq_id, *[large] * 20))
+    await api.result(await api.send_step(model, 9))
+    before = await api.loss(model, 10)
+    server.kill_engine()
+    monkeypatch.setattr(FakeEngine, "run_passes", noted)
+    monkeypatch.setattr(PassCodec, "decode", decoded)
+    assert await api.loss(model, 11) == before
+    *replayed, _ = sizes
+    assert len(replayed) > 1 and max(replayed) < 0.8 * sum(replayed)
+    assert decoding and threading.main_thread() not in decoding, "the event loop is for others"
 
 
 @pytest.mark.parametrize("policy", [{"snapshot_steps": 2}, {"snapshot_log_bytes": 500}])

@@ -17,6 +17,7 @@ from typing import TypeVar
 from tinsmith.engine.base import Engine, Failure, Pass, SavedAdapter, SavedKind, Step
 from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.server.checkpoints import Checkpoints, checkpoint_name, expiry
+from tinsmith.server.edge.workers import LARGE_PASS_BYTES, Workers
 from tinsmith.server.encryption import ENCRYPTED, encrypt_folder
 from tinsmith.server.operations.codecs import LoadRequest, pass_data
 from tinsmith.server.operations.finishes import done, failed
@@ -64,17 +65,26 @@ class Executor:
     checkpoints: Checkpoints
     losses: UploadedLosses
     limits: Limits
+    workers: Workers
 
     async def request_of(self, operation: Operation, kind: type[R]) -> R:
         """The operation's request, read from the store if need be."""
         if operation.request is None:
-            self.decode(operation, await self.store.log.read_payload(operation.record.request_id))
+            body = operation.record.payload
+            if body is None:
+                body = await self.store.log.read_payload(operation.record.request_id)
+            await self.decode(operation, body)
         assert isinstance(operation.request, kind)
         return operation.request
 
-    def decode(self, operation: Operation, body: bytes) -> None:
-        content_type = operation.record.content_type
-        operation.request = operation.kind.codec.decode(body, content_type, self.limits)
+    async def decode(self, operation: Operation, body: bytes) -> None:
+        """Give the operation its request; a large one is decoded beside the event loop."""
+        decode, content_type = operation.kind.codec.decode, operation.record.content_type
+        if len(body) < LARGE_PASS_BYTES:
+            operation.request = decode(body, content_type, self.limits)
+            return
+        owner = operation.record.owner
+        operation.request = await self.workers.run(owner, decode, body, content_type, self.limits)
 
     async def pass_of(self, model: LiveModel, operation: Operation) -> Pass | Failure:
         recorded = await self.request_of(operation, RecordedPass)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from tinsmith.engine.base import Failure
 from tinsmith.server.futures import Promises
@@ -15,6 +16,15 @@ from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.queue import SequenceQueue
 from tinsmith.server.store.records import ModelRecord, OperationRecord
 from tinsmith.server.store.store import Store
+
+_READ_AT_A_TIME = 128
+"""Models that are read together at a start."""
+
+_KEPT_BYTES = 64 * 1024 * 1024
+"""Of all histories; and as much of requests that were read with their models and wait."""
+
+_RECORD_BYTES = 1024
+"""What an operation takes in memory, about, beside its request."""
 
 
 @dataclass(slots=True)
@@ -39,6 +49,10 @@ class LiveModels:
         self._reading: dict[str, asyncio.Task[LiveModel | None]] = {}
         self._backlogs: dict[str, Backlog] = {}
         self._together = Backlog()
+        self._histories: dict[LiveModel, tuple[Sequence[OperationRecord], int]] = {}
+        """What took effect after a model's snapshot, as it was read with the model, and its size.
+        It is true until something of the model has ended, and wanted once: for its rebuilding."""
+        self._kept_bytes = 0
 
     def backlog_of(self, owner: str) -> Backlog:
         """What the owner has sent and not yet got an end for."""
@@ -60,6 +74,7 @@ class LiveModels:
         backlog.add(operation, -1)
         self._together.add(operation, -1)
         operation.request, operation.is_held = None, False
+        self.take_history(model)
         if not backlog.num_operations:
             del self._backlogs[model.owner]
 
@@ -92,6 +107,7 @@ class LiveModels:
         for model in self:
             if model.is_idle and model.last_used_at < used_before:
                 del self._models[model.model_id]
+                self.take_history(model)
                 if model.slot is not None:
                     del model.slot.models[model]
 
@@ -105,11 +121,38 @@ class LiveModels:
             task.add_done_callback(lambda _: self._reading.pop(model_id, None))
         return await asyncio.shield(self._reading[model_id])
 
+    async def bring_back(self, used_since: float, most: int) -> None:
+        """At a start: models that have something to do, and of those that were in use lately the
+        last ones, that many. Their clients all come back at once, so they are read together."""
+        pending = await self._store.log.models_with_pending()
+        recent = await self._store.models.used_since(used_since, most)
+        wanted = list(dict.fromkeys([*pending, *recent]))
+        for start in range(0, len(wanted), _READ_AT_A_TIME):
+            part = wanted[start : start + _READ_AT_A_TIME]
+            rows, records = await asyncio.gather(
+                self._store.log.read_after_snapshots(part), self._store.models.get_many(part)
+            )
+            logs = {key: list(log) for key, log in groupby(rows, lambda row: row.model_id)}
+            for record in records:
+                await self._make(record, logs.get(record.model_id, []))
+
+    def take_history(self, model: LiveModel) -> Sequence[OperationRecord] | None:
+        """What a rebuild has to replay, if that was read with the model and nothing of the model
+        has ended since."""
+        history, num_bytes = self._histories.pop(model, (None, 0))
+        self._kept_bytes -= num_bytes
+        return history
+
     async def _read(self, model_id: str) -> LiveModel | None:
         record = await self._store.models.get(model_id)
         if record is None:
             return None
         log = await self._store.log.read(model_id, record.snapshot_seq_id)
+        return await self._make(record, log)
+
+    async def _make(self, record: ModelRecord, log: Sequence[OperationRecord]) -> LiveModel:
+        """A model of its record and its log after its snapshot."""
+        model_id = record.model_id
         closed_seq_id = _closed_seq_id(record, log)
         if closed_seq_id != record.closed_seq_id:
             await self._store.models.update(model_id, {"closed_seq_id": closed_seq_id})
@@ -121,15 +164,36 @@ class LiveModels:
         for operation in log:
             if operation.status == "pending":
                 self._promises.open(operation.request_id, operation.owner)
-                self.enqueue(model, operation_of(operation))
-            elif changed_model(operation):
-                model.is_changed = True
+                self.enqueue(model, self._waiting(operation))
+        history = [operation for operation in log if changed_model(operation)]
+        model.is_changed = bool(history)
         if record.retired_at is not None:
             problem = f"the state of {model_id} was dropped because it was not used for very long"
             model.failure = Failure(f"{problem}; start from a checkpoint", "user")
         if log and log[0].seq_id == 0 and log[0].status == "failed":
             model.failure = Failure(f"model {model_id} was not created: {log[0].error}", "user")
-        return self._models.setdefault(model_id, model)
+        if self._models.setdefault(model_id, model) is model:
+            self._keep(model, history)
+        return self._models[model_id]
+
+    def _waiting(self, record: OperationRecord) -> Operation:
+        """An operation for its model's queue; its request may have been read with it."""
+        is_held = record.payload is not None
+        if is_held and self.held_bytes + record.payload_bytes > _KEPT_BYTES:
+            record, is_held = dataclasses.replace(record, payload=None), False
+        operation = operation_of(record)
+        operation.is_held = is_held
+        return operation
+
+    def _keep(self, model: LiveModel, history: Sequence[OperationRecord]) -> None:
+        num_bytes = sum(map(_num_bytes, history))
+        if self._kept_bytes + num_bytes <= _KEPT_BYTES:
+            self._histories[model] = history, num_bytes
+            self._kept_bytes += num_bytes
+
+
+def _num_bytes(operation: OperationRecord) -> int:
+    return _RECORD_BYTES + len(operation.payload or b"")
 
 
 def _closed_seq_id(record: ModelRecord, log: Sequence[OperationRecord]) -> int:

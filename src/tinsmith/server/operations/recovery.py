@@ -8,7 +8,7 @@ recording anything; those still pending are in the model's queue and run in thei
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 
 from tinsmith.engine.base import Engine, Failure, Pass
@@ -18,7 +18,7 @@ from tinsmith.server.operations.kinds import changed_model, operation_of
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.operation import Operation, PassKind, SingleKind, StepKind
 from tinsmith.server.store.errors import StoreDamagedError
-from tinsmith.server.store.records import ModelRecord
+from tinsmith.server.store.records import ModelRecord, OperationRecord
 
 logger = logging.getLogger(__name__)
 
@@ -26,32 +26,40 @@ _PASSES_AT_A_TIME = 32
 _READ_AT_A_TIME = 64
 """Requests that are read together: one by one, the reading takes far longer than a small replay."""
 
+_BYTES_AT_A_TIME = 4 * 1024 * 1024
+"""Requests that are read, or replayed, together have so many bytes, or one more than that."""
+
+TakeHistory = Callable[[LiveModel], Sequence[OperationRecord] | None]
+"""What took effect after a model's snapshot, where that was read with the model and is still all
+there is. It is handed out once."""
+
 
 class RebuildError(TinkerError):
     """A model's state cannot be had again; the message says where its history breaks off."""
 
 
 class Recovery:
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, take_history: TakeHistory) -> None:
         self._executor = executor
+        self._take_history = take_history
 
     async def rebuild(self, engine: Engine, model: LiveModel) -> None:
         """Bring the model's adapter in `engine` to where its log says it is."""
         await model.recorded()
-        record = await self._executor.store.models.get(model.model_id)
-        assert record is not None
-        model.record = record
+        history = self._take_history(model)
+        record = model.record if history is not None else await self._read_record(model)
         if (failure := await self._restore(engine, model)) is not None:
             if record.snapshot_weights_id == record.previous_snapshot_weights_id:
                 _check(failure, "restore the snapshot of")
             logger.error("the newest snapshot of %s is damaged: %s", model.model_id, failure)
-            record = await self._revert(model)
+            record, history = await self._revert(model), None
             _check(await self._restore(engine, model), "restore the snapshots of")
-        log = await self._executor.store.log.read(model.model_id, record.snapshot_seq_id)
-        replayed = [operation_of(record) for record in log if changed_model(record)]
-        logger.info("rebuilding %s: %d operations to replay", model.model_id, len(replayed))
+        if history is None:
+            log = await self._executor.store.log.read(model.model_id, record.snapshot_seq_id)
+            history = [each for each in log if changed_model(each)]
+        logger.info("rebuilding %s: %d operations to replay", model.model_id, len(history))
         try:
-            await self._replay(engine, model, replayed)
+            await self._replay(engine, model, history)
         except StoreDamagedError as error:
             raise RebuildError(f"its log cannot be replayed: {error}") from error
 
@@ -72,20 +80,28 @@ class Recovery:
     async def _revert(self, model: LiveModel) -> ModelRecord:
         """Go back to the previous snapshot; the log since then is still there."""
         await self._executor.store.models.revert_snapshot(model.model_id)
+        model.is_changed = model.wants_snapshot = True
+        return await self._read_record(model)
+
+    async def _read_record(self, model: LiveModel) -> ModelRecord:
         record = await self._executor.store.models.get(model.model_id)
         assert record is not None
         model.record = record
-        model.is_changed = model.wants_snapshot = True
         return record
 
-    async def _replay(self, engine: Engine, model: LiveModel, operations: list[Operation]) -> None:
+    async def _replay(
+        self, engine: Engine, model: LiveModel, history: Sequence[OperationRecord]
+    ) -> None:
         passes: list[Pass] = []
-        async for operation in self._with_requests(operations):
+        num_bytes = 0
+        async for operation in self._with_requests(history):
             if isinstance(operation.kind, PassKind):
                 passes.append(await self._pass_of(operation.kind, model, operation))
-            if passes and (len(passes) == _PASSES_AT_A_TIME or not operation.is_pass):
+                num_bytes += operation.record.payload_bytes
+            is_full = len(passes) == _PASSES_AT_A_TIME or num_bytes >= _BYTES_AT_A_TIME
+            if passes and (is_full or not operation.is_pass):
                 await _run(engine, passes)
-                passes = []
+                passes, num_bytes = [], 0
             if isinstance(operation.kind, StepKind):
                 step = await operation.kind.prepare(self._executor, model, operation)
                 [result] = await engine.step([step])
@@ -97,17 +113,18 @@ class Recovery:
                 _check(failure, f"replay operation {operation.seq_id} of")
         await _run(engine, passes)
 
-    async def _with_requests(self, operations: list[Operation]) -> AsyncIterator[Operation]:
-        """The operations, with their requests where these are small; others are read when used."""
-        for start in range(0, len(operations), _READ_AT_A_TIME):
-            part = operations[start : start + _READ_AT_A_TIME]
-            bodies = await self._executor.store.log.read_payloads(
-                [operation.record.request_id for operation in part]
-            )
-            for operation in part:
-                if (body := bodies.get(operation.record.request_id)) is not None:
-                    self._executor.decode(operation, body)
+    async def _with_requests(self, history: Sequence[OperationRecord]) -> AsyncIterator[Operation]:
+        """The operations, with their requests where these are small; others are read when used.
+        Whoever asks for the next one has no use for the last one's request any more."""
+        for part in _parts(history):
+            absent = [each.request_id for each in part if each.payload is None]
+            bodies = await self._executor.store.log.read_payloads(absent) if absent else {}
+            for record in part:
+                operation = operation_of(record)
+                if (body := record.payload or bodies.get(record.request_id)) is not None:
+                    await self._executor.decode(operation, body)
                 yield operation
+                operation.request = None
 
     async def _pass_of(self, kind: PassKind, model: LiveModel, operation: Operation) -> Pass:
         item = await kind.prepare(self._executor, model, operation)
@@ -115,6 +132,21 @@ class Recovery:
             problem = f"operation {operation.seq_id} cannot be replayed: {item.message}"
             raise RebuildError(problem)
         return replace(item, is_replay=True)
+
+
+def _parts(history: Sequence[OperationRecord]) -> Iterator[list[OperationRecord]]:
+    """Operations whose requests are read together."""
+    part: list[OperationRecord] = []
+    num_bytes = 0
+    for record in history:
+        part.append(record)
+        # What is in a file is read by itself.
+        num_bytes += record.payload_bytes if record.payload_file is None else 0
+        if len(part) == _READ_AT_A_TIME or num_bytes >= _BYTES_AT_A_TIME:
+            yield part
+            part, num_bytes = [], 0
+    if part:
+        yield part
 
 
 async def _run(engine: Engine, passes: list[Pass]) -> None:

@@ -36,7 +36,7 @@ from tinsmith.server.operations.gaps import GapWatch
 from tinsmith.server.operations.gathering import Gathering
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.operation import Operation
-from tinsmith.server.operations.recovery import Recovery
+from tinsmith.server.operations.recovery import Recovery, TakeHistory
 from tinsmith.server.operations.residence import Load, Residents, Save
 from tinsmith.server.operations.runner import STORE_PAUSE_SECONDS, Free, Parts, Work, run_guarded
 from tinsmith.server.operations.shares import Shares
@@ -65,8 +65,10 @@ class Scheduler:
         metrics: Metrics,
         config: ServerConfig,
         let_go: Free,
+        take_history: TakeHistory,
     ) -> None:
-        """`let_go` is called with a model that nothing keeps in this slot any more."""
+        """`let_go` is called with a model that nothing keeps in this slot any more; `take_history`,
+        when one is rebuilt."""
         self._store = store
         self._slot = slot
         self._let_go = let_go
@@ -74,7 +76,7 @@ class Scheduler:
         self._snapshots = snapshots
         self._metrics = metrics
         self._config = config
-        self._recovery = Recovery(executor)
+        self._recovery = Recovery(executor, take_history)
         self._residents = Residents(slot, config, self.wake)
         self._shares = Shares()
         self._parts = Parts(

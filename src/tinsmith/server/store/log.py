@@ -68,6 +68,23 @@ _WITH_NUMBER = _OF_MODEL.where(schema.operations.c.seq_id == sa.bindparam("numbe
 _AFTER_NUMBER = _OF_MODEL.where(schema.operations.c.seq_id > sa.bindparam("number")).order_by(
     schema.operations.c.seq_id
 )
+_SMALL_BYTES = 4096
+"""Requests that are read with their operations, where many are read together."""
+
+_AFTER_SNAPSHOTS = (
+    sa.select(
+        *_LIGHT_COLUMNS,
+        sa.case(
+            (schema.operations.c.payload_bytes <= _SMALL_BYTES, schema.operations.c.payload)
+        ).label("payload"),
+    )
+    .join(schema.models, schema.models.c.model_id == schema.operations.c.model_id)
+    .where(
+        schema.models.c.model_id.in_(sa.bindparam("of_models", expanding=True)),
+        schema.operations.c.seq_id > schema.models.c.snapshot_seq_id,
+    )
+    .order_by(schema.operations.c.model_id, schema.operations.c.seq_id)
+)
 _WITH_RESULT = sa.select(*[c for c in _COLUMNS if c.name != "payload"]).where(
     schema.operations.c.request_id == sa.bindparam("of_request")
 )
@@ -222,6 +239,12 @@ class Log:
         """The operations above `after_seq_id`, in order, without payloads and results."""
         after = {"of_model": model_id, "number": after_seq_id}
         return await self._database.all(OperationRecord, _AFTER_NUMBER, after)
+
+    async def read_after_snapshots(self, model_ids: Sequence[str]) -> Sequence[OperationRecord]:
+        """The operations of some models above their snapshots, model by model, in order, with
+        requests that are small."""
+        of = {"of_models": model_ids}
+        return await self._database.all(OperationRecord, _AFTER_SNAPSHOTS, of)
 
     async def pending(self, model_id: str, before: int, limit: int) -> Sequence[OperationRecord]:
         """The last operations below a number that have not ended, without payloads."""

@@ -13,6 +13,12 @@ from tinsmith.server.store.database import Database, row_of
 from tinsmith.server.store.records import ModelRecord, Page, WeightsRecord
 
 _MODEL = sa.select(schema.models).where(schema.models.c.model_id == sa.bindparam("of_model"))
+_MODELS = sa.select(schema.models).where(
+    schema.models.c.model_id.in_(sa.bindparam("of_models", expanding=True))
+)
+
+_SMALL_BYTES = 4096
+"""Most that made a model which is read though nobody has asked for it."""
 
 
 class Models:
@@ -22,6 +28,27 @@ class Models:
 
     async def get(self, model_id: str) -> ModelRecord | None:
         return await self._database.one(ModelRecord, _MODEL, {"of_model": model_id})
+
+    async def get_many(self, model_ids: Sequence[str]) -> Sequence[ModelRecord]:
+        return await self._database.all(ModelRecord, _MODELS, {"of_models": model_ids})
+
+    async def used_since(self, at: float, most: int) -> Sequence[str]:
+        """The ids of the models of active sessions that had a request since a moment, those used
+        last first; without those that were made by a large request, which have much metadata."""
+        table, sessions, operations = schema.models, schema.sessions, schema.operations
+        is_first = sa.and_(
+            operations.c.model_id == table.c.model_id,
+            operations.c.seq_id == 0,
+            operations.c.payload_bytes <= _SMALL_BYTES,
+        )
+        query = (
+            sa.select(table.c.model_id)
+            .join(sessions, sessions.c.session_id == table.c.session_id)
+            .join(operations, is_first)
+            .where(sessions.c.state == "active", table.c.last_request_at >= at)
+            .order_by(table.c.last_request_at.desc())
+        )
+        return await self._database.column(query.limit(most))
 
     async def page_of_owner(
         self, owner: str, limit: int, offset: int, project_id: str | None = None
