@@ -302,7 +302,7 @@ class FakeEngine(Engine):
 
     def _sampler_table(self, job: SampleJob, model: FakeModel) -> Array:
         if job.weights_id is None:
-            return self._tables[model.name].logprobs()
+            return self._tables[model.name].own_logprobs
         sampler = self._samplers.get(job.weights_id)
         if sampler is None:
             raise ValidationError(f"no sampler called {job.weights_id!r}")

@@ -43,6 +43,8 @@ class Bigram:
         self._logits = random.standard_normal((self.num_contexts, self.num_classes))
         self._class_of = np.arange(vocab_size) % self.num_classes
         self._log_sizes = np.log(np.bincount(self._class_of))
+        self.own_logprobs = self.logprobs()
+        """(C, K): those of the model without an adapter."""
 
     def logprobs(self, change: Array | None = None) -> Array:
         """(C, K): log-probability of one token of a class after a context."""
