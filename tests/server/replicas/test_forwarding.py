@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+import uvloop
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -386,3 +387,19 @@ async def test_a_server_that_stops_looks_for_nobody_any_more() -> None:
         assert len(looking) == 1
         await replica.stop()
         assert looking[0].done()
+
+
+def test_a_connection_that_ended_before_the_request_is_an_error_of_the_connection() -> None:
+    """On the event loop that servers run on it was another, and the client was told of a fault."""
+
+    async def write_to_the_dead() -> None:
+        async with leading(_echo) as url:
+            reached = upstream.Upstream()
+            await reached.reach(url)
+            async with reached.link(url) as link:
+                link.abort()
+                await asyncio.sleep(0.05)
+                with pytest.raises(ConnectionError, match="before the request"):
+                    await link.write(b"GET / HTTP/1.1")
+
+    uvloop.run(write_to_the_dead())

@@ -38,6 +38,9 @@ class Link:
         self.is_whole = False
 
     async def write(self, data: bytes) -> None:
+        if self._writer.is_closing():
+            # uvloop has an error of its own for this, which is no `OSError`.
+            raise ConnectionError("the connection ended before the request")
         self._writer.write(data)
         await self._writer.drain()
 
