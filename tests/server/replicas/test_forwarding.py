@@ -344,7 +344,8 @@ async def test_who_waits_for_a_dead_holder_hears_when_it_is_back(follower: Follo
         pass
     follower.follow(url)
     asking = asyncio.create_task(follower.http.get("/x"))
-    await asyncio.sleep(0.25)
+    while not follower.lease.missed:  # noqa: ASYNC110  # there is no event to wait for
+        await asyncio.sleep(0.01)
     assert set(follower.lease.missed) == {Holder(url, 1)}, "whoever keeps the lease is told"
     port = int(url.rpartition(":")[2])
     app = Starlette(routes=[Route("/{path:path}", _echo, methods=METHODS)])
@@ -380,11 +381,13 @@ async def test_a_server_that_stops_looks_for_nobody_any_more() -> None:
     before = asyncio.all_tasks()
     async with listening(replica) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
         asking = asyncio.create_task(http.get("/x"))
-        await asyncio.sleep(0.05)
+        looking: list[asyncio.Task[Any]] = []
+        while not looking:
+            await asyncio.sleep(0.01)
+            new = asyncio.all_tasks() - before
+            looking = [task for task in new if "_look" in repr(task.get_coro())]
         replica.begin_drain()
         assert (await asking).status_code == 503
-        looking = [t for t in asyncio.all_tasks() - before if "_look" in repr(t.get_coro())]
-        assert len(looking) == 1
         await replica.stop()
         assert looking[0].done()
 
