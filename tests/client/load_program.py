@@ -96,7 +96,9 @@ def main() -> dict[str, float]:
     del futures, results, sampler, training, service
     gc.collect()
     deadline = time.monotonic() + 10
-    while sockets() > before["sockets"] and time.monotonic() < deadline:
+    while time.monotonic() < deadline and (
+        sockets() > before["sockets"] or tasks() > before["tasks"]
+    ):
         time.sleep(0.05)
     return {
         "idle_ms": idle * 1e3,
