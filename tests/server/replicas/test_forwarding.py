@@ -81,9 +81,11 @@ async def listening(app: Any, port: int = 0) -> AsyncIterator[str]:
     try:
         yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     finally:
+        listener.close()
+        for _ in range(3):  # who was accepted a moment ago is there after these turns
+            await asyncio.sleep(0)
         for connection in list(state.connections):
             connection.transport.abort()
-        listener.close()
 
 
 @contextlib.asynccontextmanager
