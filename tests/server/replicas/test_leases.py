@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,27 @@ def test_the_lease_of_a_server_that_shows_no_connection_runs_out(join: Join, url
     _run(url, "UPDATE leases SET holder = 'one of an earlier release'")
     _await_connected(b)
     assert b.take_from_dead(1) is None
+
+
+def test_two_who_look_at_once_do_not_take_each_other_for_the_holder(join: Join, url: str) -> None:
+    """The holder shows no connection; who believed that it had one would take its lease."""
+    assert join("a").take() == 1
+    followers = [join("b", seconds=SHORT), join("c", seconds=SHORT)]
+    for follower in followers:
+        _await_connected(follower)
+    together = threading.Barrier(len(followers))
+
+    def look(follower: Leases, epoch: int) -> int | None:
+        together.wait(30)
+        follower.present()
+        together.wait(30)
+        return follower.take_from_dead(epoch)
+
+    with ThreadPoolExecutor(len(followers)) as threads:
+        for epoch in range(1000, 1200):
+            _run(url, f"UPDATE leases SET holder = 'of an earlier release', epoch = {epoch}")
+            taken = [threads.submit(look, follower, epoch) for follower in followers]
+            assert [each.result() for each in taken] == [None, None]
 
 
 async def test_what_the_old_holder_writes_is_refused_and_leaves_nothing(
