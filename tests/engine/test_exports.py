@@ -16,7 +16,7 @@ from tests.engine.train.training_reference import Reference
 from tests.support.tiny_families import save_tiny
 from tests.support.tiny_vision import save_tiny_vision
 from tinsmith.cli.weights.merging import merge
-from tinsmith.cli.weights.peft_layout import to_peft
+from tinsmith.cli.weights.peft_layout import TYPES_WITH_EXPERTS, to_peft
 from tinsmith.engine.local.adapter_files import checkpoints
 from tinsmith.engine.local.adapter_files.exports import check_export
 from tinsmith.engine.local.config import LocalEngineConfig
@@ -63,8 +63,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 EXPERTS = ("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "mixtral", "olmoe, two sizes")
-DENSE = ("deepseek_v3, dense", "qwen3_next, dense")
-"""`peft` takes the MLPs of these types for experts, by the type alone, and does not find them."""
+DENSE = ("deepseek_v3, dense", "qwen3_next, dense", "qwen3_moe, dense")
 
 
 @pytest.fixture(params=[*MODELS, *EXPERTS, *DENSE, "qwen3_vl"])
@@ -88,12 +87,12 @@ def save_model(name: str, folder: Path) -> Path:
     return folder
 
 
-def save_adapter(base: Path, folder: Path) -> Adapter:
-    """A checkpoint of an adapter on every matrix, its B random."""
+def save_adapter(base: Path, folder: Path, **options: bool) -> Adapter:
+    """A checkpoint of an adapter, by itself on every matrix, its B random."""
     models = {"m": str(base)}
     config = LocalEngineConfig(models=models, device="cpu", cache_folder=folder.parent)
     pool = AdapterPool(BaseModels(config).config("m"), torch.device("cpu"), torch.float32)
-    adapter = pool.create("m", LoraConfig(rank=3, seed=1))
+    adapter = pool.create("m", LoraConfig(rank=3, seed=1, **options))
     generator = torch.Generator().manual_seed(2)
     adapter.flat.copy_(torch.randn(len(adapter.flat), generator=generator) * 0.05)
     checkpoints.save(adapter, folder, "training")
@@ -104,8 +103,8 @@ def save_adapter(base: Path, folder: Path) -> Adapter:
 def test_peft_and_a_merged_model_do_what_the_adapter_does(base: Path, tmp_path: Path) -> None:
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
     save_adapter(base, adapter)
-    to_peft(adapter)
-    if base.name not in (*EXPERTS, *DENSE):
+    to_peft(adapter, base)
+    if base.name not in EXPERTS:
         assert (check_export("peft", base, adapter, adapter) or 1) < 1e-4
     merge(base, adapter, merged, lambda *facts: None)
     assert (check_export("merged", base, adapter, merged) or 0) < 1e-4
@@ -113,15 +112,30 @@ def test_peft_and_a_merged_model_do_what_the_adapter_does(base: Path, tmp_path: 
         check_export("merged", base, adapter, base)  # what an export without effect would be
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "olmoe", "olmoe, two sizes"])
+def test_the_types_whose_projections_peft_takes_for_those_of_experts_are_known() -> None:
+    from peft.utils import transformers_weight_conversion as conversion
+    from transformers import CONFIG_MAPPING
+
+    patterns = conversion._MODEL_TO_CONVERSION_PATTERN.items()
+    found = {name for name, pattern in patterns if pattern == "qwen2_moe"}
+    assert found & set(CONFIG_MAPPING) == TYPES_WITH_EXPERTS & set(CONFIG_MAPPING)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen3_moe", "olmoe", "olmoe, two sizes", "deepseek_v3", "qwen3_next", *DENSE],
+)
+@pytest.mark.parametrize("train_unembed", [True, False])
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
-def test_peft_joins_the_matrices_of_experts(model_type: str, tmp_path: Path) -> None:
-    """Of families whose dense layers have other names than their experts."""
+def test_peft_joins_the_matrices_of_experts_and_finds_those_beside_them(
+    model_type: str, train_unembed: bool, tmp_path: Path
+) -> None:
+    """Dense layers and shared experts have the names of experts' projections."""
     from peft import PeftModel
 
     reference = save_tiny(model_type, tmp_path / "base")
-    adapter = save_adapter(tmp_path / "base", tmp_path / "adapter")
-    to_peft(tmp_path / "adapter")
+    adapter = save_adapter(tmp_path / "base", tmp_path / "adapter", train_unembed=train_unembed)
+    to_peft(tmp_path / "adapter", tmp_path / "base")
     tokens = torch.arange(12)
     with torch.no_grad():
         expected = Reference(reference, adapter).logits(tokens)

@@ -126,6 +126,7 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, dense": ("deepseek_v3", {"first_k_dense_replace": 2}),
     "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}),
+    "qwen3_moe, dense": ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
     "nemotron_h, no mlp": (
         "nemotron_h",
         {"layers_block_type": ["mamba", "attention", "mamba", "attention"]},

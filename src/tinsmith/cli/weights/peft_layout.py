@@ -4,6 +4,10 @@ A checkpoint has the hosted service's layout: its names (`engine.adapter_names`)
 of experts in one tensor of three dimensions, of leading size 1 where all experts share them. PEFT
 has the model's own names, which are in the checkpoint's `adapter_config.json`, and vLLM a matrix
 for each expert. What is one matrix of the model has one adapter there (`fused_modules`).
+
+In types that have experts, `peft` takes every module with the name of an expert's projection for
+one, also in dense layers and shared experts, and does not find these. As `target_parameters` it
+finds them.
 """
 
 from __future__ import annotations
@@ -28,13 +32,45 @@ from tinsmith.engine.adapter_names import (
 from tinsmith.engine.stored_tensors import Stored, encode_header, stored_tensors
 
 _HEADS = ("lm_head", "embed_out")
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+TYPES_WITH_EXPERTS = frozenset(
+    (
+        "afmoe",
+        "beam",
+        "cohere2_moe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "dots1",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "flex_olmo",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm4v_moe",
+        "glm_moe_dsa",
+        "hunyuan_v1_moe",
+        "longcat_flash",
+        "mellum",
+        "olmoe",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_omni_moe",
+        "qwen3_omni_moe_text",
+        "qwen3_omni_moe_thinker",
+        "solar_open",
+    )
+)
+"""Those in which `peft` takes projections for experts', by the type alone."""
 
 
 def to_peft(folder: Path, base: Path | None = None) -> None:
     """Rewrite a checkpoint in a folder of one's own as PEFT's two files of an adapter.
 
     One without safetensors, and one that has PEFT's names already, are left as they are. `base` is
-    the base model's folder, without which adapters of Mamba layers cannot be written.
+    the base model's folder, without which adapters of Mamba layers cannot be written, and `peft`
+    does not find dense layers beside experts.
     """
     path = folder / WEIGHTS
     if not path.exists():
@@ -48,7 +84,9 @@ def to_peft(folder: Path, base: Path | None = None) -> None:
         for name, tensor in joined.items()
         for new, expert in named.of(name)
     }
-    if list(parts) == list(stored):
+    targets = {new.removeprefix(PREFIX).rsplit(".", 2)[0] for new in parts}
+    parameters = _beside_experts(targets, base)
+    if list(parts) == list(stored) and not parameters:
         return
     draft = path.with_suffix(".draft")
     with draft.open("wb") as file:
@@ -57,8 +95,10 @@ def to_peft(folder: Path, base: Path | None = None) -> None:
         for part in parts.values():
             file.write(part.read_bytes())
     draft.replace(path)
-    targets = {new.removeprefix(PREFIX).rsplit(".", 2)[0] for new in parts}
-    settings["target_modules"] = sorted(named.targets(targets))
+    settings["target_modules"] = sorted(named.targets(targets - parameters))
+    if parameters:
+        ends = {".".join(each.split(".")[-2:]) for each in parameters}
+        settings["target_parameters"] = sorted(f"{end}.weight" for end in ends)
     if ranks := joined_ranks(joined):
         # Their scale, alpha / rank, is that of the whole adapter.
         scale = settings["lora_alpha"] / settings["r"]
@@ -67,6 +107,16 @@ def to_peft(folder: Path, base: Path | None = None) -> None:
     (folder / CONFIG).write_text(json.dumps(settings, indent=1, sort_keys=True) + "\n", "utf-8")
     # It has the checksums of the files as they were.
     (folder / MANIFEST).unlink(missing_ok=True)
+
+
+def _beside_experts(modules: set[str], base: Path | None) -> set[str]:
+    """Those that `peft` would take for experts' projections, and that are not."""
+    if base is None:
+        return set()
+    settings = json.loads((base / "config.json").read_text("utf-8"))
+    if settings.get("model_type") not in TYPES_WITH_EXPERTS:
+        return set()
+    return {each for each in modules if each.endswith(_PROJECTIONS) and ".experts." not in each}
 
 
 def _matrix_of(expert: int | None, tensor: Stored) -> Stored:
