@@ -113,10 +113,10 @@ def test_peft_and_a_merged_model_do_what_the_adapter_does(base: Path, tmp_path: 
 
 
 def test_the_types_whose_projections_peft_takes_for_those_of_experts_are_known() -> None:
-    from peft.utils import transformers_weight_conversion as conversion
     from transformers import CONFIG_MAPPING
+    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 
-    patterns = conversion._MODEL_TO_CONVERSION_PATTERN.items()
+    patterns = _MODEL_TO_CONVERSION_PATTERN.items()
     found = {name for name, pattern in patterns if pattern == "qwen2_moe"}
     assert found & set(CONFIG_MAPPING) == TYPES_WITH_EXPERTS & set(CONFIG_MAPPING)
 

@@ -451,6 +451,7 @@ def test_modules_that_a_foreign_adapter_leaves_alone_can_still_learn(
         ({"rank_pattern": ["q_proj"]}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": "2"}}, "alpha_pattern.q_proj"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+        ({"target_parameters": ["up_proj.weight", "experts.up_proj"]}, "target_parameters"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"peft_type": "IA3"}, "peft_type"),

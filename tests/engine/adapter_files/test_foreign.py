@@ -53,7 +53,17 @@ def loaded(config: DecoderConfig, folder: Path) -> Adapter:
 
 @pytest.mark.parametrize(
     "model_type",
-    ["qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_5_text", "nemotron_h"],
+    [
+        "qwen2_moe",
+        "qwen3_moe",
+        "mixtral",
+        "deepseek_v3",
+        "deepseek_v3, dense",
+        "gpt_oss",
+        "qwen3_next, dense",
+        "qwen3_5_text",
+        "nemotron_h",
+    ],
 )
 def test_what_was_exported_for_peft_comes_back(model_type: str, tmp_path: Path) -> None:
     """Matrices of experts are shared again; modules that the model has as one are several."""

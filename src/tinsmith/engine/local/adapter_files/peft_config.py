@@ -118,7 +118,7 @@ def read_peft_config(path: Path) -> PeftConfig:
             f"trained biases are not supported, got {settings['bias']!r}", f"{name}.bias"
         )
     for key in _VARIANTS:
-        if settings.get(key):
+        if settings.get(key) and not (key == "target_parameters" and _are_matrices(settings[key])):
             reason = _REASONS.get(key, "this variant of LoRA is not supported")
             raise ValidationError(f"{reason}; got {settings[key]!r}", f"{name}.{key}")
     if settings.get("init_lora_weights") not in _HARMLESS_STARTS:
@@ -139,6 +139,13 @@ def read_peft_config(path: Path) -> PeftConfig:
             for key, value in _pattern(settings, "alpha_pattern", name).items()
         },
         is_rank_stabilized=bool(settings.get("use_rslora")),
+    )
+
+
+def _are_matrices(parameters: object) -> bool:
+    """Of linear modules, whose adapters are those of the modules, in names and in effect."""
+    return isinstance(parameters, list) and all(
+        isinstance(each, str) and each.endswith("_proj.weight") for each in parameters
     )
 
 
