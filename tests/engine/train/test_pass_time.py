@@ -14,7 +14,7 @@ from tinsmith.engine.base import CustomLoss, Failure, FinishedPass, Pass
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter
-from tinsmith.engine.local.train import passes
+from tinsmith.engine.local.train import scoring
 from tinsmith.engine.local.train.custom_loss import CompiledLoss, compile_loss
 from tinsmith.engine.local.train.passes import run_passes
 from tinsmith.types import (
@@ -127,7 +127,7 @@ def test_others_are_done_before_many_uploaded_losses_have_been_checked(
         time.sleep(0.02)
         return compile_loss(custom, max_seconds)
 
-    monkeypatch.setattr(passes, "compile_loss", slowly)
+    monkeypatch.setattr(scoring, "compile_loss", slowly)
     costly = Pass(
         adapter_id="a", data=[datum(5)] * 2, loss_fn="custom", custom_loss=sorting_loss(2**4, 1)
     )

@@ -14,7 +14,7 @@ from tinsmith.engine.local.boundary.company import REMEMBERED_BATCHES
 from tinsmith.engine.local.boundary.worker import PassResults
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
-from tinsmith.engine.local.train import passes
+from tinsmith.engine.local.train import batch_limits
 from tinsmith.types import Datum, ForwardBackwardOutput, LoraConfig, ModelInput, SamplingParams
 
 TOKENS = [10 + number % 80 for number in range(65)]
@@ -25,7 +25,7 @@ DATUM = Datum(
 
 @pytest.fixture
 def core(tiny_llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
-    monkeypatch.setattr(passes, "CPU_WORK", 1)  # as if the model were large
+    monkeypatch.setattr(batch_limits, "CPU_WORK", 1)  # as if the model were large
     core = EngineCore(LocalEngineConfig(models={"tiny": str(tiny_llama_folder)}, device="cpu"))
     for name in ("ann", "bob"):
         assert core.create_adapter(name, "tiny", LoraConfig(rank=2, seed=1)) is None
