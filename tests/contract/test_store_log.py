@@ -80,9 +80,10 @@ async def test_the_logs_of_models_after_their_snapshots_are_read_together(store:
     await store.log.record(operation(0, request_id="other", model_id=other.model_id), other)
     await store.models.update(MODEL.model_id, {"snapshot_seq_id": 0})
     ids = [MODEL.model_id, other.model_id, "no such model"]
-    found = await store.log.read_after_snapshots(ids)
+    found = await store.log.read_after_snapshots(ids, 10)
     assert [(o.model_id, o.seq_id) for o in found] == [(ids[0], 1), (ids[0], 2), (ids[1], 0)]
     assert [o.payload and bytes(o.payload) for o in found] == [None, None, b"payload"]
+    assert await store.log.read_after_snapshots(ids, 2) == found[:2]
     assert {m.model_id for m in await store.models.get_many(ids)} == set(ids[:2])
 
 

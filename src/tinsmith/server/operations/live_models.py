@@ -20,6 +20,9 @@ from tinsmith.server.store.store import Store
 _READ_AT_A_TIME = 128
 """Models that are read together at a start."""
 
+_ROWS_AT_A_TIME = 4096
+"""Operations that are read together with them, with requests of a few kilobytes each."""
+
 _KEPT_BYTES = 64 * 1024 * 1024
 """Of all histories; and as much of requests that were read with their models and wait."""
 
@@ -128,13 +131,7 @@ class LiveModels:
         recent = await self._store.models.used_since(used_since, most)
         wanted = list(dict.fromkeys([*pending, *recent]))
         for start in range(0, len(wanted), _READ_AT_A_TIME):
-            part = wanted[start : start + _READ_AT_A_TIME]
-            rows, records = await asyncio.gather(
-                self._store.log.read_after_snapshots(part), self._store.models.get_many(part)
-            )
-            logs = {key: list(log) for key, log in groupby(rows, lambda row: row.model_id)}
-            for record in records:
-                await self._make(record, logs.get(record.model_id, []))
+            await self._read_together(wanted[start : start + _READ_AT_A_TIME])
 
     def take_history(self, model: LiveModel) -> Sequence[OperationRecord] | None:
         """What a rebuild has to replay, if that was read with the model and nothing of the model
@@ -143,11 +140,26 @@ class LiveModels:
         self._kept_bytes -= num_bytes
         return history
 
+    async def _read_together(self, model_ids: Sequence[str]) -> None:
+        left = {each.model_id: each for each in await self._store.models.get_many(model_ids)}
+        while left:
+            rows = await self._store.log.read_after_snapshots(list(left), _ROWS_AT_A_TIME)
+            logs = {key: list(log) for key, log in groupby(rows, lambda row: row.model_id)}
+            is_cut = len(rows) == _ROWS_AT_A_TIME
+            if is_cut:
+                last, _ = logs.popitem()  # there may be more of it
+                if not logs:
+                    await self._read_log(left.pop(last))
+            for model_id in list(logs if is_cut else left):
+                await self._make(left.pop(model_id), logs.get(model_id, []))
+
     async def _read(self, model_id: str) -> LiveModel | None:
         record = await self._store.models.get(model_id)
-        if record is None:
-            return None
-        log = await self._store.log.read(model_id, record.snapshot_seq_id)
+        return None if record is None else await self._read_log(record)
+
+    async def _read_log(self, record: ModelRecord) -> LiveModel:
+        """A model of its record and its log, whose requests are read when they are used."""
+        log = await self._store.log.read(record.model_id, record.snapshot_seq_id)
         return await self._make(record, log)
 
     async def _make(self, record: ModelRecord, log: Sequence[OperationRecord]) -> LiveModel:

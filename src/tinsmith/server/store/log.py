@@ -84,6 +84,7 @@ _AFTER_SNAPSHOTS = (
         schema.operations.c.seq_id > schema.models.c.snapshot_seq_id,
     )
     .order_by(schema.operations.c.model_id, schema.operations.c.seq_id)
+    .limit(sa.bindparam("most"))
 )
 _WITH_RESULT = sa.select(*[c for c in _COLUMNS if c.name != "payload"]).where(
     schema.operations.c.request_id == sa.bindparam("of_request")
@@ -240,10 +241,12 @@ class Log:
         after = {"of_model": model_id, "number": after_seq_id}
         return await self._database.all(OperationRecord, _AFTER_NUMBER, after)
 
-    async def read_after_snapshots(self, model_ids: Sequence[str]) -> Sequence[OperationRecord]:
+    async def read_after_snapshots(
+        self, model_ids: Sequence[str], most: int
+    ) -> Sequence[OperationRecord]:
         """The operations of some models above their snapshots, model by model, in order, with
-        requests that are small."""
-        of = {"of_models": model_ids}
+        requests that are small; the first `most` of them."""
+        of = {"of_models": model_ids, "most": most}
         return await self._database.all(OperationRecord, _AFTER_SNAPSHOTS, of)
 
     async def pending(self, model_id: str, before: int, limit: int) -> Sequence[OperationRecord]:
