@@ -84,10 +84,14 @@ class Sessions:
         self._sessions.forget(session.session_id)
 
     async def finish(self, session: SessionRecord, reason: str, detail: str | None) -> None:
-        """End a session; the first end counts."""
+        """End a session; the first end counts. Where there is no room for the detail, its
+        beginning is kept: an end is never refused."""
         if session.state == "active":
             values = {"state": "finished", "finish_reason": reason, "finish_detail": detail}
-            await self.set(session, values)
+            try:
+                await self.set(session, values)
+            except OverQuotaError:
+                await self.set(session, {**values, "finish_detail": _beginning(detail or "")})
         await self._put_away(session.session_id)
 
     async def sweep(self) -> None:
@@ -174,6 +178,14 @@ def _texts(values: Mapping[str, Any]) -> dict[str, int]:
     """The bytes of what a client gave, as JSON, where it is more than a few."""
     sizes = {name: len(json.encode(values[name])) for name in TEXTS if values.get(name)}
     return {name: size for name, size in sizes.items() if size > _FREE_BYTES}
+
+
+def _beginning(text: str) -> str:
+    """As much of a text as counts with the session."""
+    kept = text[:_FREE_BYTES]
+    while len(json.encode(f"{kept}…")) > _FREE_BYTES:
+        kept = kept[:-1]
+    return f"{kept}…"
 
 
 def _num_bytes(session: SessionRecord) -> int:

@@ -71,8 +71,7 @@ async def finish_session(
     service: Service, caller: Caller, request: Request, message: FinishSessionRequest
 ) -> None:
     session = await owned_session(service, caller, request.path_params["session_id"])
-    with _within_quota():
-        await service.sessions.finish(session, message.reason.type, message.detail)
+    await service.sessions.finish(session, message.reason.type, message.detail)
     service.events.changed(caller.owner, "session", {"session": session.session_id})
     service.scheduler.wake_all()
 
