@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 import threading
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from tests.support import byte_tokenizer
 from tests.support.in_process_server import MODEL, StartServer, TestServer
 from tinsmith.engine.base import EngineSampleEvent, Failure, SampleJob
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig
+from tinsmith.errors import EngineError
 
 openai = pytest.importorskip("openai", reason="the openai package is not installed")
 pytest.importorskip("llguidance", reason="grammars need llguidance")
@@ -488,3 +490,32 @@ async def test_the_jobs_of_many_prompts_are_given_up_a_few_at_a_time(
     watching.cancel()
     assert 0 < most <= 32
     assert server.service.sampling.has_room("owner", server.service.config.max_queued_samples // 2)
+
+
+async def test_of_many_prompts_that_fail_one_error_is_told_and_none_is_left_in_the_log(
+    server: TestServer,
+) -> None:
+    """The others fail as they are given up, when nobody waits for them any more."""
+    unheard, num_begun = list[str](), 0
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: unheard.append(context["message"])
+    )
+
+    async def stream(*_: object) -> AsyncIterator[object]:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun < 300:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise EngineError("the engine died") from None
+        yield Failure("this prompt fails", "user")
+
+    server.service.sampling.stream = stream  # type: ignore[method-assign]
+    body = {"model": MODEL, "prompt": ["ab"] * 300, "max_tokens": 1}
+    path = "/oai/api/v1/completions"
+    response = await server.api.http.post(path, json=body, headers=server.api.headers)
+    assert response.status_code == 400 and "fails" in response.text
+    await asyncio.sleep(0.1)
+    gc.collect()
+    assert unheard == []

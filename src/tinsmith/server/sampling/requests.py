@@ -150,7 +150,7 @@ class Sampling:
 
     def give_up(self, jobs: Sequence[asyncio.Task[Any]]) -> None:
         """Cancel those that still run, a few at a time: a request may have a thousand, and whoever
-        has left does not wait for them."""
+        has left does not wait for them. Nobody hears of those that fail meanwhile."""
 
         async def cancel() -> None:
             for number, task in enumerate(running, 1):
@@ -158,6 +158,8 @@ class Sampling:
                 if number % _CANCELLED_TOGETHER == 0:
                     await asyncio.sleep(0)
 
+        for task in jobs:
+            task.add_done_callback(_look_at_error)
         if running := [task for task in jobs if not task.done()]:
             self._spawn(cancel())
 
@@ -425,3 +427,9 @@ def sample_job(request_id: str, sampler: SamplerRecord, request: SampleRequest) 
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         scope=sampler.owner,
     )
+
+
+def _look_at_error(task: asyncio.Task[Any]) -> None:
+    """asyncio reports an error that nobody has looked at."""
+    if not task.cancelled():
+        task.exception()
