@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -18,13 +18,19 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.server import ServerState
 
+from tinsmith.server.edge.auth import hash_key
 from tinsmith.server.edge.connections import Connection
 from tinsmith.server.edge.sockets import Sockets
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.replicas import body as bodies
+from tinsmith.server.replicas import replica as replicas
 from tinsmith.server.replicas import upstream
 from tinsmith.server.replicas.lease import Holder, View
 from tinsmith.server.replicas.replica import Replica
+from tinsmith.server.serving import console_link
+
+if TYPE_CHECKING:
+    from tests.support.in_process_server import TestServer
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE"]
 
@@ -119,6 +125,38 @@ async def follower() -> AsyncIterator[Follower]:
     async with listening(replica) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
         yield Follower(replica, leases[0], http)
     replica.forwarding.drop()
+
+
+@contextlib.asynccontextmanager
+async def holding(server: TestServer) -> AsyncIterator[str]:
+    """A real server that leads."""
+    leases: list[ScriptedLease] = []
+
+    def lease(on_change: Callable[[], None]) -> Any:
+        leases.append(ScriptedLease(on_change))
+        return leases[-1]
+
+    async def lead(epoch: int) -> Any:
+        return server.service, server.app
+
+    replica = Replica(lease, lead, Metrics(), 5.0, lambda: None)
+    leases[0].show(View(epoch=1))
+    await server.until(lambda: replica.service is not None)
+    async with listening(replica) as url:
+        yield url
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whose connections are said to be, in all servers."""
+    names: list[str] = []
+
+    def name(self: Connection, owner: str) -> bool:
+        names.append(owner)
+        return True
+
+    monkeypatch.setattr(Connection, "name", name)
+    return names
 
 
 async def _echo(request: Request) -> Response:
@@ -408,3 +446,74 @@ def test_a_connection_that_ended_before_the_request_is_an_error_of_the_connectio
                     await link.write(b"GET / HTTP/1.1")
 
     uvloop.run(write_to_the_dead())
+
+
+async def test_a_connection_counts_as_its_owners_once_the_holder_knows_the_key(
+    follower: Follower, server: TestServer, named: list[str]
+) -> None:
+    """Not as that of each key: an owner has as many keys and tokens as he likes."""
+    async with holding(server) as url:
+        follower.follow(url)
+        token = (await server.api.ok("/auth/token", {}))["jwt"]
+        for key in (server.api.key, token):
+            named.clear()
+            for _ in range(2):
+                answer = await follower.http.get(
+                    "/api/v1/get_server_capabilities", headers={"x-api-key": key}
+                )
+                assert answer.status_code == 200 and "x-tinsmith-owner" not in answer.headers
+            owner = hash_key("owner")
+            assert named == ["owner", owner, "owner"], "by the holder, by the follower, and again"
+
+
+async def test_only_the_holders_word_makes_a_key_known(
+    follower: Follower, server: TestServer, named: list[str]
+) -> None:
+    """Neither a page for everybody nor a refusal before the key was looked at."""
+    link = await console_link(server.service)
+    assert link is not None
+    login = await server.client("tml-wrong").http.get(link)
+    cookie, _, _ = login.headers["set-cookie"].partition(";")
+    async with holding(server) as url:
+        follower.follow(url)
+        paths = {"/openapi.json": 200, "/api/v1/nowhere": 404, "/api/v1/training_runs": 200}
+        for path, status in paths.items():
+            for _ in range(2):
+                headers = {"x-api-key": "tml-wrong", "cookie": cookie}
+                answer = await follower.http.get(path, headers=headers)
+                assert answer.status_code == status, path
+    for status in (413, 429, 503):
+
+        async def refuse(request: Request, status: int = status) -> Response:
+            return Response(status_code=status)
+
+        async with leading(refuse) as url:
+            follower.follow(url)
+            for _ in range(2):
+                await follower.http.get("/x", headers={"x-api-key": f"tml-{status}"})
+    assert set(named) <= {"owner"}, "the browser's, by the holder"
+
+
+async def test_the_names_that_a_follower_knows_are_those_used_last(
+    follower: Follower, named: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "MOST_NAMES", 2)
+
+    async def known(request: Request) -> Response:
+        return Response(headers={"x-tinsmith-owner": request.headers["x-api-key"]})
+
+    async def revoked(request: Request) -> Response:
+        return Response(status_code=401)
+
+    async def ask(*keys: str) -> list[str]:
+        named.clear()
+        for key in keys:
+            await follower.http.get("/x", headers={"x-api-key": key})
+        return list(named)
+
+    async with leading(known) as url:
+        follower.follow(url)
+        assert await ask("a", "b", "a", "c", "a", "b") == ["a", "a"]
+    async with leading(revoked) as url:
+        follower.follow(url, 2)
+        assert await ask("a", "b", "a", "b") == ["a", "b"], "and then not again"

@@ -48,8 +48,9 @@ _JOIN_IN_THREAD_BYTES = 1024 * 1024
 
 OWNER, HAS_DATA, _BODY_BYTES = "tinsmith.owner", "tinsmith.has_data", "tinsmith.body_bytes"
 FOR_BROWSERS, _BODY_START = "tinsmith.for_browsers", "tinsmith.body_start"
+KEY_OWNER = "tinsmith.key_owner"
 """What a request's scope holds for us: whose it is, whether its body may be large, the memory that
-the body was given, and whether a browser's cookie counts."""
+the body was given, whether a browser's cookie counts, and whose key or token it came with."""
 
 COOKIE = "tinsmith_session"
 
@@ -259,6 +260,8 @@ async def gone(request: Request) -> None:
 async def caller_of(service: Service, request: Request) -> Caller | None:
     """Who asks, by a key or a token; or by a browser's cookie, where the route takes one."""
     caller = await service.auth.caller(request.headers)
+    if caller is not None:
+        request.scope[KEY_OWNER] = caller.owner
     if caller is None and request.scope.get(FOR_BROWSERS) and COOKIE in request.cookies:
         if request.method != "GET" and not _is_own_page(request):
             raise Refusal(403, "a browser's cookie counts for requests of this server's own pages")

@@ -11,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from starlette.types import Scope, Send
+from starlette.types import Message, Scope, Send
 
 from tinsmith.server.edge.answer_headers import FIXED_HEADERS
+from tinsmith.server.edge.auth import hash_key
 from tinsmith.server.edge.connections import CONNECTION
+from tinsmith.server.edge.http import KEY_OWNER
 from tinsmith.server.replicas.body import Body, ClientGoneError
 from tinsmith.server.replicas.upstream import Headers, Link, Upstream
 
@@ -25,6 +28,10 @@ HOP = b"x-tinsmith-hop"
 NOT_HERE = b"x-tinsmith-not-here"
 """On the answer of a server that was taken for the holder and is not."""
 
+_WHOSE = b"x-tinsmith-owner"
+"""On the answer to a request that was passed on: a name for the owner of its key or token, where
+that is good. No status says so: a page for everybody is answered without a look at it."""
+
 _OF_ONE_CONNECTION = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"expect")
 )
@@ -32,12 +39,18 @@ _MADE_ANEW = frozenset((b"date", b"server", *(name.encode() for name in FIXED_HE
 """Headers that this server puts on every answer itself."""
 
 
+class Answered(NamedTuple):
+    status: int
+    owner: str | None
+    """A name for the owner of the request's key or token, if it was looked at and is good."""
+
+
 class Forwarding:
     def __init__(self) -> None:
         self._upstream = Upstream()
 
-    async def attempt(self, url: str, scope: Scope, body: Body, send: Send) -> int | None:
-        """Pass a request on; the status that it was answered with, or None if it was not."""
+    async def attempt(self, url: str, scope: Scope, body: Body, send: Send) -> Answered | None:
+        """Pass a request on; how it was answered, or None if it was not."""
         try:
             async with self._upstream.link(url) as link:
                 return await self._exchange(link, scope, body, send)
@@ -56,7 +69,7 @@ class Forwarding:
         """End the exchanges under way, or those of them that have no answer yet."""
         self._upstream.drop(only_unanswered=only_unanswered)
 
-    async def _exchange(self, link: Link, scope: Scope, body: Body, send: Send) -> int | None:
+    async def _exchange(self, link: Link, scope: Scope, body: Body, send: Send) -> Answered | None:
         is_chunked = _has(scope["headers"], b"transfer-encoding")
         sending = asyncio.create_task(_send_request(link, scope, body, is_chunked=is_chunked))
         try:
@@ -67,6 +80,7 @@ class Forwarding:
                 raise
             if _has(link.headers, NOT_HERE):
                 return None
+            owner = dict(link.headers).get(_WHOSE)
             await _pass_back(link, status, scope, send)
         finally:
             is_sent = sending.done()
@@ -75,7 +89,22 @@ class Forwarding:
                 await sending
             if not is_sent and not body.is_whole:
                 link.abort()
-        return status
+        return Answered(status, None if owner is None else owner.decode("latin-1"))
+
+
+def saying_whose(scope: Scope, send: Send) -> Send:
+    """For the holder: tell the server that passed a request on whose it is."""
+    if not _has(scope["headers"], HOP):
+        return send
+
+    async def send_headed(message: Message) -> None:
+        owner = scope.get(KEY_OWNER)
+        if message["type"] == "http.response.start" and owner is not None:
+            name = (_WHOSE, hash_key(owner).encode())
+            message["headers"] = [*message.get("headers", []), name]
+        await send(message)
+
+    return send_headed
 
 
 async def _send_request(link: Link, scope: Scope, body: Body, *, is_chunked: bool) -> None:
@@ -110,7 +139,7 @@ async def _pass_back(link: Link, status: int, scope: Scope, send: Send) -> None:
         {
             "type": "http.response.start",
             "status": status,
-            "headers": _passed_on(link.headers, _MADE_ANEW | {b"transfer-encoding"}),
+            "headers": _passed_on(link.headers, _MADE_ANEW | {_WHOSE, b"transfer-encoding"}),
         }
     )
     if scope["method"] == "HEAD":

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.25
 """How often a server asks who holds the lease, and for it when nobody does."""
 
-_REST_SECONDS = 5.0
+REST_SECONDS = 5.0
 """How long a server that could not take over leaves the lease to others."""
 
 
@@ -77,7 +77,6 @@ class Lease:
 
     def rest(self) -> None:
         """Give the lease back for a while: this server cannot do what its holder has to."""
-        self._rests_until = time.monotonic() + _REST_SECONDS
         self._wants_release = True
 
     def miss(self, holder: Holder) -> None:
@@ -156,8 +155,9 @@ class Lease:
 
     def _keep(self, epoch: int, began: float) -> View:
         if self._wants_release:
+            self._leases.release(epoch)  # asked again where the database is away
             self._wants_release = False
-            self._leases.release(epoch)
+            self._rests_until = time.monotonic() + REST_SECONDS
             return View()
         if not self._leases.renew(epoch):
             return View(is_lost=True)

@@ -23,7 +23,13 @@ from tinsmith.server.edge.connections import CONNECTION
 from tinsmith.server.edge.http import WAIT, answer, detail_body, with_pause
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.replicas.body import Body, ClientGoneError, Memory
-from tinsmith.server.replicas.forwarding import HOP, NOT_HERE, Forwarding
+from tinsmith.server.replicas.forwarding import (
+    HOP,
+    NOT_HERE,
+    Answered,
+    Forwarding,
+    saying_whose,
+)
 from tinsmith.server.replicas.lease import Holder, Lease
 from tinsmith.server.service import Service
 from tinsmith.types import HealthResponse
@@ -38,7 +44,8 @@ AGAIN_SECONDS = 0.1
 """How often a server looks, for all requests that wait together, whether somebody answers them."""
 
 _HELD_SECONDS = 1.0
-_MOST_NAMES = 10_000
+MOST_NAMES = 10_000
+"""Credentials whose owners are known, those used last."""
 
 Lead = Callable[[int], Awaitable[tuple[Service, Starlette]]]
 """Starts the service under an epoch."""
@@ -62,8 +69,8 @@ class Replica:
         self._on_lost = on_lost
         self.forwarding = Forwarding()
         self.memory = Memory(_KEPT_BYTES)
-        self._known: set[str] = set()
-        """Hashes of credentials that the holder accepted."""
+        self._known: dict[str, str] = {}
+        """The owners of credentials that the holder accepted, by their hashes."""
         self._change = asyncio.Event()
         self._passing_to = 0
         """The epoch of the server that requests were last passed on to."""
@@ -176,6 +183,7 @@ class Replica:
         if scope["type"] != "http":
             await self._life(scope, receive, send)
             return
+        send = saying_whose(scope, send)
         if self._app is not None and self._leads:
             await self._app(scope, receive, send)
             return
@@ -240,9 +248,9 @@ class Replica:
                     await refusal(scope, body.receive, send)
                     return
                 sent_at = loop.time()
-                status = await self.forwarding.attempt(other.url, scope, body, send)
-                if status is not None:
-                    self._learn(headers, status)
+                answered = await self.forwarding.attempt(other.url, scope, body, send)
+                if answered is not None:
+                    self._learn(headers, answered)
                     self._metrics.count("forwarded_requests")
                     return
                 if not body.is_repeatable:
@@ -292,17 +300,19 @@ class Replica:
         connection = scope.get(CONNECTION)
         if credential is None or connection is None:
             return True
-        digest = hash_key(credential)
-        return digest not in self._known or bool(connection.name(digest))
+        owner = self._known.get(hash_key(credential))
+        return owner is None or bool(connection.name(owner))
 
-    def _learn(self, headers: Headers, status: int) -> None:
+    def _learn(self, headers: Headers, answered: Answered) -> None:
+        """Whose a credential is, as the holder says; where it did not look, nothing is learnt."""
         credential = credential_in(headers)
-        if credential is None:
+        if credential is None or (answered.owner is None and answered.status != 401):
             return
-        if status == 401:
-            self._known.discard(hash_key(credential))
-        elif len(self._known) < _MOST_NAMES:
-            self._known.add(hash_key(credential))
+        self._known.pop(hash_key(credential), None)
+        if answered.owner is not None:
+            self._known[hash_key(credential)] = answered.owner
+            if len(self._known) > MOST_NAMES:
+                del self._known[next(iter(self._known))]
 
 
 def _refusal(asked: Headers, status: int, detail: str, *, close: bool = False) -> Response:

@@ -1,0 +1,101 @@
+"""A server's part in the lease, over a table that a test scripts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
+
+import pytest
+
+from tinsmith.server.replicas import lease as leases
+from tinsmith.server.replicas.lease import Lease, View
+from tinsmith.server.store.errors import StoreUnavailableError
+
+SECONDS = 0.04
+"""Of the lease: its holder renews it four times meanwhile."""
+
+
+class ScriptedTable:
+    """Always free for this server, unless it holds the lease."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.is_held = False
+        self.is_away = False
+        self.num_refused = 0
+
+    def take(self) -> int | None:
+        self._check()
+        self.epoch, self.is_held = self.epoch + 1, True
+        return self.epoch
+
+    def renew(self, epoch: int) -> bool:
+        self._check()
+        return self.is_held
+
+    def release(self, epoch: int) -> None:
+        self._check()
+        self.is_held = False
+
+    def _check(self) -> None:
+        if self.is_away:
+            self.num_refused += 1
+            raise StoreUnavailableError("the database is away")
+
+    def make_tables(self) -> None: ...
+
+    def store_id(self) -> None: ...
+
+    def present(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def table() -> ScriptedTable:
+    return ScriptedTable()
+
+
+@pytest.fixture
+async def lease(table: ScriptedTable, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lease]:
+    monkeypatch.setattr(leases, "LOOK_SECONDS", SECONDS / 4)
+    lease = Lease(cast(Any, table), SECONDS, lambda: None)
+    await lease.start()
+    yield lease
+    table.is_away = False
+    await lease.close()
+
+
+async def _until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not is_so():  # noqa: ASYNC110  # there is no event to wait for
+            await asyncio.sleep(0.005)
+
+
+async def test_a_lease_that_is_to_be_given_back_is_when_the_database_is_there_again(
+    table: ScriptedTable, lease: Lease
+) -> None:
+    """It was kept for ever by a server that could not take over."""
+    table.is_away = True
+    lease.rest()
+    await _until(lambda: table.num_refused >= 2)
+    assert lease.view.epoch == 1 and lease.view.trouble is not None
+    table.is_away = False
+    await _until(lambda: not table.is_held)
+    await _until(lambda: lease.view == View())
+
+
+async def test_who_gave_the_lease_back_leaves_it_to_others_for_a_while(
+    table: ScriptedTable, lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on: the database may have been away for longer than the while."""
+    monkeypatch.setattr(leases, "REST_SECONDS", 0.2)
+    table.is_away = True
+    lease.rest()
+    await asyncio.sleep(0.25)
+    table.is_away = False
+    await _until(lambda: not table.is_held)
+    await asyncio.sleep(0.1)
+    assert not table.is_held and table.epoch == 1
+    await _until(lambda: table.epoch == 2)
