@@ -11,6 +11,7 @@ from tests.support.death import Death, KilledError
 from tinsmith.cli.server import storage
 from tinsmith.server.checkpoints import Checkpoints
 from tinsmith.server.data_folder import DataFolder
+from tinsmith.server.metadata import MetadataRoom
 from tinsmith.server.serving import claim_store
 from tinsmith.server.storage.folder import FolderStorage
 from tinsmith.server.trash import Trash
@@ -43,7 +44,7 @@ async def _delete(config: ServerConfig, path: str) -> None:
     store = await claim_store(config)
     try:
         weights = WeightsFolders(FolderStorage(folder), store)
-        checkpoints = Checkpoints(store, weights)
+        checkpoints = Checkpoints(store, weights, MetadataRoom(store, 1000))
         with pytest.MonkeyPatch.context() as patch:
             Death(patch, NUM_MOMENTS - int(path.rpartition("n")[2]), WRITES)
             await checkpoints.delete(await checkpoints.readable(path, "owner"))

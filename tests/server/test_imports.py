@@ -21,6 +21,7 @@ from tinsmith.server.checkpoints import Checkpoints
 from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.edge.auth import create_key
 from tinsmith.server.imports import Imports
+from tinsmith.server.metadata import MetadataRoom
 from tinsmith.server.serving import claim_store
 from tinsmith.server.storage.folder import FolderStorage
 from tinsmith.server.uploads import Uploads
@@ -361,7 +362,9 @@ async def _import_and_die(config: ServerConfig, moment: int) -> None:
         weights = WeightsFolders(FolderStorage(folder), store)
         uploads = Uploads(folder.uploads, 1000)
         engines: Any = _Engines()
-        imports = Imports(store, uploads, weights, Checkpoints(store, weights), engines)
+        metadata = MetadataRoom(store, 1000)
+        checkpoints = Checkpoints(store, weights, metadata)
+        imports = Imports(store, uploads, weights, checkpoints, engines, metadata)
         upload_id = f"{moment:032x}"
         with pytest.MonkeyPatch.context() as patch:
             Death(patch, moment, WRITES)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Scope, Send
 
 from tests.simulation.processes import Process, outside
 from tinsmith.server.replicas.body import Body, ClientGoneError
-from tinsmith.server.replicas.forwarding import HOP, NOT_HERE
+from tinsmith.server.replicas.forwarding import HOP, NOT_HERE, Answered
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -202,7 +202,7 @@ class SimulatedForwarding:
         self._source = source
         self._calls: dict[Call, None] = {}
 
-    async def attempt(self, url: str, scope: Scope, body: Body, send: Send) -> int | None:
+    async def attempt(self, url: str, scope: Scope, body: Body, send: Send) -> Answered | None:
         whole = b"".join([piece async for piece in body.pieces()])
         path = scope["raw_path"].decode()
         headers = [pair for pair in scope["headers"] if pair[0] != HOP] + [(HOP, b"1")]
@@ -223,7 +223,7 @@ class SimulatedForwarding:
         start = {"type": "http.response.start", "status": answer.status, "headers": answer.headers}
         await send(start)
         await send({"type": "http.response.body", "body": answer.body})
-        return answer.status
+        return Answered(answer.status, None)
 
     async def reaches(self, url: str) -> bool:
         return self._network.takes_connections(self._source, url)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -71,12 +71,12 @@ def _a_replayed_answer() -> AbstractContextManager[Any]:
 
 def _a_replay_of_one_too_many() -> AbstractContextManager[Any]:
     """A rebuilt model goes through the last operation of its snapshot once more."""
-    read = Log.read
+    pages = Log.pages
 
-    def read_one_more(log: Log, model_id: str, after_seq_id: int) -> Awaitable[Any]:
-        return read(log, model_id, after_seq_id - 1)
+    def read_one_more(log: Log, model_id: str, after_seq_id: int) -> AsyncIterator[Any]:
+        return pages(log, model_id, after_seq_id - 1)
 
-    return patch.object(Log, "read", read_one_more)
+    return patch.object(Log, "pages", read_one_more)
 
 
 def _a_fence_left_open() -> AbstractContextManager[Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from tinsmith.errors import ValidationError
 from tinsmith.server.encryption import ENCRYPTED
+from tinsmith.server.metadata import MetadataRoom, size_of
 from tinsmith.server.store.records import AuditRecord, CheckpointRecord, ModelRecord, WeightsRecord
 from tinsmith.server.store.store import Store
 from tinsmith.server.weights import WeightsFolders
@@ -60,9 +61,10 @@ def id_of(owner: str, *request: object) -> str:
 
 
 class Checkpoints:
-    def __init__(self, store: Store, weights: WeightsFolders) -> None:
+    def __init__(self, store: Store, weights: WeightsFolders, metadata: MetadataRoom) -> None:
         self._store = store
         self._weights = weights
+        self._metadata = metadata
 
     async def readable(self, tinker_path: str, owner: str) -> CheckpointRecord:
         """The checkpoint at a path, as the owner may see it: it is theirs, or published."""
@@ -174,8 +176,11 @@ class Checkpoints:
         )
         details = {"source": source.tinker_path}
         audit = audit_of(copied, "checkpoint_copied", details)
-        if not await self._store.checkpoints.add(copied, model, audit):
-            raise ValidationError(f"{source.tinker_path} was deleted meanwhile; nothing was copied")
+        async with self._metadata.taken(owner, size_of(copied.user_metadata, project_id)):
+            if not await self._store.checkpoints.add(copied, model, audit):
+                raise ValidationError(
+                    f"{source.tinker_path} was deleted meanwhile; nothing was copied"
+                )
         return copied
 
 

@@ -237,10 +237,14 @@ class ServerConfig:
     half of it on, so that models that began together are not all saved at once) ..."""
 
     snapshot_log_bytes: int = 256 * 1024 * 1024
-    """... or when its log since the last snapshot has grown to this size."""
+    """... or when its log since the last snapshot has grown to this size..."""
 
-    max_queued_memory_bytes: int = 1024**3
-    """Most memory for training requests that wait; others are read from disk in their turn."""
+    snapshot_log_operations: int = 4096
+    """... or to so many operations, though none of them has changed the model."""
+
+    max_queued_memory_bytes: int = 256 * 1024 * 1024
+    """Most memory for training requests that wait, an eighth of it for one owner; others are read
+    from disk in their turn."""
 
     engine_silence_seconds: float = 60.0
     """An engine process that gives no sign of life for this long is replaced..."""
@@ -305,6 +309,10 @@ class ServerConfig:
     key_max_session_bytes: int = 256 * 1024 * 1024
     """Most bytes of metadata, tags and other texts that one owner gives to sessions; beyond, only
     sessions without can be begun."""
+
+    key_max_metadata_bytes: int = 256 * 1024 * 1024
+    """Most bytes of metadata and project names that one owner gives to models and checkpoints;
+    beyond, only those without can be made."""
 
     key_max_queued_bytes: int = 16 * 1024**3
     """Most bytes of unfinished training requests of one owner; beyond, clients wait."""

@@ -20,6 +20,7 @@ from tinsmith.server.checkpoints import (
     id_of,
 )
 from tinsmith.server.engines.pool import EnginePool
+from tinsmith.server.metadata import MetadataRoom, size_of
 from tinsmith.server.store.records import CheckpointRecord, ModelRecord, WeightsRecord
 from tinsmith.server.store.store import Store
 from tinsmith.server.uploads import Uploads
@@ -37,12 +38,14 @@ class Imports:
         weights: WeightsFolders,
         checkpoints: Checkpoints,
         engines: EnginePool,
+        metadata: MetadataRoom,
     ) -> None:
         self._store = store
         self._uploads = uploads
         self._weights = weights
         self._checkpoints = checkpoints
         self._engines = engines
+        self._metadata = metadata
         self._under_way: dict[tuple[str, str], asyncio.Task[CheckpointRecord]] = {}
         """By owner and upload. The task's name is the run that it makes."""
 
@@ -82,6 +85,14 @@ class Imports:
     async def _import(
         self, owner: str, run_id: str, checkpoint_id: str, message: ImportWeightsRequest
     ) -> CheckpointRecord:
+        async with self._metadata.taken(owner, size_of(message.user_metadata)):
+            checkpoint = await self._made(owner, run_id, checkpoint_id, message)
+        await self._uploads.discard(owner, message.upload_id)
+        return checkpoint
+
+    async def _made(
+        self, owner: str, run_id: str, checkpoint_id: str, message: ImportWeightsRequest
+    ) -> CheckpointRecord:
         source = await self._uploads.join(owner, message.upload_id, message.files)
         engine = await self._engines.first()
         async with self._weights.new() as (weights_id, folder):
@@ -91,9 +102,7 @@ class Imports:
                 raise EngineError(imported.message)
             await self._uploads.discard(owner, message.upload_id)
             raise ValidationError(imported.message)
-        checkpoint = await self._enter(owner, run_id, checkpoint_id, message, weights_id, imported)
-        await self._uploads.discard(owner, message.upload_id)
-        return checkpoint
+        return await self._enter(owner, run_id, checkpoint_id, message, weights_id, imported)
 
     async def _enter(
         self,

@@ -40,6 +40,7 @@ from tinsmith.server.engines.slot import EngineFactory, Slot
 from tinsmith.server.engines.warm_up import warmed
 from tinsmith.server.futures import Promises
 from tinsmith.server.imports import Imports
+from tinsmith.server.metadata import MetadataRoom
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.operations.dispatcher import Dispatcher
 from tinsmith.server.operations.endings import Endings
@@ -132,9 +133,12 @@ class Service:
         self.promises = Promises(_RECENT_RESULT_BYTES)
         self.models = LiveModels(store, self.promises)
         self.sessions = Sessions(store, self.models, config)
-        self.checkpoints = Checkpoints(store, self.weights)
+        self.metadata = MetadataRoom(store, config.key_max_metadata_bytes)
+        self.checkpoints = Checkpoints(store, self.weights, self.metadata)
         self.uploads = Uploads(self.folder.uploads, config.key_max_upload_bytes, epoch)
-        self.imports = Imports(store, self.uploads, self.weights, self.checkpoints, self.engines)
+        self.imports = Imports(
+            store, self.uploads, self.weights, self.checkpoints, self.engines, self.metadata
+        )
         self.samplers = Samplers(store)
         self.usage = Usage(store)
         self.sampler_stats = SamplerStats(store)
@@ -165,6 +169,7 @@ class Service:
             store,
             self.weights,
             self.checkpoints,
+            self.metadata,
             self.losses,
             # Requests that an earlier release recorded are replayed as they are.
             dataclasses.replace(self.limits, allows_nul=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import sqlalchemy as sa
 from tests.contract.store_rows import MODEL, SESSION, operation
 from tests.support.databases import provide_tables
 from tinsmith.server.futures import Promises
+from tinsmith.server.operations import live_models
 from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import Database, row_of, sqlite_url
@@ -18,7 +20,7 @@ from tinsmith.server.store.records import OperationRecord
 from tinsmith.server.store.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
 
@@ -31,15 +33,27 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 
 @pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many operations each read has brought."""
+    return _count_rows(monkeypatch, lambda row: True)
+
+
+@pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many operations with their requests each read has brought."""
+    return _count_rows(monkeypatch, lambda row: row.payload is not None)
+
+
+def _count_rows(
+    monkeypatch: pytest.MonkeyPatch, counts: Callable[[OperationRecord], bool]
+) -> list[int]:
     found: list[int] = []
     read_all = Database.all
 
     async def counted(*args: Any) -> Any:
         rows = await read_all(*args)
         if args[1] is OperationRecord:
-            found.append(sum(row.payload is not None for row in rows))
+            found.append(sum(map(counts, rows)))
         return rows
 
     monkeypatch.setattr(Database, "all", counted)
@@ -89,3 +103,50 @@ async def test_models_with_short_logs_are_read_in_one_go(store: Store, reads: li
     await models.bring_back(0.0, 100)
     assert len(models) == len(ids)
     assert reads == [600]
+
+
+async def test_a_long_log_of_one_model_is_read_a_part_at_a_time(
+    store: Store, rows: list[int]
+) -> None:
+    """At a start, when it is used again, and when it is rebuilt."""
+    await store.sessions.add(SESSION)
+    model_id = await _add_model(store, 0, 10_000)
+    for read in ("at a start", "when it is used"):
+        models = LiveModels(store, Promises(1))
+        if read == "at a start":
+            await models.bring_back(0.0, 100)
+        model = await models.get(model_id)
+        assert model is not None and model.is_changed
+        assert model.queue.next_seq_id == 0 and model.queue.highest_seq_id == 10_000
+        history = models.take_history(model)
+        assert history is not None and len(history) == 10_000
+        assert model.operations_since_snapshot == 10_000
+    pages = [len(page) async for page in store.log.pages(model_id, -1)]
+    assert pages == [4096, 4096, 10_001 - 2 * 4096]
+    assert 0 < max(rows) <= 4096
+
+
+async def test_a_history_too_large_to_be_kept_is_not(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.sessions.add(SESSION)
+    model_id = await _add_model(store, 0, 5000)
+    monkeypatch.setattr(live_models, "KEPT_BYTES", 4_000_000)
+    models = LiveModels(store, Promises(1))
+    model = await models.get(model_id)
+    assert model is not None and model.is_changed
+    assert models.take_history(model) is None, "it is read when the model is rebuilt"
+
+
+async def test_a_model_that_two_read_at_once_has_one_queue_and_counts_once(store: Store) -> None:
+    await store.sessions.add(SESSION)
+    model_id = await _add_model(store, 0, 0)
+    await store.log.record(operation(2, request_id="0.2", model_id=model_id, kind="optim_step"))
+    models = LiveModels(store, Promises(1))
+    back, found = await asyncio.gather(models.bring_back(0.0, 100), models.get(model_id))
+    assert found is models.find(model_id) and found is not None and back is None
+    backlog = models.backlog_of(found.owner)
+    assert backlog.num_operations == len(found.queue) == 2
+    for waiting in found.queue.drop_all():
+        models.ended(found, waiting)
+    assert models.held_bytes == 0 and not models.backlog_of(found.owner).num_operations

@@ -350,6 +350,56 @@ async def test_losses_are_neither_kept_nor_run_where_they_are_not_wanted(api: Ap
     assert refused.status_code == 403 and "custom_loss_server_side" in refused.json()["detail"]
 
 
+async def test_an_owners_requests_that_are_slow_to_read_are_read_for_one_batch_at_a_time(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each batch that left some out began to read others, and all of them were in memory at once,
+    uncounted."""
+    monkeypatch.setattr(scheduler, "SHORT_BATCH_SECONDS", 1000.0)  # one batch after the other
+    server = await start_server(
+        max_queued_memory_bytes=0, max_gathered_tokens=12, fake_pass_seconds=0.02
+    )
+    rude, kind = server.api, await server.other_user()
+    models = [await rude.model() for _ in range(10)]
+    quick = [await kind.model() for _ in range(2)]
+    rude_owner = (await server.service.store.keys.list())[0].owner
+    log = server.service.store.log
+    read_payload, under_way, order = log.read_payload, set[str](), list[str]()
+    most = 0
+
+    async def reading(request_id: str) -> bytes:
+        operation = await log.get(request_id)
+        assert operation is not None
+        if operation.owner == rude_owner:
+            order.append(request_id)
+            under_way.add(request_id)
+            await asyncio.sleep(0.5)
+        return await read_payload(request_id)
+
+    async def train(model: str) -> None:
+        nonlocal most
+        for number in range(1, 40):
+            await kind.output(await kind.send_pass(model, number))
+            queues = [each.queue.operations() for each in server.service.models]
+            at_hand = {o.record.request_id for q in queues for o in q if o.request is not None}
+            under_way.difference_update(each for each in ended if each in under_way)
+            most = max(most, len(under_way | (at_hand & set(sent))))
+
+    ended, sent = list[str](), list[str]()
+    monkeypatch.setattr(log, "read_payload", reading)
+    training = [asyncio.create_task(train(model)) for model in quick]
+    await asyncio.sleep(0.05)
+    sent += [await rude.send_pass(model, 1) for model in models]
+
+    async def fetch(request_id: str) -> None:
+        await rude.output(request_id)
+        ended.append(request_id)
+
+    await asyncio.gather(*map(fetch, sent), *training)
+    assert sorted(order) == sorted(sent), "each is read once"
+    assert most <= 3, "what is left out of a batch of three"
+
+
 async def test_a_request_that_is_slow_to_read_is_waited_for_by_its_owner_alone(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -246,7 +246,7 @@ async def test_tenants_get_what_they_would_get_alone(server: TestServer) -> None
 
 
 async def test_requests_beyond_the_memory_for_them_wait_on_disk(start_server: StartServer) -> None:
-    server = await start_server(max_queued_memory_bytes=300)
+    server = await start_server(max_queued_memory_bytes=16_000)  # one of the three
     expected = await _train_in_order(server.api)
     model = await server.api.model()
     ids = [await server.api.send_step(model, 4)]

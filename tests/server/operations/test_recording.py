@@ -30,7 +30,7 @@ from tinsmith.wire import proto
 from tinsmith.wire.limits import DEFAULT_LIMITS
 
 if TYPE_CHECKING:
-    from tests.support.in_process_server import Api, StartServer
+    from tests.support.in_process_server import Api, StartServer, TestServer
 
 
 def _datum(*tokens: int, **more: Any) -> Datum:
@@ -77,6 +77,57 @@ async def test_a_model_created_again_in_another_way_is_a_conflict(api: Api) -> N
     assert again == first, "also without a seed, which the server draws"
     other = await api.post("/create_model", {**body, "lora_config": {"rank": 8}})
     assert other.status_code == 400 and "create_model" in other.json()["detail"]
+
+
+async def test_who_read_an_operation_before_it_ended_does_not_run_it_again(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retry with a large body deletes the file of it meanwhile; the result may be forgotten."""
+    api, models = server.api, [await server.api.model() for _ in range(2)]
+    ids = [await api.send_pass(model, 1) for model in models]
+    for request_id in ids:
+        await api.output(request_id)
+    log = server.service.store.log
+    record = log.record
+
+    async def late(*given: Any) -> tuple[OperationRecord, bool]:
+        found, is_new = await record(*given)
+        return dataclasses.replace(found, status="pending"), is_new
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log, "record", late)
+        server.service.promises.forget(ids)
+        assert await api.send_pass(models[0], 1) == ids[0]
+    assert not server.service.models.backlog_of("owner").num_operations
+    for model in models:
+        await api.result(await api.send_step(model, 2))
+    assert len({await api.loss(model, 3) for model in models}) == 1
+
+
+async def test_a_model_that_was_asked_for_before_it_was_recorded_is_found_afterwards(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, store = server.api, server.service.store.models
+    session = await api.session()
+    get, is_asked, is_there = store.get, asyncio.Event(), asyncio.Event()
+
+    async def slow(model_id: str) -> ModelRecord | None:
+        found = await get(model_id)
+        if found is None:
+            is_asked.set()
+            await is_there.wait()
+        return found
+
+    monkeypatch.setattr(store, "get", slow)
+    early = asyncio.create_task(api.post_pass(f"{session}:train:0", 1, [_datum(1, 2)]))
+    await is_asked.wait()
+    creating = asyncio.create_task(api.create_model(session))
+    while await get(f"{session}:train:0") is None:  # noqa: ASYNC110  # nobody announces it
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    is_there.set()
+    assert (await early).status_code == 404
+    assert await api.loss(await creating, 1) > 0
 
 
 async def test_a_save_sent_again_with_another_sampler_number_is_the_same_save(api: Api) -> None:

@@ -308,6 +308,47 @@ async def test_a_snapshot_shortens_the_log_and_changes_nothing(
     assert await server.api.loss(model, 13) == expected
 
 
+@pytest.mark.parametrize("way", ["forward", "failed", "refused"])
+async def test_a_log_in_which_nothing_changes_the_model_is_trimmed_too(
+    start_server: StartServer, way: str
+) -> None:
+    server = await start_server(
+        snapshot_log_operations=8,
+        log_keep_operations=0,
+        retrieved_retention_seconds=0.0,
+        training_retention_seconds=0.0,
+    )
+    api, store = server.api, server.service.store
+    model = await api.model()
+    await api.result(await api.send_pass(model, 1))
+    await api.result(await api.send_step(model, 2))
+    expected = await api.loss(model, 3)
+    live = server.service.models.find(model)
+    assert live is not None
+    for seq_id in range(4, 44):
+        if way == "forward":
+            assert await api.loss(model, seq_id) == expected
+        elif way == "failed":
+            body = {"model_id": model, "seq_id": seq_id, "path": "tinker://nothing/here"}
+            promise = await api.ok("/load_weights", body)
+            await api.failure(promise["request_id"])
+        else:
+            body = {"model_id": model, "seq_id": seq_id, "adam_params": {"learning_rate": "x"}}
+            assert (await api.post("/optim_step", body)).status_code == 400
+            await server.until(lambda: live.operations_since_snapshot < 9)
+    await server.until(lambda: not live.is_busy)
+    await server.service.tidy()
+    await server.service.tidy_results()
+    record = await store.models.get(model)
+    assert record is not None and record.snapshot_seq_id > 30
+    assert len(await store.log.read(model, 0)) < 24
+    server.kill_engine()
+    assert await api.loss(model, 44) == expected
+    await server.stop()
+    server = await start_server()
+    assert await server.api.loss(model, 45) == expected
+
+
 async def test_a_snapshot_keeps_gradients_that_are_not_applied_yet(
     start_server: StartServer,
 ) -> None:

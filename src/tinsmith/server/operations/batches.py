@@ -67,7 +67,7 @@ class _Batch(OperationsWork):
                 if task in done:
                     found += task.result()
                 else:
-                    self._leave_out(left_out, task.add_done_callback)
+                    self._leave_out_while(task, left_out)
         items: dict[Operation, T] = {}
         for operation, item in found:
             if operation not in self.unfinished:
@@ -94,18 +94,39 @@ class _Batch(OperationsWork):
         else:
             self.end(operation, finish)
 
+    def left_out(self, model: LiveModel, operation: Operation) -> None:
+        """An operation has left the batch before it began."""
+
     def _set_aside(self, model: LiveModel, error: StoreUnavailableError) -> None:
         """Leave out a model whose requests cannot be read now, all of them: they run in order."""
         logger.warning("%s: %s; trying again", model.model_id, error)
         left_out = [operation for operation, other in self.unfinished.items() if other is model]
+        for operation in left_out:
+            operation.forget_uncounted()
         loop = asyncio.get_running_loop()
         self._leave_out(left_out, lambda back: loop.call_later(STORE_PAUSE_SECONDS, back, None))
+
+    def _leave_out_while(self, task: asyncio.Task[_Read[T]], operations: list[Operation]) -> None:
+        """Go on without an owner's part while it is read. No other of his passes begin meanwhile:
+        one batch after the other would read what is his, and have it wait in memory, uncounted."""
+        owner, reading = self.unfinished[operations[0]].owner, self.parts.reading
+        reading[owner] += 1
+
+        def is_read(_: object) -> None:
+            reading[owner] -= 1
+            if not reading[owner]:
+                del reading[owner]
+
+        task.add_done_callback(is_read)
+        self._leave_out(operations, task.add_done_callback)
 
     def _leave_out(
         self, operations: list[Operation], when: Callable[[Callable[[object], None]], object]
     ) -> None:
         """Take operations out of the batch; they go back to their queues when `when` says so."""
         left_out = [(operation, self.unfinished.pop(operation)) for operation in operations]
+        for operation, model in left_out:
+            self.left_out(model, operation)
 
         def put_back(_: object) -> None:
             for operation, model in left_out:
@@ -182,6 +203,9 @@ class PassBatch(_Batch):
             self._charge(operation, finished.seconds, is_usual=item.custom_loss is None)
             done = partial(pass_done, item, self.parts.config.keep_examples)
             self.end_with(operation, finished.result, done)
+
+    def left_out(self, model: LiveModel, operation: Operation) -> None:
+        self.parts.shares.charge(model.owner, model.model_id, -self._expected[operation])
 
     async def _pass_of(self, model: LiveModel, operation: Operation) -> Pass | Failure:
         assert isinstance(operation.kind, PassKind)

@@ -106,7 +106,7 @@ class UnderWay:
     may_pass: bool = True
     """Whether a batch of passes may begin."""
     owners_passing: frozenset[str] = frozenset()
-    """Owners with passes under way; they begin no others beside them."""
+    """Owners with passes under way, or being read for one; they begin no others beside them."""
     has_steps: bool = False
     num_saving: int = 0
     singles_of: Mapping[str, int] = field(default_factory=dict)
@@ -265,16 +265,22 @@ def _choose_alone(candidate: Candidate[M]) -> Choice[M]:
     return Choice(steps=[candidate], is_alone=True)
 
 
+def _is_at_hand(candidate: Candidate[M]) -> bool:
+    return candidate.front[0].request is not None
+
+
 class _Turns(Generic[M]):
     """Candidates by what their owners have had, those of one owner by what they have had."""
 
     def __init__(self, candidates: Sequence[Candidate[M]], shares: Shares) -> None:
-        self._of_owner: dict[str, list[tuple[float, int, Candidate[M]]]] = {}
-        self._order = {c.model_id: number for number, c in enumerate(candidates)}
+        self._of_owner: dict[str, list[tuple[float, tuple[bool, int], Candidate[M]]]] = {}
+        # Of two that have had as much, one whose request need not be read.
+        self._order = {c.model_id: (not _is_at_hand(c), n) for n, c in enumerate(candidates)}
         self._had: dict[str, float] = {}
-        for number, c in enumerate(candidates):
+        for c in candidates:
             had = self._had[c.model_id] = shares.of_model(c.owner, c.model_id)
-            heapq.heappush(self._of_owner.setdefault(c.owner, []), (had, number, c))
+            entry = (had, self._order[c.model_id], c)
+            heapq.heappush(self._of_owner.setdefault(c.owner, []), entry)
         self._owners = [(shares.of_owner(owner), owner) for owner in self._of_owner]
         heapq.heapify(self._owners)
 

@@ -74,10 +74,9 @@ class Endings:
     def end(self, model: LiveModel, operation: Operation, finish: Finish) -> None:
         """An operation is over: record that, then answer those who wait."""
         self._models.ended(model, operation)
-        if finish.status == "done":
-            self._snapshots.note(model, operation)
-            if operation.is_pass:
-                self._count_tokens(model, operation)
+        self._snapshots.note(model, operation, is_done=finish.status == "done")
+        if finish.status == "done" and operation.is_pass:
+            self._count_tokens(model, operation)
         seconds = time.time() - operation.record.created_at
         self._metrics.count("operations", kind=operation.record.kind, status=finish.status)
         self._metrics.observe("operation_seconds", seconds)

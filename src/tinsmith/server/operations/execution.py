@@ -19,6 +19,7 @@ from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.server.checkpoints import Checkpoints, checkpoint_name, expiry
 from tinsmith.server.edge.workers import LARGE_PASS_BYTES, Workers
 from tinsmith.server.encryption import ENCRYPTED, encrypt_folder
+from tinsmith.server.metadata import MetadataRoom, size_of
 from tinsmith.server.operations.codecs import LoadRequest, pass_data
 from tinsmith.server.operations.finishes import done, failed
 from tinsmith.server.operations.live_model import LiveModel
@@ -63,6 +64,7 @@ class Executor:
     store: Store
     weights: WeightsFolders
     checkpoints: Checkpoints
+    metadata: MetadataRoom
     losses: UploadedLosses
     limits: Limits
     workers: Workers
@@ -183,7 +185,7 @@ class Executor:
         existing = await self.store.checkpoints.get(model.model_id, checkpoint_id)
         if existing is not None and not request.overwrite:
             return failed(operation, _exists(existing))
-        weights = await self._save(engine, model, "training")
+        weights = await self._save_described(engine, model, "training", request.user_metadata)
         if isinstance(weights, Failure):
             return failed(operation, weights)
         checkpoint = _checkpoint(
@@ -210,7 +212,7 @@ class Executor:
         existing = await self.store.checkpoints.get(model.model_id, checkpoint_id)
         if existing is not None:
             return failed(operation, _exists(existing))
-        weights = await self._save(engine, model, "sampler")
+        weights = await self._save_described(engine, model, "sampler", request.user_metadata)
         if isinstance(weights, Failure):
             return failed(operation, weights)
         checkpoint = _checkpoint(
@@ -291,6 +293,15 @@ class Executor:
             sampling_session_id=sampler_id, type="save_weights_for_sampler"
         )
         return done(operation, response, weights=weights, sampler=sampler)
+
+    async def _save_described(
+        self, engine: Engine, model: LiveModel, kind: SavedKind, metadata: dict[str, str] | None
+    ) -> WeightsRecord | Failure:
+        try:
+            async with self.metadata.taken(model.owner, size_of(metadata)):
+                return await self._save(engine, model, kind)
+        except OverQuotaError as error:
+            return Failure(str(error), "user")
 
     async def _save(
         self, engine: Engine, model: LiveModel, kind: SavedKind

@@ -40,6 +40,8 @@ class LiveModel:
     is_changed: bool = False
     """Whether operations took effect that the snapshot does not hold."""
     steps_since_snapshot: int = 0
+    operations_since_snapshot: int = 0
+    """Of its log, with those that failed or were refused; so are their bytes."""
     bytes_since_snapshot: int = 0
     oldest_since_snapshot: float | None = None
     wants_snapshot: bool = False

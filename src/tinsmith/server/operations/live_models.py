@@ -23,7 +23,7 @@ _READ_AT_A_TIME = 128
 _ROWS_AT_A_TIME = 4096
 """Operations that are read together with them, with requests of a few kilobytes each."""
 
-_KEPT_BYTES = 64 * 1024 * 1024
+KEPT_BYTES = 64 * 1024 * 1024
 """Of all histories; and as much of requests that were read with their models and wait."""
 
 _RECORD_BYTES = 1024
@@ -35,13 +35,12 @@ class Backlog:
     num_operations: int = 0
     num_bytes: int = 0
     held_bytes: int = 0
-    """Of these, what is kept in memory, decoded."""
+    """The memory that requests take which are kept decoded."""
 
     def add(self, operation: Operation, sign: int) -> None:
-        num_bytes = sign * operation.record.payload_bytes
         self.num_operations += sign
-        self.num_bytes += num_bytes
-        self.held_bytes += num_bytes * operation.is_held
+        self.num_bytes += sign * operation.record.payload_bytes
+        self.held_bytes += sign * operation.held_bytes
 
 
 class LiveModels:
@@ -63,7 +62,7 @@ class LiveModels:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of queued requests that are kept in memory, decoded."""
+        """The memory that queued requests take which are kept decoded."""
         return self._together.held_bytes
 
     def enqueue(self, model: LiveModel, operation: Operation) -> None:
@@ -76,7 +75,7 @@ class LiveModels:
         backlog = self._backlogs[model.owner]
         backlog.add(operation, -1)
         self._together.add(operation, -1)
-        operation.request, operation.is_held = None, False
+        operation.request, operation.held_bytes = None, 0
         self.take_history(model)
         if not backlog.num_operations:
             del self._backlogs[model.owner]
@@ -151,7 +150,9 @@ class LiveModels:
                 if not logs:
                     await self._read_log(left.pop(last))
             for model_id in list(logs if is_cut else left):
-                await self._make(left.pop(model_id), logs.get(model_id, []))
+                log = _LogAfterSnapshot()
+                log.add(logs.pop(model_id, []))
+                await self._make(left.pop(model_id), log)
 
     async def _read(self, model_id: str) -> LiveModel | None:
         record = await self._store.models.get(model_id)
@@ -159,66 +160,100 @@ class LiveModels:
 
     async def _read_log(self, record: ModelRecord) -> LiveModel:
         """A model of its record and its log, whose requests are read when they are used."""
-        log = await self._store.log.read(record.model_id, record.snapshot_seq_id)
+        log = _LogAfterSnapshot()
+        async for page in self._store.log.pages(record.model_id, record.snapshot_seq_id):
+            log.add(page)
         return await self._make(record, log)
 
-    async def _make(self, record: ModelRecord, log: Sequence[OperationRecord]) -> LiveModel:
-        """A model of its record and its log after its snapshot."""
+    async def _make(self, record: ModelRecord, log: _LogAfterSnapshot) -> LiveModel:
+        """A model of its record and its log, unless another reader has made it meanwhile."""
         model_id = record.model_id
-        closed_seq_id = _closed_seq_id(record, log)
+        closed_seq_id = log.closed_seq_id(record)
         if closed_seq_id != record.closed_seq_id:
             await self._store.models.update(model_id, {"closed_seq_id": closed_seq_id})
             record = dataclasses.replace(record, closed_seq_id=closed_seq_id)
+        # From here on nothing is waited for: what is pending joins one queue, and counts once.
+        if model_id in self._models:
+            return self._models[model_id]
         first = max(record.snapshot_seq_id, record.closed_seq_id) + 1
-        ended = [o.seq_id for o in log if o.status != "pending" and o.seq_id >= first]
-        queue = SequenceQueue(first, ended)
-        model = LiveModel(record=record, queue=queue)
-        for operation in log:
-            if operation.status == "pending":
-                self._promises.open(operation.request_id, operation.owner)
-                self.enqueue(model, self._waiting(operation))
-        history = [operation for operation in log if changed_model(operation)]
-        model.is_changed = bool(history)
+        queue = SequenceQueue(first, [seq_id for seq_id in log.ended if seq_id >= first])
+        model = self._models[model_id] = LiveModel(record=record, queue=queue)
+        for operation in log.pending:
+            self._promises.open(operation.request_id, operation.owner)
+            self.enqueue(model, self._waiting(operation))
+        model.is_changed = log.is_changed
+        model.operations_since_snapshot = len(log.ended)
+        model.bytes_since_snapshot = log.ended_bytes
         if record.retired_at is not None:
             problem = f"the state of {model_id} was dropped because it was not used for very long"
             model.failure = Failure(f"{problem}; start from a checkpoint", "user")
-        if log and log[0].seq_id == 0 and log[0].status == "failed":
-            model.failure = Failure(f"model {model_id} was not created: {log[0].error}", "user")
-        if self._models.setdefault(model_id, model) is model:
-            self._keep(model, history)
-        return self._models[model_id]
+        if log.creation is not None and log.creation.status == "failed":
+            problem = f"model {model_id} was not created: {log.creation.error}"
+            model.failure = Failure(problem, "user")
+        self._keep(model, log)
+        return model
 
     def _waiting(self, record: OperationRecord) -> Operation:
         """An operation for its model's queue; its request may have been read with it."""
-        is_held = record.payload is not None
-        if is_held and self.held_bytes + record.payload_bytes > _KEPT_BYTES:
-            record, is_held = dataclasses.replace(record, payload=None), False
+        if self.held_bytes + record.payload_bytes > KEPT_BYTES:
+            record = dataclasses.replace(record, payload=None)
         operation = operation_of(record)
-        operation.is_held = is_held
+        operation.held_bytes = 0 if record.payload is None else record.payload_bytes
         return operation
 
-    def _keep(self, model: LiveModel, history: Sequence[OperationRecord]) -> None:
-        num_bytes = sum(map(_num_bytes, history))
-        if self._kept_bytes + num_bytes <= _KEPT_BYTES:
-            self._histories[model] = history, num_bytes
-            self._kept_bytes += num_bytes
+    def _keep(self, model: LiveModel, log: _LogAfterSnapshot) -> None:
+        if log.has_history and self._kept_bytes + log.history_bytes <= KEPT_BYTES:
+            self._histories[model] = log.history, log.history_bytes
+            self._kept_bytes += log.history_bytes
 
 
-def _num_bytes(operation: OperationRecord) -> int:
-    return _RECORD_BYTES + len(operation.payload or b"")
+class _LogAfterSnapshot:
+    """What is wanted of a model's log above its snapshot; it is added in order, a part at a time.
+    Of operations that have ended and are not replayed only the numbers are kept."""
 
+    def __init__(self) -> None:
+        self.creation: OperationRecord | None = None
+        self.pending: list[OperationRecord] = []
+        self.ended: list[int] = []
+        self.ended_bytes = 0
+        self.is_changed = False
+        self.history: list[OperationRecord] = []
+        """What a rebuild has to replay, unless it is too large to be kept."""
+        self.history_bytes = 0
+        self._last_accepted = -1
 
-def _closed_seq_id(record: ModelRecord, log: Sequence[OperationRecord]) -> int:
-    """The last number up to which none is waited for.
+    @property
+    def has_history(self) -> bool:
+        return self.history_bytes <= KEPT_BYTES
 
-    What waited for a number in vain has ended first, and then this is noted. Where the server died
-    in between, it follows: operations end in order, so when none is pending, nobody waits for a
-    number below one that has ended.
-    """
-    if any(operation.status == "pending" for operation in log):
-        return record.closed_seq_id
-    last = max((o.seq_id for o in log if o.kind != REFUSED), default=-1)
-    known = {operation.seq_id for operation in log}
-    first = max(record.snapshot_seq_id, record.closed_seq_id) + 1
-    has_gap = any(number not in known for number in range(first, last))
-    return last if has_gap else record.closed_seq_id
+    def add(self, operations: Sequence[OperationRecord]) -> None:
+        for operation in operations:
+            if operation.seq_id == 0:
+                self.creation = operation
+            if operation.kind != REFUSED:
+                self._last_accepted = operation.seq_id
+            if operation.status == "pending":
+                self.pending.append(operation)
+                continue
+            self.ended.append(operation.seq_id)
+            self.ended_bytes += operation.payload_bytes
+            if changed_model(operation):
+                self.is_changed = True
+                self.history_bytes += _RECORD_BYTES + len(operation.payload or b"")
+                self.history.append(operation)
+                if not self.has_history:
+                    self.history = []
+
+    def closed_seq_id(self, record: ModelRecord) -> int:
+        """The last number up to which none is waited for.
+
+        What waited for a number in vain has ended first, and then this is noted. Where the server
+        died in between, it follows: operations end in order, so when none is pending, nobody waits
+        for a number below one that has ended.
+        """
+        if self.pending:
+            return record.closed_seq_id
+        known = set(self.ended)
+        first = max(record.snapshot_seq_id, record.closed_seq_id) + 1
+        has_gap = any(number not in known for number in range(first, self._last_accepted))
+        return self._last_accepted if has_gap else record.closed_seq_id

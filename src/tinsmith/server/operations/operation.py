@@ -66,8 +66,8 @@ class Operation:
     kind: Kind
     request: Any = None  # of the type that the kind's codec decodes
     """The decoded request; None while it lies in the store only."""
-    is_held: bool = False
-    """Whether the request counts among those kept in memory."""
+    held_bytes: int = 0
+    """What its request counts among those kept in memory; 0 while it lies in the store only."""
     attempts: int = 0
     """How often the engine died while this was under way."""
     disk_troubles: int = 0
@@ -76,6 +76,11 @@ class Operation:
     """When it was last taken from its queue."""
     cause: Context | None = None
     """The traced request that brought it; lost in a restart."""
+
+    def forget_uncounted(self) -> None:
+        """Before it waits again: what was decoded for its turn counts nowhere."""
+        if not self.held_bytes or self.record.payload is not None:
+            self.request = None
 
     @property
     def seq_id(self) -> int:

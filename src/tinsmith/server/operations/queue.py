@@ -41,6 +41,11 @@ class SequenceQueue:
             self.highest_seq_id = max(self.highest_seq_id, seq_id)
             self._skip_used()
 
+    def awaits(self, seq_id: int) -> bool:
+        """Whether an operation with this number has neither come nor run."""
+        is_known = seq_id in self._waiting or seq_id in self._used
+        return seq_id >= self.next_seq_id and not is_known
+
     def head(self) -> Operation | None:
         return self._waiting.get(self.next_seq_id)
 

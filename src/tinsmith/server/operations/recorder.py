@@ -16,15 +16,24 @@ from collections.abc import Callable
 from tinsmith.errors import ValidationError
 from tinsmith.server.edge.workers import LARGE_PASS_BYTES, Workers
 from tinsmith.server.futures import Promises
+from tinsmith.server.operations.codecs import pass_data
 from tinsmith.server.operations.kinds import KINDS, REFUSED, operation_of
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.operations.operation import Operation
+from tinsmith.server.operations.recorded_pass import RecordedPass
 from tinsmith.server.store.records import ModelRecord, OperationRecord
 from tinsmith.server.store.store import Store
 from tinsmith.server.tracing import Spans
+from tinsmith.types import Datum
 
 logger = logging.getLogger(__name__)
+
+_OWNER_PART = 8
+"""One owner's decoded requests take at most this fraction of the memory for all of them."""
+
+_PART_BYTES = 600
+"""What a datum takes beside its parts, and a chunk, a tensor or a span beside its numbers."""
 
 
 class Recorder:
@@ -67,8 +76,9 @@ class Recorder:
         codec = KINDS[kind].codec
         if len(body) > LARGE_PASS_BYTES:
             digest = await self._workers.run(owner, codec.digest, request)
+            held_bytes = await self._workers.run(owner, _memory_bytes, len(body), request)
         else:
-            digest = codec.digest(request)
+            digest, held_bytes = codec.digest(request), _memory_bytes(len(body), request)
         operation = OperationRecord(
             request_id=_new_request_id(),
             model_id=model_id,
@@ -82,7 +92,7 @@ class Recorder:
             created_at=time.time(),
             digest=digest,
         )
-        recorded = await self._once(operation, request, new_model)
+        recorded = await self._once(operation, request, held_bytes, new_model)
         if not _is_same(recorded, operation):
             raise ValidationError(
                 f"number {seq_id} of {model_id} was used for another request before "
@@ -106,37 +116,42 @@ class Recorder:
             error=reason,
             category="user",
         )
-        await self._once(operation, None, None)
+        await self._once(operation, None, 0, None)
 
     async def _once(
-        self, operation: OperationRecord, request: object, new_model: ModelRecord | None
+        self,
+        operation: OperationRecord,
+        request: object,
+        held_bytes: int,
+        new_model: ModelRecord | None,
     ) -> OperationRecord:
-        """What is recorded under the operation's number: that operation, or an earlier one."""
+        """What is recorded under the operation's number: that operation, or an earlier one.
+        `held_bytes` is what the request takes in memory."""
         key = (operation.model_id, operation.seq_id)
         task = self._under_way.get(key)
         if task is None:
-            task = asyncio.create_task(self._record(operation, request, new_model))
+            task = asyncio.create_task(self._record(operation, request, held_bytes, new_model))
             self._under_way[key] = task
             task.add_done_callback(lambda _: self._under_way.pop(key, None))
         # Whoever asked may go away; what is recorded must reach the queue all the same.
         return await asyncio.shield(task)
 
     async def _record(
-        self, operation: OperationRecord, request: object, new_model: ModelRecord | None
+        self,
+        operation: OperationRecord,
+        request: object,
+        held_bytes: int,
+        new_model: ModelRecord | None,
     ) -> OperationRecord:
         if new_model is not None:
             with self._spans.span("store commit"):
                 recorded, is_new = await self._store.log.record(operation, new_model)
             if not is_new:
                 # Reading a model that is not live yet puts what is pending into its queue.
-                found = await self._models.get(operation.model_id)
-                assert found is not None, "it was recorded with its model"
-                return self._adopt(found, recorded)
+                return self._adopt(await self._recorded_model(operation), recorded)
             added = self._models.add(new_model)
             if added is None:
-                found = await self._models.get(operation.model_id)
-                assert found is not None, "it was recorded with its model"
-                self._wake(found)
+                self._wake(await self._recorded_model(operation))
                 return operation
             model = added
         else:
@@ -155,9 +170,10 @@ class Recorder:
                 return self._adopt(model, recorded)
         if operation.kind == REFUSED:
             model.queue.use_up(operation.seq_id)
+            model.operations_since_snapshot += 1
         else:
             self._promises.open(operation.request_id, operation.owner)
-            self._models.enqueue(model, self._operation(operation, request))
+            self._models.enqueue(model, self._operation(operation, request, held_bytes))
             model.wants_unload = False
             model.last_used_at = operation.created_at
             logger.info(
@@ -169,6 +185,14 @@ class Recorder:
             )
         self._wake(model)
         return operation
+
+    async def _recorded_model(self, operation: OperationRecord) -> LiveModel:
+        """The model that was recorded with its first operation. A reading that began before that
+        has found nothing; the next one does."""
+        model_id = operation.model_id
+        found = await self._models.get(model_id) or await self._models.get(model_id)
+        assert found is not None, "it was recorded with its model"
+        return found
 
     async def _late(self, operation: OperationRecord) -> OperationRecord:
         recorded = await self._store.log.find(operation.model_id, operation.seq_id)
@@ -185,25 +209,41 @@ class Recorder:
         if recorded.kind == REFUSED:
             model.queue.use_up(recorded.seq_id)
             self._wake(model)
-        elif recorded.status == "pending" and self._promises.get(recorded.request_id) is None:
+        elif recorded.status == "pending" and model.queue.awaits(recorded.seq_id):
             self._promises.open(recorded.request_id, recorded.owner)
             self._models.enqueue(model, operation_of(recorded))
             self._wake(model)
         return recorded
 
-    def _operation(self, record: OperationRecord, request: object) -> Operation:
+    def _operation(self, record: OperationRecord, request: object, num_bytes: int) -> Operation:
         """The operation for the queue. Its payload is on disk; the decoded request is kept while
-        there is memory for it, half of it for one owner, and read again in its turn otherwise."""
+        there is memory for it, a part of it for one owner, and read again in its turn otherwise."""
         record = dataclasses.replace(record, payload=None)
-        num_bytes, most = record.payload_bytes, self._max_held_bytes
+        most = self._max_held_bytes
         is_held = (
             self._models.held_bytes + num_bytes <= most
-            and self._models.backlog_of(record.owner).held_bytes + num_bytes <= most // 2
+            and self._models.backlog_of(record.owner).held_bytes + num_bytes <= most // _OWNER_PART
         )
         operation = operation_of(record, request if is_held else None)
-        operation.is_held = is_held
+        operation.held_bytes = num_bytes if is_held else 0
         operation.cause = self._spans.here()
         return operation
+
+
+def _memory_bytes(payload_bytes: int, request: object) -> int:
+    """About what a decoded request takes: its numbers, which lie in its body or, made of shorter
+    ones or of JSON, beside it; and each part of it a few objects, however small it was there."""
+    num_parts, num_bytes = 1, payload_bytes
+    if isinstance(request, RecordedPass):
+        data, _, _, _ = pass_data(request.request)
+        num_parts += sum(map(_num_parts, data))
+        num_bytes = max(num_bytes, sum(datum.nbytes for datum in data))
+    return num_bytes + _PART_BYTES * num_parts
+
+
+def _num_parts(datum: Datum) -> int:
+    spans = len(datum.model_input_spans or ()) + len(datum.loss_fn_input_spans or ())
+    return 1 + len(datum.model_input.chunks) + len(datum.loss_fn_inputs) + spans
 
 
 def _is_same(recorded: OperationRecord, operation: OperationRecord) -> bool:

@@ -54,14 +54,13 @@ class Recovery:
             logger.error("the newest snapshot of %s is damaged: %s", model.model_id, failure)
             record, history = await self._revert(model), None
             _check(await self._restore(engine, model), "restore the snapshots of")
-        if history is None:
-            log = await self._executor.store.log.read(model.model_id, record.snapshot_seq_id)
-            history = [each for each in log if changed_model(each)]
-        logger.info("rebuilding %s: %d operations to replay", model.model_id, len(history))
+        pages = self._changes(record) if history is None else _page(history)
+        logger.info("rebuilding %s", model.model_id)
         try:
-            await self._replay(engine, model, history)
+            num_operations = await self._replay(engine, model, pages)
         except StoreDamagedError as error:
             raise RebuildError(f"its log cannot be replayed: {error}") from error
+        logger.info("rebuilt %s: %d operations replayed", model.model_id, num_operations)
 
     async def _restore(self, engine: Engine, model: LiveModel) -> Failure | None:
         """Begin anew, from the snapshot where there is one; why it cannot be used."""
@@ -89,12 +88,19 @@ class Recovery:
         model.record = record
         return record
 
+    async def _changes(self, record: ModelRecord) -> AsyncIterator[Sequence[OperationRecord]]:
+        """What changed the model after its snapshot, some of it at a time."""
+        async for page in self._executor.store.log.pages(record.model_id, record.snapshot_seq_id):
+            yield [each for each in page if changed_model(each)]
+
     async def _replay(
-        self, engine: Engine, model: LiveModel, history: Sequence[OperationRecord]
-    ) -> None:
+        self, engine: Engine, model: LiveModel, pages: AsyncIterator[Sequence[OperationRecord]]
+    ) -> int:
+        """How many operations there were."""
         passes: list[Pass] = []
-        num_bytes = 0
-        async for operation in self._with_requests(history):
+        num_bytes = num_operations = 0
+        async for operation in self._with_requests(pages):
+            num_operations += 1
             if isinstance(operation.kind, PassKind):
                 passes.append(await self._pass_of(operation.kind, model, operation))
                 num_bytes += operation.record.payload_bytes
@@ -112,19 +118,23 @@ class Recovery:
                 failure = await operation.kind.replay(self._executor, engine, model, operation)
                 _check(failure, f"replay operation {operation.seq_id} of")
         await _run(engine, passes)
+        return num_operations
 
-    async def _with_requests(self, history: Sequence[OperationRecord]) -> AsyncIterator[Operation]:
+    async def _with_requests(
+        self, pages: AsyncIterator[Sequence[OperationRecord]]
+    ) -> AsyncIterator[Operation]:
         """The operations, with their requests where these are small; others are read when used.
         Whoever asks for the next one has no use for the last one's request any more."""
-        for part in _parts(history):
-            absent = [each.request_id for each in part if each.payload is None]
-            bodies = await self._executor.store.log.read_payloads(absent) if absent else {}
-            for record in part:
-                operation = operation_of(record)
-                if (body := record.payload or bodies.get(record.request_id)) is not None:
-                    await self._executor.decode(operation, body)
-                yield operation
-                operation.request = None
+        async for page in pages:
+            for part in _parts(page):
+                absent = [each.request_id for each in part if each.payload is None]
+                bodies = await self._executor.store.log.read_payloads(absent) if absent else {}
+                for record in part:
+                    operation = operation_of(record)
+                    if (body := record.payload or bodies.get(record.request_id)) is not None:
+                        await self._executor.decode(operation, body)
+                    yield operation
+                    operation.request = None
 
     async def _pass_of(self, kind: PassKind, model: LiveModel, operation: Operation) -> Pass:
         item = await kind.prepare(self._executor, model, operation)
@@ -132,6 +142,10 @@ class Recovery:
             problem = f"operation {operation.seq_id} cannot be replayed: {item.message}"
             raise RebuildError(problem)
         return replace(item, is_replay=True)
+
+
+async def _page(history: Sequence[OperationRecord]) -> AsyncIterator[Sequence[OperationRecord]]:
+    yield history
 
 
 def _parts(history: Sequence[OperationRecord]) -> Iterator[list[OperationRecord]]:

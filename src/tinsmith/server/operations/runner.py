@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -102,6 +103,9 @@ class Parts:
     metrics: Metrics
     config: ServerConfig
     free: Free
+    reading: Counter[str]
+    """How many parts of batches each owner has that went on without them: what they need is still
+    being read."""
 
 
 class OperationsWork:
@@ -122,6 +126,7 @@ class OperationsWork:
         self._leave(operation)
 
     def put_back(self, operation: Operation) -> None:
+        operation.forget_uncounted()
         self.unfinished[operation].queue.put(operation)
         self._leave(operation)
 

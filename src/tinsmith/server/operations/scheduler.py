@@ -86,6 +86,7 @@ class Scheduler:
             metrics=metrics,
             config=config,
             free=self._free,
+            reading=Counter(),
         )
         self._gathering = Gathering()
         self._gaps = GapWatch(config.gap_timeout_seconds, time.monotonic)
@@ -238,7 +239,8 @@ class Scheduler:
             is_idle=not self._works,
             is_alone=self._is_alone,
             may_pass=bool(passing) and self._may_pass() and not self._is_held_back(),
-            owners_passing=frozenset(o for batch in self._pass_batches() for o in batch.owners),
+            owners_passing=frozenset(o for batch in self._pass_batches() for o in batch.owners)
+            | self._parts.reading.keys(),
             has_steps=any(isinstance(work, StepBatch) for work in works),
             num_saving=sum(isinstance(work, Save) for work in works),
             singles_of=Counter(w.models[0].owner for w in works if isinstance(w, Single | Load)),

@@ -32,10 +32,11 @@ class Snapshots:
         self._weights = weights
         self._config = config
 
-    def note(self, model: LiveModel, operation: Operation) -> None:
-        """An operation of the model took effect."""
+    def note(self, model: LiveModel, operation: Operation, *, is_done: bool) -> None:
+        """An operation of the model has ended."""
+        model.operations_since_snapshot += 1
         model.bytes_since_snapshot += operation.record.payload_bytes
-        if not operation.kind.changes_model:
+        if not (is_done and operation.kind.changes_model):
             return
         model.is_changed = True
         model.steps_since_snapshot += operation.is_step
@@ -43,13 +44,18 @@ class Snapshots:
             model.oldest_since_snapshot = time.time()
 
     def is_due(self, model: LiveModel) -> bool:
-        if not model.is_changed:
-            return False
-        return (
+        if self._is_log_long(model):
+            return True  # also of one that has not changed: its log is trimmed up to its snapshots
+        return model.is_changed and (
             model.wants_snapshot
             or model.steps_since_snapshot >= self._config.snapshot_steps
-            or model.bytes_since_snapshot >= self._config.snapshot_log_bytes
             or self._is_old(model)
+        )
+
+    def _is_log_long(self, model: LiveModel) -> bool:
+        return (
+            model.bytes_since_snapshot >= self._config.snapshot_log_bytes
+            or model.operations_since_snapshot >= self._config.snapshot_log_operations
         )
 
     def _is_old(self, model: LiveModel) -> bool:
@@ -67,7 +73,8 @@ class Snapshots:
         model.unload_after = time.monotonic() + self._config.snapshot_seconds
         model.wants_snapshot = False
         model.oldest_since_snapshot = time.time()
-        model.steps_since_snapshot = model.bytes_since_snapshot = 0
+        model.steps_since_snapshot = 0
+        model.operations_since_snapshot = model.bytes_since_snapshot = 0
 
     async def take(self, engine: Engine, model: LiveModel) -> None:
         """Save the model as it is now. Nothing of it may be under way."""
@@ -81,7 +88,7 @@ class Snapshots:
         await self._store.models.record_snapshot(model.model_id, seq_id, record)
         model.is_changed = model.wants_snapshot = False
         model.steps_since_snapshot = 0
-        model.bytes_since_snapshot = 0
+        model.operations_since_snapshot = model.bytes_since_snapshot = 0
         model.oldest_since_snapshot = None
         logger.info("snapshot of %s at operation %d", model.model_id, seq_id)
         await self._weights.sweep()

@@ -14,6 +14,7 @@ from tinsmith.errors import ValidationError
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, check_signature, not_found, query_int, signed_url
 from tinsmith.server.edge.routing import bare_route, open_route, route
+from tinsmith.server.metadata import size_of
 from tinsmith.server.service import Service
 from tinsmith.server.store.errors import OverQuotaError
 from tinsmith.server.store.records import SessionRecord
@@ -101,10 +102,14 @@ async def assign_project(
     service: Service, caller: Caller, request: Request, message: AssignSessionProjectRequest
 ) -> None:
     session = await owned_session(service, caller, request.path_params["session_id"])
+    models = await service.store.models.of_session(session.session_id)
+    num_bytes = len(models) * size_of(message.project_id)
     with _within_quota():
-        await service.sessions.set(session, {"project_id": message.project_id})
-    for model in await service.store.models.of_session(session.session_id):
-        await service.store.models.update(model.model_id, {"project_id": message.project_id})
+        async with service.metadata.taken(caller.owner, num_bytes):
+            await service.sessions.set(session, {"project_id": message.project_id})
+            for model in models:
+                values = {"project_id": message.project_id}
+                await service.store.models.update(model.model_id, values)
 
 
 async def trace_export(service: Service, caller: Caller, request: Request) -> TraceExportResponse:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +15,7 @@ from tinsmith.errors import TooLargeError, ValidationError
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, body_start, read_body
 from tinsmith.server.edge.routing import bare_route, route
+from tinsmith.server.metadata import size_of
 from tinsmith.server.operations.codecs import pass_data
 from tinsmith.server.operations.intake import Recorded, owned_model, refuse_unread, submit
 from tinsmith.server.operations.live_model import LiveModel
@@ -73,17 +76,17 @@ async def create_model(service: Service, caller: Caller, request: Request) -> Un
         message.lora_config,
         message.user_metadata,
     )
-    await check_model_limit(service, caller)
-    request_id = await service.recorder.submit(
-        owner=caller.owner,
-        kind="create_model",
-        model_id=model.model_id,
-        seq_id=0,
-        body=body,
-        content_type=JSON,
-        request=message,
-        new_model=model,
-    )
+    async with room_for(service, caller, model):
+        request_id = await service.recorder.submit(
+            owner=caller.owner,
+            kind="create_model",
+            model_id=model.model_id,
+            seq_id=0,
+            body=body,
+            content_type=JSON,
+            request=message,
+            new_model=model,
+        )
     return UntypedAPIFuture(request_id=request_id, model_id=model.model_id)
 
 
@@ -249,7 +252,24 @@ def _no_optimizer(kind: str, path: str) -> ValidationError:
     return ValidationError(f"no optimizer called {kind[:40]!r}; known: adamw", path)
 
 
-async def check_model_limit(service: Service, caller: Caller) -> None:
+@asynccontextmanager
+async def room_for(service: Service, caller: Caller, model: ModelRecord) -> AsyncIterator[None]:
+    """While a new model is recorded, for which its owner must have room. One that was recorded
+    before has it: its request has come again."""
+    num_bytes = size_of(model.user_metadata, model.project_id)
+    has_limit = num_bytes > 0 or service.config.key_max_models is not None
+    if has_limit and await service.store.models.get(model.model_id) is not None:
+        yield
+        return
+    await _check_model_limit(service, caller)
+    try:
+        async with service.metadata.taken(caller.owner, num_bytes):
+            yield
+    except OverQuotaError as error:
+        raise Refusal(403, str(error)) from None
+
+
+async def _check_model_limit(service: Service, caller: Caller) -> None:
     limit = service.config.key_max_models
     if limit is None:
         return

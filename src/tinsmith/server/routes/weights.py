@@ -17,9 +17,9 @@ from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.routes.sessions import active_session
 from tinsmith.server.routes.training import (
     check_base_model,
-    check_model_limit,
     check_optimizer,
     new_model,
+    room_for,
 )
 from tinsmith.server.service import Service
 from tinsmith.server.store.errors import OverQuotaError
@@ -130,18 +130,18 @@ async def _create_from_weights(service: Service, caller: Caller, body: bytes) ->
     model = await new_model(
         service, session, message.model_seq_id, weights.base_model, lora, message.user_metadata
     )
-    await check_model_limit(service, caller)
     load = LoadRequest(message, reader)
-    request_id = await service.recorder.submit(
-        owner=caller.owner,
-        kind="load_weights",
-        model_id=model.model_id,
-        seq_id=0,
-        body=LoadCodec().encode(load),
-        content_type=JSON,
-        request=load,
-        new_model=model,
-    )
+    async with room_for(service, caller, model):
+        request_id = await service.recorder.submit(
+            owner=caller.owner,
+            kind="load_weights",
+            model_id=model.model_id,
+            seq_id=0,
+            body=LoadCodec().encode(load),
+            content_type=JSON,
+            request=load,
+            new_model=model,
+        )
     return answer(UntypedAPIFuture(request_id=request_id, model_id=model.model_id))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinsmith.server.store import schema
-from tinsmith.server.store.database import Database, row_of
+from tinsmith.server.store.database import Database, large_texts, row_of
 from tinsmith.server.store.records import (
     AuditRecord,
     CheckpointRecord,
@@ -65,6 +65,14 @@ class Checkpoints:
         metadata = sa.func.length(sa.cast(schema.checkpoints.c.user_metadata, sa.Text))
         some = _of_run(sa.select(metadata.label("size")), model_id).limit(limit).offset(offset)
         (total,) = await self._database.column(sa.select(sa.func.sum(some.subquery().c.size)))
+        return int(total or 0)
+
+    async def text_bytes(self, owner: str, above: int) -> int:
+        """What the metadata of an owner's checkpoints takes that is longer than so much; looks at
+        all."""
+        table = schema.checkpoints
+        texts = large_texts([table.c.user_metadata], above)
+        (total,) = await self._database.column(sa.select(texts).where(table.c.owner == owner))
         return int(total or 0)
 
     async def newest(

@@ -260,6 +260,13 @@ def _reason(error: BaseException) -> object:
     return getattr(error, "orig", None) or error
 
 
+def large_texts(columns: Sequence[sa.ColumnElement[Any]], above: int) -> sa.ColumnElement[Any]:
+    """The sum over rows of what texts take that are longer than so much."""
+    sizes = [sa.func.coalesce(sa.func.length(sa.cast(each, sa.Text)), 0) for each in columns]
+    counted = [sa.case((size > above, size), else_=0) for size in sizes]
+    return sa.func.sum(sum(counted, start=sa.literal(0)))
+
+
 def row_of(record: Any) -> dict[str, Any]:
     """A record as a row; unlike `asdict` it does not copy payloads."""
     return {name: getattr(record, name) for name in record.__dataclass_fields__}

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -70,6 +70,11 @@ _AFTER_NUMBER = _OF_MODEL.where(schema.operations.c.seq_id > sa.bindparam("numbe
 )
 _SMALL_BYTES = 4096
 """Requests that are read with their operations, where many are read together."""
+
+PAGE_ROWS = 4096
+"""Operations of one model that are read at a time, without their requests."""
+
+_PAGE_AFTER_NUMBER = _AFTER_NUMBER.limit(PAGE_ROWS)
 
 _AFTER_SNAPSHOTS = (
     sa.select(
@@ -240,6 +245,18 @@ class Log:
         """The operations above `after_seq_id`, in order, without payloads and results."""
         after = {"of_model": model_id, "number": after_seq_id}
         return await self._database.all(OperationRecord, _AFTER_NUMBER, after)
+
+    async def pages(
+        self, model_id: str, after_seq_id: int
+    ) -> AsyncIterator[Sequence[OperationRecord]]:
+        """The same, some thousand at a time: a log may be long."""
+        page: Sequence[OperationRecord] = ()
+        while not page or len(page) == PAGE_ROWS:
+            after = {"of_model": model_id, "number": page[-1].seq_id if page else after_seq_id}
+            page = await self._database.all(OperationRecord, _PAGE_AFTER_NUMBER, after)
+            if not page:
+                return
+            yield page
 
     async def read_after_snapshots(
         self, model_ids: Sequence[str], most: int

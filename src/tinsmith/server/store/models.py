@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from tinsmith.server.store import schema
 from tinsmith.server.store.blobs import Blobs
-from tinsmith.server.store.database import Database, row_of
+from tinsmith.server.store.database import Database, large_texts, row_of
 from tinsmith.server.store.records import ModelRecord, Page, WeightsRecord
 
 _MODEL = sa.select(schema.models).where(schema.models.c.model_id == sa.bindparam("of_model"))
@@ -60,6 +60,13 @@ class Models:
         return await self._database.page(
             ModelRecord, query, [table.c.created_at, table.c.model_id], limit, offset
         )
+
+    async def text_bytes(self, owner: str, above: int) -> int:
+        """What the texts of an owner's models take that are longer than so much; looks at all."""
+        table = schema.models
+        texts = large_texts([table.c.user_metadata, table.c.project_id], above)
+        (total,) = await self._database.column(sa.select(texts).where(table.c.owner == owner))
+        return int(total or 0)
 
     async def of_session(self, session_id: str) -> Sequence[ModelRecord]:
         table = schema.models
