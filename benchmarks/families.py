@@ -141,6 +141,8 @@ def _of_ours(
         except torch.OutOfMemoryError:
             found[part] = "out of memory"
         print(json.dumps({kind: {part: found[part]}}), flush=True)
+        for adapter in ours.adapters.values():
+            ours.pool.release(adapter)
         ours.adapters.clear()
         _free()
     return found

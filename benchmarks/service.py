@@ -1,15 +1,16 @@
 """The whole service: real clients over HTTP, and beside them the same jobs in the engine alone.
 
     python benchmarks/service.py [--device cuda --shape qwen3-0.6b] [--client official]
-        [--cases first,sample,tenants,train,save] [--rounds N] [--out FILE]
+        [--cases first,sample,tenants,train,save,history] [--rounds N] [--out FILE]
 
 The engine runs first, in a process that has ended when the server starts, so that each has the
 device to itself. Then `first` is what a program feels that comes the moment a fresh server is
 ready, `sample` are so many samples at once from one program, `tenants` are eight programs with a
 loop of a pass and a step each, `train` is one with a large batch, `save` is
-`save_weights_and_get_sampling_client`. A ratio is HTTP over engine; the engine's rate for
-`tenants` and `train` has the steps in it, and `of_passes_alone` is over its rate without them.
-Shapes have random weights; without one it is SmolLM2-135M.
+`save_weights_and_get_sampling_client`, and `history` are samples before and after a pass over 128
+sequences, one over a single long sequence, and eight more models. A ratio is HTTP over engine; the
+engine's rate for `tenants` and `train` has the steps in it, and `of_passes_alone` is over its rate
+without them. Shapes have random weights; without one it is SmolLM2-135M.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tinsmith.engine.local.config import EMBEDDED_MODEL, EMBEDDED_SOURCE
 from trainers import SHAPES, write_random_model
 
 HERE = Path(__file__).parent
-CASES = ("first", "sample", "tenants", "train", "save")
+CASES = ("first", "sample", "tenants", "train", "save", "history")
 TENANTS = 8
 TENANT_SECONDS = 8.0
 PACKAGES = {"ours": "tinsmith", "official": "tinker"}
@@ -49,11 +50,13 @@ class Sizes:
     tenant_batch: tuple[int, int]
     """Sequences and tokens of each."""
     train_batch: tuple[int, int]
+    long_tokens: int
+    """Of a single sequence."""
 
 
 SIZES = {
-    "cuda": Sizes((64, 256, 1024), 128, 256, (2, 256), (16, 1024)),
-    "cpu": Sizes((4, 16, 64), 64, 32, (1, 32), (4, 128)),
+    "cuda": Sizes((64, 256, 1024), 128, 256, (2, 256), (16, 1024), 32_768),
+    "cpu": Sizes((4, 16, 64), 64, 32, (1, 32), (4, 128), 1024),
 }
 
 
@@ -192,6 +195,23 @@ class HttpSide:
     def save(self) -> dict[str, Any]:
         (found,) = self._run([self._errand("save", 1, 32, rounds=7)])
         return {"seconds": round(statistics.median(found["seconds"]), 3)}
+
+    def history(self) -> dict[str, Any]:
+        count, sizes = self._engine.samples[-1], SIZES[self._engine.device]
+        errand = self._errand(
+            "history",
+            min(256, count),
+            self._engine.prompt_tokens,
+            new_tokens=self._engine.new_tokens,
+            long_tokens=sizes.long_tokens,
+        )
+        (found,) = self._run([errand])
+        return {
+            "tokens_per_s": round(found["before"], 1),
+            "tokens_per_s_afterwards": round(found["after"], 1),
+            "after_over_before": round(found["after"] / found["before"], 3),
+            "long_tokens_per_s": round(found["long_tokens_per_s"], 1),
+        }
 
     def _errand(self, case: str, count: int, length: int, **more: Any) -> Errand:
         return Errand(

@@ -41,6 +41,8 @@ class Errand:
     seconds: float = 0.0
     """How long a tenant goes on."""
     seed: int = 0
+    long_tokens: int = 0
+    """Of one long sequence; others of `history` have a thirty-second of it."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -140,6 +142,35 @@ class Client:
 
         return work
 
+    def history(self) -> Work:
+        """Samples, then everything that takes memory, then the same samples."""
+        sampler = self._service.create_sampling_client(base_model=self.errand.model)
+        long = self.errand.long_tokens
+
+        def rate() -> float:
+            prompts = self._prompts(self.errand.count)
+            started = time.perf_counter()
+            tokens = self._sampled(sampler, prompts, self.errand.new_tokens)
+            return tokens / (time.perf_counter() - started)
+
+        def work() -> dict[str, Any]:
+            rate()
+            before = rate()
+            training = self._create()
+            self._step(training, self._batch(128, long // 32))
+            one = self._batch(1, long)
+            self._step(training, one)
+            started = time.perf_counter()
+            self._step(training, one)
+            taken = time.perf_counter() - started
+            small = self._batch(2, long // 32)
+            for other in [self._create() for _ in range(8)]:
+                self._step(other, small)
+            rate()
+            return {"before": before, "after": rate(), "long_tokens_per_s": long / taken}
+
+        return work
+
     def save(self) -> Work:
         """From the call to a sampler that can be asked, for a model that has trained."""
         training = self._create()
@@ -214,6 +245,7 @@ CASES: dict[str, Callable[[Client], Work]] = {
     "train": Client.train,
     "tenant": Client.tenant,
     "save": Client.save,
+    "history": Client.history,
 }
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ TITLES = {
         "Our own decoder",
         "Packed sequences and many adapters in every product, kernels and CUDA graphs on CUDA. "
         "Can be [divided among several devices](../how-to/several-devices.md), types with experts "
-        "through the modules of transformers. `--on-policy exact` is for those without experts.",
+        "through the modules of transformers. `--on-policy exact` is for those without experts and "
+        "recurrent layers.",
     ),
     "transformers": (
         "Modules of transformers",

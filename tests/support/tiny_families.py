@@ -136,6 +136,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"norm_topk_prob": False, "mlp_only_layers": [0], "moe_intermediate_size": 8},
     ),
     "olmoe, two sizes": ("olmoe", {"moe_intermediate_size": 8}),
+    **{
+        f"{name}, heads of a kernel's size": (
+            name,
+            {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        )
+        for name in ("qwen3_5_text", "qwen3_next")
+    },
 }
 """Legal settings of a type that leave out what is usual in it, or say what it does not read."""
 

@@ -15,6 +15,7 @@ import torch
 
 from tinsmith.engine.local.model import pointwise
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
+from tinsmith.engine.local.model.rope import Rotation
 from tinsmith.engine.local.sample.cached_attention import CachedAttention, Rows
 from tinsmith.engine.local.sample.kvcache import BlockTable, CacheShape, KVCache
 from tinsmith.engine.local.sample.prefixes import NOTHING
@@ -91,16 +92,26 @@ def row_blocks(cache: KVCache, tables: list[BlockTable], num_padding: int) -> An
 
 @pytest.mark.parametrize("num_rows", [1, 7 if IS_INTERPRETED else 300])
 @pytest.mark.parametrize(
-    ("window", "softcap"), [(None, None), (20, None), (None, 5.0)], ids=["plain", "window", "cap"]
+    ("window", "softcap", "has_norms", "distance"),
+    [
+        (None, None, False, HEAD_DIM // 2),
+        (20, None, True, HEAD_DIM // 2),
+        (1, None, False, HEAD_DIM // 8),
+        (None, 5.0, True, HEAD_DIM // 8),
+    ],
+    ids=["plain", "window", "itself", "cap"],
 )
 def test_attention_finds_what_plain_attention_finds(
     device: torch.device,
     num_rows: int,
     window: int | None,
     softcap: float | None,
+    has_norms: bool,
+    distance: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One row splits its scan; many do not."""
+    """One row splits its scan; many do not. New keys and values go behind the last token and
+    nowhere else."""
     from tinsmith.engine.local.kernels import decode_attention
 
     if IS_INTERPRETED:
@@ -110,46 +121,25 @@ def test_attention_finds_what_plain_attention_finds(
     spec = AttentionSpec(scale=0.2, rope=None, window=window, softcap=softcap)
     config = config_of(spec)
     cache, tables = filled_cache(config, device, num_rows)
-    qkv = torch.randn(num_rows, 10 * HEAD_DIM, device=device)
-    q, k, v = qkv.view(num_rows, 10, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
-    running = [Rows(row, row + 1, table) for row, table in enumerate(tables)]
-    # The plain form also writes the new keys and values, which the kernel then finds.
-    wanted = CachedAttention(config, [], running)(1, q, k, v)
-
-    padded = torch.cat([qkv, torch.randn(3, 10 * HEAD_DIM, device=device)])
-    rows = row_blocks(cache, tables, 3)
-    assert (decode_attention.num_splits(num_rows + 3, KV_HEADS) > 1) == (num_rows == 1)
-    found = decode_attention.attend(padded, rows, spec, 1, heads)[:num_rows]
-    torch.testing.assert_close(found.view_as(wanted), wanted, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("has_norms", [False, True])
-def test_new_keys_and_values_go_behind_the_last_token_and_nowhere_else(
-    device: torch.device, has_norms: bool
-) -> None:
-    from tinsmith.engine.local.kernels.decode_attention import Heads, prepare
-
-    torch.manual_seed(0)
-    num_rows, layer = 5, 1
-    config = config_of(AttentionSpec(scale=0.2, rope=None, window=None, softcap=None))
-    cache, tables = filled_cache(config, device, num_rows)
-    qkv = torch.randn(num_rows + 2, 10 * HEAD_DIM, device=device)
-    angles = torch.randn(num_rows + 2, HEAD_DIM // 2, device=device)
-    rotation = (angles.cos(), angles.sin())
+    before = cache.keys.clone(), cache.values.clone()
+    qkv = torch.randn(num_rows + 3, 10 * HEAD_DIM, device=device)
+    angles = torch.randn(num_rows + 3, 1, HEAD_DIM // 2, device=device)
+    angles[..., distance:] = 0
+    rotation = Rotation(angles.cos(), angles.sin(), distance)
     weights = torch.randn(2, HEAD_DIM, device=device)
     norms = (weights[0], weights[1]) if has_norms else None
-    q, k, v = pointwise.apply_rope(
-        qkv, norms, (angles.cos()[:, None], angles.sin()[:, None]), KV_HEADS, 1e-5
-    )
-    wanted_keys, wanted_values = cache.keys.clone(), cache.values.clone()
-    for row, table in enumerate(tables):
-        at, inside = divmod(table.num_tokens, cache.shape.block_tokens)
-        wanted_keys[layer, table.blocks[at], :, inside] = k[row]
-        wanted_values[layer, table.blocks[at], :, inside] = v[row]
+    of_rows = Rotation(rotation.cos[:num_rows], rotation.sin[:num_rows], distance)
+    q, k, v = pointwise.apply_rope(qkv[:num_rows], norms, of_rows, KV_HEADS, 1e-5)
+    running = [Rows(row, row + 1, table) for row, table in enumerate(tables)]
+    # The plain form also writes the new keys and values.
+    wanted = CachedAttention(config, [], running)(1, q, k, v)
+    after = cache.keys.clone(), cache.values.clone()
+    cache.keys.copy_(before[0])
+    cache.values.copy_(before[1])
 
-    rows = row_blocks(cache, tables, 2)
-    prepare(qkv, rows, rotation, norms, 1e-5, layer, Heads(HEADS, KV_HEADS, HEAD_DIM))
-    torch.testing.assert_close(cache.keys, wanted_keys, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(cache.values, wanted_values, atol=1e-5, rtol=1e-5)
-    queries = qkv[:, : HEADS * HEAD_DIM].view(-1, HEADS, HEAD_DIM)
-    torch.testing.assert_close(queries, q, atol=1e-5, rtol=1e-5)
+    rows = row_blocks(cache, tables, 3)
+    assert (decode_attention.num_splits(num_rows + 3, KV_HEADS) > 1) == (num_rows == 1)
+    found = decode_attention.attend(qkv, rows, rotation, norms, 1e-5, spec, 1, heads)[:num_rows]
+    torch.testing.assert_close(found.view_as(wanted), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(cache.keys, after[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(cache.values, after[1], atol=1e-5, rtol=1e-5)

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model import pointwise
-from tinsmith.engine.local.model.adapted_linear import finish_gradients, lora_linear
+from tinsmith.engine.local.model.adapted_linear import forward, lora_linear
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterPool, AdapterSegments, GradientBuffer
+from tinsmith.engine.local.model.rope import Rotation
 from tinsmith.engine.local.sample.choosing import Distributions, uniforms
 from tinsmith.types import LoraConfig
 
@@ -54,6 +55,8 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def _widen(argument: Any) -> Any:
+    if isinstance(argument, Rotation):
+        return Rotation(argument.cos.float(), argument.sin.float(), argument.distance)
     if isinstance(argument, tuple):
         return tuple(_widen(part) for part in argument)
     return argument.float() if isinstance(argument, Tensor) else argument
@@ -90,15 +93,65 @@ def test_norm(
         )
 
 
+def test_norm_of_a_stream_in_float32(
+    device: torch.device, plainly: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What products read, and gradients for them, are in half precision; also without kernels."""
+    torch.manual_seed(0)
+    x = torch.randn(7, 96, device=device)
+    grad, residual = torch.randn(2, 7, 96, device=device, dtype=HALF)
+    weight = torch.randn(96, device=device, dtype=HALF)
+    expected = plainly(pointwise.rms_norm, x, weight, 1e-5)
+    expected_grad, _ = plainly(pointwise.rms_norm_backward, grad, x, weight, 1e-5, residual)
+    for has_kernels in (True, False):
+        if not has_kernels:
+            monkeypatch.setattr(kernels, "are_usable", lambda x: False)
+        y = pointwise.rms_norm(x, weight, 1e-5, HALF)
+        grad_x, again = pointwise.rms_norm_backward(grad, x, weight, 1e-5, residual)
+        assert y.dtype == grad_x.dtype == again.dtype == HALF
+        assert_close((y, grad_x, again), (expected, expected_grad, expected))
+        grad_x, _ = pointwise.rms_norm_backward(grad, x, weight, 1e-5, residual, torch.float32)
+        assert_close(grad_x, expected_grad)  # to the precision of float32
+        leaf = x.clone().requires_grad_()
+        pointwise.differentiable_rms_norm(leaf, weight, 1e-5, HALF).backward(grad)
+        assert leaf.grad is not None
+        assert_close(leaf.grad + residual, expected_grad)
+
+
 @DTYPES
+@pytest.mark.parametrize("size", [8, 24, 5000])
+def test_gated_norm(
+    size: int, dtype: torch.dtype, device: torch.device, plainly: Callable[..., Any]
+) -> None:
+    torch.manual_seed(0)
+    y, gate, grad = torch.randn(3, 7, 3 * size, device=device, dtype=dtype)
+    weight = torch.randn(size, device=device, dtype=dtype)
+    assert_close(
+        pointwise.gated_norm(y, gate, weight, 1e-5),
+        plainly(pointwise.gated_norm, y, gate, weight, 1e-5),
+    )
+    arguments = (grad, y, gate, weight, 1e-5)
+    assert_close(
+        pointwise.gated_norm_backward(*arguments),
+        plainly(pointwise.gated_norm_backward, *arguments),
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("distance", [8, 3])
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_heads(
-    has_norms: bool, dtype: torch.dtype, device: torch.device, plainly: Callable[..., Any]
+    has_norms: bool,
+    distance: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    plainly: Callable[..., Any],
 ) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(7, (3 + 2) * 16, device=device, dtype=dtype)
     angles = torch.randn(7, 1, 8, device=device)
-    rotation = (angles.cos().to(dtype), angles.sin().to(dtype))
+    angles[..., distance:] = 0
+    rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype), distance)
     weights = torch.randn(2, 16, device=device, dtype=dtype)
     norms = (weights[0], weights[1]) if has_norms else None
     arguments = (qkv, norms, rotation, 1, 1e-5)
@@ -143,7 +196,10 @@ def test_scores(dtype: torch.dtype, device: torch.device) -> None:
     expected.backward(upstream)
     values, normalizers = scores.target_logprobs(logits, targets)
     assert_close(values, expected.detach())
-    scores.overwrite_with_gradient(logits, targets, normalizers, upstream)
+    if dtype == torch.float32:  # as products read it, the logits are left as they are
+        assert_close(scores.gradient(logits, targets, normalizers, upstream, HALF), leaf.grad)
+    found = scores.gradient(logits, targets, normalizers, upstream, dtype)
+    assert found is logits
     assert_close(logits, leaf.grad)
     logits[1, 5] = float("nan")
     values, _ = scores.target_logprobs(logits, targets)
@@ -186,7 +242,6 @@ def test_linear_layers_under_adapters(
         leaf = x.to(inner_dtype).requires_grad_()
         y = lora_linear(leaf, Linear(weight.to(inner_dtype)), segments, 0, "qkv")
         y.backward(upstream.to(inner_dtype))
-        finish_gradients(segments)
         assert leaf.grad is not None
         assert torch.equal(buffers[1].flat, torch.ones_like(buffers[1].flat))
         return [y.detach(), leaf.grad, buffers[0].flat, buffers[2].flat]
@@ -195,6 +250,37 @@ def test_linear_layers_under_adapters(
     for ours, wanted in zip(run(False), expected, strict=True):
         relative = 1e-5 if dtype == torch.float32 else 1e-2
         assert (ours.float() - wanted).abs().max() <= relative * wanted.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["one", "two", "none"])
+def test_a_product_joins_a_float32_stream_without_being_rounded(
+    kind: str, device: torch.device, tiny_decoder: Decoder
+) -> None:
+    """Under one adapter, under two of other ranks, under none."""
+    torch.manual_seed(0)
+    pool = AdapterPool(tiny_decoder.config, device, HALF)
+    adapters = [pool.create("tiny", LoraConfig(rank=rank)) for rank in (16, 4)]
+    for adapter in adapters:
+        adapter.flat.copy_(torch.randn(adapter.layout.size) * 0.1)
+    one, two = adapters
+    cuts = {"one": [(0, 12, one)], "two": [(0, 5, one), (5, 12, two)], "none": [(0, 12, None)]}
+    segments = AdapterSegments(cuts[kind])
+    key = (0, "o")
+    outputs, inputs = tiny_decoder.layers[0].o.shape
+    weight, x = (torch.randn(n, inputs, device=device).to(HALF) for n in (outputs, 12))
+    bias = torch.randn(outputs, device=device).to(HALF)
+    stream = torch.randn(12, outputs, device=device) * 30
+    linear = Linear(weight, bias)
+    y, inners = forward(x, linear, segments, key, stream)
+    # What A leaves is rounded, as ever.
+    expected = stream + x.float() @ weight.float().t() + bias.float()
+    of_groups = iter(inners)
+    for start, stop, adapter in cuts[kind]:
+        if adapter is not None:
+            (b,) = adapter.weights()[key].b
+            expected[start:stop] += next(of_groups)[start:stop].float() @ b.float().t()
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, expected, atol=2e-5, rtol=2e-6)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinities, in the interpreter's numpy

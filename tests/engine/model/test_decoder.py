@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.families import decoder_config
@@ -140,6 +141,19 @@ def test_what_the_decoder_does_not_know_is_refused_by_name(
     settings = {"model_type": "llama", "num_hidden_layers": 2, **_SHAPE, **change}
     with pytest.raises(UnsupportedModelError, match=named):
         decoder_config(settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_kernels_the_residual_stream_and_logits_are_rounded_as_the_weights_are(
+    dtype: torch.dtype, tiny_llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no product that would be left in float32."""
+    monkeypatch.setattr(kernels, "are_usable", lambda x: False)
+    decoder = Decoder.load(tiny_llama_folder, dtype=dtype)
+    assert decoder.stream_dtype == dtype
+    segments = AdapterSegments.whole(3)
+    hidden = torch.randn(3, decoder.config.hidden_size).to(dtype)
+    assert decoder.raw_logits(hidden, segments).dtype == dtype
 
 
 def test_a_missing_tensor_is_named(tiny_llama_folder: Path, tmp_path: Path) -> None:

@@ -121,3 +121,14 @@ def test_few_rows_of_many_inputs_are_quicker_plain_and_stay_so() -> None:
     plain, packed = new_linear(264, 520, packs=False), new_linear(264, 520)
     x = torch.randn(8, 520)
     assert torch.equal(packed.product(x), plain.product(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_product_of_half_precision_can_be_left_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight, x, bias = (torch.randn(shape).to(dtype) for shape in ((8, 40), (5, 40), (8,)))
+    y = Linear(weight, bias).product(x, torch.float32)
+    expected = F.linear(x.float(), weight.float(), bias.float())
+    torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+    assert not torch.equal(y, y.to(dtype).float())
+    assert torch.equal(Linear(weight, bias).product(x, dtype), Linear(weight, bias).product(x))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tinsmith.engine.local.model import pointwise
 from tinsmith.engine.local.model.pointwise import Activation
+from tinsmith.engine.local.model.rope import Rotation
 
 EPS = 1e-5
 
@@ -62,6 +63,21 @@ def test_the_norm_has_the_gradient_of_autograd(has_residual: bool) -> None:
     assert_close(grad_x, leaf.grad + (residual if has_residual else 0))
 
 
+def test_the_norm_of_a_float32_stream_is_what_products_in_half_precision_read() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(6, 12), torch.randn(12).bfloat16()
+    grad, residual = torch.randn(2, 6, 12).bfloat16()
+    arguments = (grad, x, weight, EPS, residual)
+    expected = pointwise.rms_norm(x, weight.float(), EPS)
+    wanted, _ = pointwise.rms_norm_backward(grad.float(), x, weight.float(), EPS, residual.float())
+    grad_x, y = pointwise.rms_norm_backward(*arguments)
+    assert torch.equal(pointwise.rms_norm(x, weight, EPS, torch.bfloat16), expected.bfloat16())
+    assert torch.equal(y, expected.bfloat16())
+    assert torch.equal(grad_x, wanted.bfloat16())
+    grad_x, _ = pointwise.rms_norm_backward(*arguments, torch.float32)
+    assert_close(grad_x, wanted)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_the_gate_has_the_gradient_of_autograd(activation: Activation) -> None:
     torch.manual_seed(0)
@@ -76,16 +92,52 @@ def test_the_gate_has_the_gradient_of_autograd(activation: Activation) -> None:
     assert_close(grad_x, leaf.grad)
 
 
+def test_a_gated_norm_has_the_gradient_of_autograd() -> None:
+    torch.manual_seed(0)
+    y, gate, grad = torch.randn(3, 5, 24)
+    weight = torch.randn(8)
+    leaves = [x.double().requires_grad_() for x in (y, gate)]
+    heads, gates = (x.view(5, 3, 8) for x in leaves)
+    normed = F.rms_norm(heads, (8,), weight.double(), EPS)
+    expected = (normed * F.silu(gates)).flatten(1)
+    expected.backward(grad.double())
+    grad_y, grad_gate, out = pointwise.gated_norm_backward(grad, y, gate, weight, EPS)
+    assert_close(pointwise.gated_norm(y, gate, weight, EPS), expected.detach())
+    assert_close(out, expected.detach())
+    for found, leaf in zip((grad_y, grad_gate), leaves, strict=True):
+        assert leaf.grad is not None
+        assert_close(found, leaf.grad)
+
+
+def test_the_gate_of_attention_has_the_gradient_of_autograd() -> None:
+    """And its numbers, which come by turns with each query head's, are taken out and put back."""
+    torch.manual_seed(0)
+    x, gate, grad = torch.randn(3, 5, 24)
+    leaves = [part.double().requires_grad_() for part in (x, gate)]
+    expected = leaves[0] * leaves[1].sigmoid()
+    expected.backward(grad.double())
+    *found, out = pointwise.gate_backward(grad, x, gate)
+    assert_close(out, expected.detach())
+    for part, leaf in zip(found, leaves, strict=True):
+        assert leaf.grad is not None
+        assert_close(part, leaf.grad)
+    whole = torch.randn(5, 3 * 2 * 8 + 16)
+    qkv, gates = pointwise.split_gate(whole, 3, 8)
+    assert torch.equal(qkv[:, 8:16], whole[:, 16:24])
+    assert torch.equal(gates[:, 1], whole[:, 24:32])
+    assert torch.equal(pointwise.join_gate(qkv, gates.flatten(1), 8), whole)
+
+
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_heads_have_the_gradient_of_autograd(has_norms: bool) -> None:
     torch.manual_seed(0)
     qkv, angles = torch.randn(6, 40), torch.randn(6, 1, 4)
-    rotation = (angles.cos(), angles.sin())
+    rotation = Rotation(angles.cos(), angles.sin(), 4)
     norms = (torch.randn(8), torch.randn(8)) if has_norms else None
     grads = (torch.randn(6, 3, 8), torch.randn(6, 1, 8), torch.randn(6, 1, 8))
     leaf = qkv.double().requires_grad_()
     wide_norms = None if norms is None else (norms[0].double(), norms[1].double())
-    expected = plain_heads(leaf, wide_norms, *(part.double() for part in rotation))
+    expected = plain_heads(leaf, wide_norms, rotation.cos.double(), rotation.sin.double())
     torch.autograd.backward(expected, [grad.double() for grad in grads])
     assert leaf.grad is not None
     for part, wanted in zip(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.local.model.recurrent import delta_rule, mamba
+from tinsmith.engine.local.model.recurrent.delta_rule import DeltaWeights, mix, step_in_place
 from tinsmith.engine.local.model.recurrent.recurrence import StateShape, Walk, convolve, recur
 
 HEADS, KEYS, VALUES = 3, 8, 5
@@ -132,9 +133,60 @@ def test_a_convolution_sees_its_own_sequence_only_and_goes_on_from_what_was_kept
         torch.testing.assert_close(found, wanted)
 
 
+def test_kernels_find_rows_chunks_and_sequences_in_tables() -> None:
+    tables = Walk([2, 130, 64]).tables(torch.device("cpu"))
+    assert tables.rows.t()[[0, 1, 2, 131, 132]].tolist() == [
+        [0, 0],
+        [1, 0],
+        [0, 1],
+        [129, 1],
+        [0, 2],
+    ]
+    assert tables.chunks.t().tolist() == [[0, 2], [2, 64], [66, 64], [130, 2], [132, 64]]
+    assert tables.sequences.t().tolist() == [[2, 130, 1, 1], [132, 64, 2, 4], [0, 2, 0, 0]]
+    assert all(table.dtype == torch.int32 and table.is_contiguous() for table in tables)
+
+
 def test_a_state_is_one_vector_that_splits_into_inputs_and_memory() -> None:
     shape = StateShape(num_layers=3, taps=4, channels=10, num_heads=2, key_dim=4, value_dim=5)
     inputs, memory = shape.split(torch.arange(2.0 * shape.size).view(2, -1))
     assert inputs.shape == (2, 3, 10) and memory.shape == (2, 2, 4, 5)
     assert shape.size == 70 and shape.nbytes == 3 * 70 * 4
     assert memory[0, 0, 0, 0] == 30 and memory[1, 1, 3, 4] == 139
+
+
+class OneState:
+    """A sequence whose states are those of a pool of one."""
+
+    def __init__(self, state: Tensor, num_rows: int) -> None:
+        self.walk = Walk([num_rows])
+        self.state = state
+
+    def read(self, layer: int) -> Tensor:
+        return self.state
+
+    def write(self, layer: int, inputs: Tensor, memory: Tensor) -> None:
+        self.state = torch.cat([inputs.flatten(1), memory.flatten(1)], dim=1)
+
+
+def test_a_step_in_place_is_that_of_each_sequence_and_leaves_the_others_alone() -> None:
+    """The states of rows in any order, of which some are padding."""
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    heads, channels = 4, 2 * 2 * KEYS + 4 * VALUES
+    weights = DeltaWeights(normal(channels, 3), normal(heads), normal(heads), 2, KEYS, VALUES)
+    states = normal(6, weights.state_shape.size)
+    before = states.clone()
+    mixed, a, b = normal(4, channels), normal(4, heads), normal(4, heads)
+    numbers = torch.tensor([3, -1, 0, -1])
+    found = step_in_place(mixed, a, b, weights, states, numbers)
+    for row, number in ((0, 3), (2, 0)):
+        one = OneState(before[number : number + 1], 1)
+        rows = slice(row, row + 1)
+        wanted = mix(mixed[rows], a[rows], b[rows], weights, one, 0)
+        torch.testing.assert_close(found[rows], wanted)
+        torch.testing.assert_close(states[number : number + 1], one.state)
+    assert torch.equal(states[[1, 2, 4]], before[[1, 2, 4]]), "the last one is for padding"

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from tests.engine.sample.sampling_reference import CPU, job_of, tokens_of, trainer_logits
+from tests.support.tiny_families import save_tiny
 from tinsmith.detokenizer import read_detokenize
 from tinsmith.engine.base import SampleEvent, SampleJob
 from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.choosing import uniforms
@@ -170,3 +172,21 @@ def test_a_step_that_another_turn_follows_is_read_at_once(tiny_decoder: Decoder)
         generator.step(ahead=False)
     assert len(decode.num_ahead) == 8
     assert not any(decode.num_ahead)
+
+
+@pytest.mark.parametrize("cached_tokens", [100_000, 300], ids=["plain", "giving way"])
+def test_states_of_recurrent_layers_are_those_of_the_tokens_read(
+    tmp_path: Path, cached_tokens: int
+) -> None:
+    """Also of a sequence that stopped, or gave way, in a step that was launched already."""
+    save_tiny("qwen3_5_text", tmp_path, eos_token_id=None)
+    config = LocalEngineConfig(device="cpu", models={"tiny": str(tmp_path)})
+    decoder = BaseModels(config).get("tiny")
+    shape = CacheShape.of(decoder.config, decoder.device, decoder.dtype)
+    room = 2 * max(cached_tokens * shape.bytes_per_token, 8 * shape.state_bytes)
+    small = LocalEngineConfig(device="cpu", kv_cache_bytes=room)
+    jobs = [job for job in varied_jobs() if job.params.top_k <= 0]
+    generator = Generator(decoder, small, prefill_tokens=16, decode=LateDecode(decoder))
+    found = run(generator, jobs)
+    for job in jobs:
+        assert_decided_by_seed_and_model(decoder, job, found[job.job_id])

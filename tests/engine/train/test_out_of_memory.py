@@ -1,19 +1,28 @@
-"""When memory runs out in a pass, it is tried again in smaller parts; then it alone fails."""
+"""When memory runs out in a pass, it is tried again in smaller parts, and without keeping
+activations; then it alone fails. What cannot fit into its share is not tried in full."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from tests.support.tiny_families import save_tiny
 from tinsmith.engine.base import Failure, Pass
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.model.lora import Adapter, AdapterSegments, GradientBuffer
+from tinsmith.engine.local.model.recurrent import delta_mixer
+from tinsmith.engine.local.model.recurrent.delta_rule import DeltaWeights
+from tinsmith.engine.local.model.recurrent.recurrence import FreshStates
 from tinsmith.engine.local.train import passes as training
+from tinsmith.engine.local.train.batch_limits import MOST_KEPT
 from tinsmith.types import Datum, ForwardBackwardOutput, ModelInput
 
 CONFIG = LocalEngineConfig(device="cpu", micro_batch_tokens=200)
@@ -49,6 +58,8 @@ class Memory:
         monkeypatch.setattr(training, "run_batch", run_batch)
 
 
+LEFT_BY_A_PASS = (AdapterSegments, GradientBuffer)
+
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory"),
     MemoryError(),
@@ -68,6 +79,22 @@ def run(
 
 def passes_of(**data: list[Datum]) -> list[Pass]:
     return [Pass(adapter_id=k, data=v, loss_fn="cross_entropy") for k, v in data.items()]
+
+
+def test_nothing_of_a_pass_waits_for_the_collector(
+    tiny_decoder: Decoder, new_adapter: Callable[..., Adapter]
+) -> None:
+    """Who comes next needs the memory, and the collector does not know of a GPU's."""
+    adapters = {name: new_adapter(tiny_decoder) for name in "ab"}
+    gc.collect()
+    gc.disable()
+    try:
+        results = run(tiny_decoder, passes_of(a=[datum(20, 1)], b=[datum(30, 2)]), adapters)
+        left = [each for each in gc.get_objects() if isinstance(each, LEFT_BY_A_PASS)]
+    finally:
+        gc.enable()
+    assert all(isinstance(r, ForwardBackwardOutput) for r in results.values()), results
+    assert not left
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
@@ -122,3 +149,121 @@ def test_a_second_try_changes_no_bit_in_deterministic_mode(
     assert memory.failures_left == 0
     assert adapters["a"].grad is not None and expected["a"].grad is not None
     assert torch.equal(adapters["a"].grad, expected["a"].grad)
+
+
+def test_a_sequence_that_does_not_fit_is_tried_without_keeping_activations(
+    tiny_decoder: Decoder, new_adapter: Callable[..., Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = passes_of(a=[datum(90, 1)])
+    expected, adapter = new_adapter(tiny_decoder), new_adapter(tiny_decoder)
+    run(tiny_decoder, passes, {"a": expected}, EXACT)
+    is_kept = watch_layers(monkeypatch, error=torch.OutOfMemoryError("CUDA out of memory"))
+    (result,) = run(tiny_decoder, passes, {"a": adapter}, EXACT).values()
+    assert isinstance(result, ForwardBackwardOutput), result
+    assert is_kept == [True, False]
+    assert adapter.grad is not None and expected.grad is not None
+    assert torch.equal(adapter.grad, expected.grad)
+
+
+def test_a_sequence_beyond_the_memory_for_passes_does_not_keep_activations(
+    tiny_decoder: Decoder, new_adapter: Callable[..., Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tiny_decoder.kept_bytes_a_token is not None
+    room = int(50 * tiny_decoder.kept_bytes_a_token / MOST_KEPT) + 1
+    is_kept = watch_layers(monkeypatch)
+    passes = passes_of(a=[datum(50, 1), datum(51, 2)])
+    results = training.run_passes(
+        passes, {"a": new_adapter(tiny_decoder)}, tiny_decoder, EXACT, pass_bytes=room
+    )
+    assert [type(p.result) for p in results if p] == [ForwardBackwardOutput]
+    assert is_kept == [True, False]
+
+
+def test_what_fits_nowhere_is_refused_with_the_numbers(
+    tiny_decoder: Decoder, new_adapter: Callable[..., Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
+    memory.max_tokens = 45
+    results = training.run_passes(
+        passes_of(a=[datum(90, 1)]),
+        {"a": new_adapter(tiny_decoder)},
+        tiny_decoder,
+        CONFIG,
+        pass_bytes=3 * 2**30,
+    )
+    (failure,) = [p.result for p in results if p]
+    assert isinstance(failure, Failure)
+    assert "a sequence of 90 tokens does not fit" in failure.message
+    assert "3.0 GiB" in failure.message
+
+
+def watch_layers(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> list[bool]:
+    """Whether each forward pass kept its activations; those that did end in `error`."""
+    is_kept: list[bool] = []
+    real = Decoder.hidden
+
+    def hidden(self: Decoder, *arguments: Any, checkpoint_layers: bool, **options: Any) -> Any:
+        is_kept.append(not checkpoint_layers)
+        if error is not None and is_kept[-1]:
+            raise error
+        return real(self, *arguments, checkpoint_layers=checkpoint_layers, **options)
+
+    monkeypatch.setattr(Decoder, "hidden", hidden)
+    return is_kept
+
+
+def test_the_estimate_of_what_is_kept_is_about_right(
+    variant: str, model_folder: Callable[[str], Path], new_adapter: Callable[..., Adapter]
+) -> None:
+    check_estimate(Decoder.load(model_folder(variant)), new_adapter)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next"])
+def test_so_is_that_of_recurrent_layers_and_gated_attention(
+    model_type: str,
+    tmp_path: Path,
+    new_adapter: Callable[..., Adapter],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mix(mixed: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, *_: Any) -> Tensor:
+        num_heads, size = len(weights.a_log), weights.value_dim
+        return mixed[:, -num_heads * size :].view(-1, num_heads, size) * 2.0
+
+    monkeypatch.setattr(delta_mixer, "mix", mix)
+    save_tiny(model_type, tmp_path)
+    check_estimate(Decoder.load(tmp_path), new_adapter)
+
+
+class PlainAttention:
+    """Keeps what the kernels keep on a GPU, its inputs and its output, and nothing between."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.sequences = FreshStates([num_tokens])
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        return q * 2.0
+
+
+def check_estimate(decoder: Decoder, new_adapter: Callable[..., Adapter]) -> None:
+    num_tokens = 64
+    adapter = new_adapter(decoder, rank=1)  # what is of adapters does not count
+    buffer = GradientBuffer(adapter.layout, adapter.new_gradient())
+    segments = AdapterSegments([(0, num_tokens, adapter)], [buffer])
+    places = torch.arange(num_tokens)
+    before = storages()
+    hidden = decoder.hidden(places, places, PlainAttention(num_tokens), segments)
+    kept = storages()
+    num_bytes = sum(size for place, size in kept.items() if place not in before)
+    # Beside blocks there are the stream's end and the norm of it.
+    num_bytes -= 2 * hidden.nbytes
+    assert decoder.kept_bytes_a_token == pytest.approx(num_bytes / num_tokens, rel=0.15)
+
+
+def storages() -> dict[int, int]:
+    """The memory of all tensors that there are: where it is, and how much."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    memory = [each.untyped_storage() for each in tensors]
+    return {each.data_ptr(): each.nbytes() for each in memory}

@@ -55,24 +55,24 @@ def test_one_owner_alone_has_few_long_turns(core: EngineCore) -> None:
 
 
 def test_turns_are_short_where_two_owners_have_a_part_in_a_call(core: EngineCore) -> None:
-    assert _num_turns(core.run_passes([_pass("ann", 8), _pass("bob", 8)])) == 4
+    assert _num_turns(core.run_passes([_pass("ann", 8), _pass("bob", 8)])) == 8
 
 
 def test_turns_are_short_while_another_call_is_under_way(core: EngineCore) -> None:
     long = core.run_passes([_pass("ann", 32)])
     assert next(long) is None
-    assert _num_turns(core.run_passes([_pass("bob")])) == 4
-    assert _num_turns(long) == 6
+    assert _num_turns(core.run_passes([_pass("bob")])) == 8
+    assert _num_turns(long) == 12
 
 
 def test_turns_are_short_until_the_others_have_been_away_for_a_while(core: EngineCore) -> None:
     """Whoever pauses between two requests finds no long turn begun meanwhile."""
     list(core.run_passes([_pass("bob", 1)]))
-    for _ in range(REMEMBERED_BATCHES // 4):
-        assert _num_turns(core.run_passes([_pass("ann")])) == 4
+    for _ in range(REMEMBERED_BATCHES // 8):
+        assert _num_turns(core.run_passes([_pass("ann")])) == 8
     assert _num_turns(core.run_passes([_pass("ann")])) == 2, "long ones again"
     list(core.run_passes([_pass("bob", 1)]))
-    assert _num_turns(core.run_passes([_pass("ann")])) == 4
+    assert _num_turns(core.run_passes([_pass("ann")])) == 8
 
 
 def test_a_call_that_was_given_up_is_no_company(core: EngineCore) -> None:
@@ -92,17 +92,17 @@ def test_turns_are_short_while_somebody_samples(core: EngineCore) -> None:
         scope="bob",
     )
     assert core.submit_sample(job) is None
-    assert _num_turns(core.run_passes([_pass("ann")])) == 4
+    assert _num_turns(core.run_passes([_pass("ann")])) == 8
     while core.is_sampling:
         core.sampling_turn()
-    assert _num_turns(core.run_passes([_pass("ann")])) == 4, "he may sample again"
+    assert _num_turns(core.run_passes([_pass("ann")])) == 8, "he may sample again"
 
 
-def test_turns_are_half_as_long_while_others_are_there_however_small_the_model(
+def test_turns_are_a_quarter_as_long_while_others_are_there_however_small_the_model(
     tiny_llama_folder: Path,
 ) -> None:
     core = EngineCore(LocalEngineConfig(models={"tiny": str(tiny_llama_folder)}, device="cpu"))
     for name in ("ann", "bob"):
         assert core.create_adapter(name, "tiny", LoraConfig(rank=2, seed=1)) is None
     assert _num_turns(core.run_passes([_pass("ann", 32)])) == 2
-    assert _num_turns(core.run_passes([_pass("ann", 16), _pass("bob", 16)])) == 4
+    assert _num_turns(core.run_passes([_pass("ann", 16), _pass("bob", 16)])) == 8

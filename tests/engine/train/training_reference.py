@@ -190,10 +190,13 @@ def fused_rows(adapter: Adapter) -> dict[str, tuple[str, int]]:
     found = {}
     for place in adapter.layout.places.values():
         projection = place.projection
-        if projection.layer is None and len(projection.modules) > 1:
+        name, first_module = projection.name, projection.modules[0]
+        if first_module.endswith(".in_proj_q"):
+            name = first_module + "kv"
+        if (projection.layer is None or name != projection.name) and len(projection.modules) > 1:
             firsts = itertools.accumulate(projection.outputs, initial=0)
             for module, first in zip(projection.modules, firsts, strict=False):
-                found[module] = (projection.name, first)
+                found[module] = (name, first)
     return found
 
 

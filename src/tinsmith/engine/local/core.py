@@ -218,7 +218,12 @@ class EngineCore:
         with self._passing(), self._models.use(base_model) as decoder:
             yield from refused
             for finished in run_passes(
-                passes, self._adapters, decoder, self._config, is_shared=is_shared
+                passes,
+                self._adapters,
+                decoder,
+                self._config,
+                is_shared=is_shared,
+                pass_bytes=self._planned().pass_bytes,
             ):
                 if self._device.type == "cuda" and self.is_sampling:
                     # Turns go by time, and kernels still in the queue have not taken theirs.

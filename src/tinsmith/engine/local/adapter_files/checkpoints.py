@@ -20,7 +20,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,6 +30,7 @@ from tinsmith.disk import FileRecord, describe_file, new_folder, write_file
 from tinsmith.engine.adapter_names import CONFIG, MANIFEST, WEIGHTS
 from tinsmith.engine.base import SavedAdapter, SavedKind
 from tinsmith.engine.local.adapter_files import foreign
+from tinsmith.engine.local.adapter_files.copies import begin_copies
 from tinsmith.engine.local.adapter_files.named_tensors import joined, places_of, split
 from tinsmith.engine.local.adapter_files.peft_config import peft_config, read_json
 from tinsmith.engine.local.adapter_files.tensor_files import encode_tensors, read_tensors
@@ -84,19 +84,20 @@ def save(adapter: Adapter, folder: Path, kind: SavedKind) -> SavedAdapter:
 
 def begin_save(adapter: Adapter, folder: Path, kind: SavedKind) -> Callable[[], SavedAdapter]:
     """`save` of the adapter as it is now, whatever becomes of it; to be called in any thread."""
-    copy = Adapter(
-        adapter.base_model, adapter.lora, adapter.layout, _copied(adapter.flat), torch.float32
-    )
-    copy.step = adapter.step
     wanted = {"sampler": (), "training": _MOMENTS, "exact": (*_MOMENTS, "grad")}[kind]
-    for name in wanted:
-        vector = getattr(adapter, name)
-        setattr(copy, name, None if vector is None else _copied(vector))
-    return partial(save, copy, folder, kind)
+    found = {name: getattr(adapter, name) for name in ("flat", *wanted)}
+    fetch = begin_copies({name: each for name, each in found.items() if each is not None})
+    base_model, lora, layout, step = adapter.base_model, adapter.lora, adapter.layout, adapter.step
 
+    def finish() -> SavedAdapter:
+        vectors = fetch()
+        copy = Adapter(base_model, lora, layout, vectors.pop("flat"), torch.float32)
+        copy.step = step
+        for name, vector in vectors.items():
+            setattr(copy, name, vector)
+        return save(copy, folder, kind)
 
-def _copied(vector: Tensor) -> Tensor:
-    return vector.detach().to("cpu", copy=True)
+    return finish
 
 
 def load(adapter: Adapter, folder: Path, kind: SavedKind) -> SavedAdapter:

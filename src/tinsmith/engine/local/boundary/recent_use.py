@@ -10,6 +10,9 @@ REMEMBERED_SECONDS = 0.25
 _LIGHT = 0.5
 """Part of the mean of all scopes up to which somebody has had little."""
 
+_ALONE_SECONDS = 0.02
+"""Most that counts of the time of who was alone: it has kept nobody waiting."""
+
 _NOTHING_SECONDS = 0.0005
 """Who has had no more is as one who has not been there."""
 
@@ -19,7 +22,9 @@ class RecentUse:
         self._had: dict[str, float] = {}
 
     def add(self, scope: str, seconds: float) -> None:
-        self._had[scope] = self._had.get(scope, 0.0) + seconds
+        had = self._had.get(scope, 0.0) + seconds
+        is_alone = not self._had.keys() - {scope}
+        self._had[scope] = min(had, _ALONE_SECONDS) if is_alone else had
         while sum(self._had.values()) > REMEMBERED_SECONDS:
             halves = {each: had / 2 for each, had in self._had.items()}
             self._had = {s: had for s, had in halves.items() if had > _NOTHING_SECONDS}

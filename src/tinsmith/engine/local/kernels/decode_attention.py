@@ -4,9 +4,9 @@ A row of the step is one sequence with one new token. Which blocks of the cache 
 values is read from a table on the device, which never moves, so that a captured graph stays valid
 while sequences come, go and grow. A row of length zero is padding and is left alone.
 
-The new token's keys and values are written first, then the row attends to all of its tokens, a
-block at a time from the first. `cached_attention` does the same in plain torch and is the
-reference.
+One kernel norms and rotates the new token's heads, writes its keys and values, and attends to them
+and to all tokens before, a block at a time. `cached_attention` does the same in plain torch and is
+the reference.
 
 Shapes: B rows, H query heads, K key/value heads, G = H / K, D head size, S tokens of a block,
 L layers, N blocks, P splits of a scan.
@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinsmith.engine.local.model.families import AttentionSpec
+from tinsmith.engine.local.model.rope import Rotation
 
 _EVERYTHING = 1 << 30
 _NUM_WARPS = 2
@@ -64,45 +65,24 @@ def num_splits(num_rows: int, num_kv_heads: int) -> int:
     return splits
 
 
-def prepare(
+def attend(
     qkv: Tensor,
     rows: RowBlocks,
-    rotation: tuple[Tensor, Tensor],
+    rotation: Rotation,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
+    spec: AttentionSpec,
     layer: int,
     heads: Heads,
-) -> None:
-    """Norm and rotate the heads of qkv (B, (H + 2K) · D): queries in place, the rest to the cache.
+) -> Tensor:
+    """(B, H · D): attention of each row's new token, whose heads are qkv (B, (H + 2K) · D).
 
-    `rotation` are cosines and sines (B, D / 2); `norms` the weights (D,) for queries and keys.
+    Queries and keys are normed and rotated, keys and values go to the cache. `norms` are the
+    weights (D,) for queries and keys.
     """
-    q_norm, k_norm = norms if norms is not None else (qkv, qkv)
-    grid = (len(qkv), heads.num_heads + 2 * heads.num_kv_heads)
-    _prepare_kernel[grid](
-        qkv,
-        *rows,
-        *rotation,
-        q_norm,
-        k_norm,
-        layer,
-        rows.keys.shape[1],
-        eps,
-        HEADS=heads.num_heads,
-        KV_HEADS=heads.num_kv_heads,
-        DIM=heads.head_dim,
-        HALF_PAD=triton.next_power_of_2(heads.head_dim // 2),
-        BLOCK=rows.keys.shape[3],
-        HAS_NORM=norms is not None,
-        num_warps=1,
-    )
-
-
-def attend(qkv: Tensor, rows: RowBlocks, spec: AttentionSpec, layer: int, heads: Heads) -> Tensor:
-    """(B, H · D): attention of each row's prepared queries over its keys and values in the
-    cache."""
     num_rows = len(qkv)
     out = qkv.new_empty(num_rows, heads.num_heads * heads.head_dim)
+    q_norm, k_norm = norms if norms is not None else (qkv, qkv)
     splits = num_splits(num_rows, heads.num_kv_heads)
     parts, masses = out, out
     if splits > 1:
@@ -116,8 +96,14 @@ def attend(qkv: Tensor, rows: RowBlocks, spec: AttentionSpec, layer: int, heads:
         parts,
         masses,
         *rows,
+        rotation.cos,
+        rotation.sin,
+        q_norm,
+        k_norm,
         layer,
         rows.keys.shape[1],
+        rotation.distance,
+        eps,
         spec.scale,
         0.0 if spec.softcap is None else spec.softcap,
         _EVERYTHING if spec.window is None else spec.window,
@@ -128,6 +114,7 @@ def attend(qkv: Tensor, rows: RowBlocks, spec: AttentionSpec, layer: int, heads:
         DIM_PAD=max(16, triton.next_power_of_2(heads.head_dim)),
         BLOCK=rows.keys.shape[3],
         SPLITS=splits,
+        HAS_NORM=norms is not None,
         HAS_CAP=spec.softcap is not None,
         num_warps=_NUM_WARPS,
         num_stages=_NUM_STAGES,
@@ -147,77 +134,39 @@ def attend(qkv: Tensor, rows: RowBlocks, spec: AttentionSpec, layer: int, heads:
     return out
 
 
-@triton.jit(do_not_specialize=["layer"])
-def _prepare_kernel(
-    qkv,
-    keys,
-    values,
-    lengths,
-    firsts,
-    blocks,
+@triton.jit
+def _rotated(
+    heads,
+    is_head,
+    norm,
     cosines,
     sines,
-    q_norm,
-    k_norm,
-    layer,
-    num_blocks,
+    distance,
     eps,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    HALF_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    DIM_PAD: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    # One program per row and head, in the order q, k, v; the head as two halves, (HALF_PAD,) each.
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    dtype = qkv.dtype.element_ty
-    half = tl.arange(0, HALF_PAD)
-    is_in = half < DIM // 2
-    source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * DIM + half
-    left = tl.load(source, mask=is_in, other=0.0).to(tl.float32)
-    right = tl.load(source + DIM // 2, mask=is_in, other=0.0).to(tl.float32)
-    # Queries and keys: RMS norm over D, where the model has one...
-    if head < HEADS + KV_HEADS:
-        if HAS_NORM:
-            square = tl.sum(left * left, axis=0) + tl.sum(right * right, axis=0)
-            factor = tl.rsqrt(square / DIM + eps)
-            if head < HEADS:
-                left_weight = tl.load(q_norm + half, mask=is_in, other=0.0).to(tl.float32)
-                right_weight = tl.load(q_norm + DIM // 2 + half, mask=is_in, other=0.0)
-                right_weight = right_weight.to(tl.float32)
-            else:
-                left_weight = tl.load(k_norm + half, mask=is_in, other=0.0).to(tl.float32)
-                right_weight = tl.load(k_norm + DIM // 2 + half, mask=is_in, other=0.0)
-                right_weight = right_weight.to(tl.float32)
-            left = left * factor * left_weight
-            right = right * factor * right_weight
-        # ... then RoPE: rotate each pair (i, i + D/2) by the angle of the row's position.
-        cos = tl.load(cosines + row * (DIM // 2) + half, mask=is_in, other=0.0).to(tl.float32)
-        sin = tl.load(sines + row * (DIM // 2) + half, mask=is_in, other=0.0).to(tl.float32)
-        rotated = left * cos - right * sin
-        right = right * cos + left * sin
-        left = rotated
-    # Queries stay in qkv; keys and values of the new token go to the row's last block.
-    if head < HEADS:
-        tl.store(source, left.to(dtype), mask=is_in)
-        tl.store(source + DIM // 2, right.to(dtype), mask=is_in)
-    else:
-        length = tl.load(lengths + row)
-        if length > 0:
-            block = tl.load(blocks + tl.load(firsts + row) + (length - 1) // BLOCK)
-            kv_head = head - HEADS
-            target = keys
-            if kv_head >= KV_HEADS:
-                target = values
-                kv_head -= KV_HEADS
-            # Vectors (D,) of (L, N, K, S, D), counted in 64 bits.
-            vector = (layer.to(tl.int64) * num_blocks + block) * KV_HEADS + kv_head
-            vector = vector * BLOCK + (length - 1) % BLOCK
-            target += vector * DIM + half
-            tl.store(target, left.to(dtype), mask=is_in)
-            tl.store(target + DIM // 2, right.to(dtype), mask=is_in)
+    """Heads (N, D) that begin at `heads` (N,): RMS norm over D where the model has one, then RoPE,
+    which rotates each pair (i, i + distance) by the angle of the row's position."""
+    dim = tl.arange(0, DIM_PAD)
+    is_left = dim < distance
+    is_rotated = dim < 2 * distance
+    # Each number together with the other one of its pair.
+    other = tl.where(is_left, dim + distance, dim - distance)
+    is_in = is_head[:, None] & (dim < DIM)[None, :]
+    x = tl.load(heads[:, None] + dim[None, :], mask=is_in, other=0.0).to(tl.float32)
+    y = tl.load(heads[:, None] + other[None, :], mask=is_in, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        factor = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)[:, None]
+        scale = tl.load(norm + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+        other_scale = tl.load(norm + other, mask=dim < DIM, other=0.0).to(tl.float32)
+        x = x * factor * scale[None, :]
+        y = y * factor * other_scale[None, :]
+    angle = tl.where(is_left, dim, other)
+    cos = tl.load(cosines + angle, mask=is_rotated, other=1.0).to(tl.float32)
+    sin = tl.load(sines + angle, mask=is_rotated, other=0.0).to(tl.float32)
+    return x * cos[None, :] + y * tl.where(is_left, -sin, sin)[None, :]
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -231,8 +180,14 @@ def _attend_kernel(
     lengths,
     firsts,
     blocks,
+    cosines,
+    sines,
+    q_norm,
+    k_norm,
     layer,
     num_blocks,
+    distance,
+    eps,
     scale,
     softcap,
     window,
@@ -243,6 +198,7 @@ def _attend_kernel(
     DIM_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
     # One program per row, key/value head and split; the G query heads of a group share its keys.
@@ -254,33 +210,77 @@ def _attend_kernel(
         return
     table = blocks + tl.load(firsts + row)
 
-    # This split's share of the blocks that reach into the window.
+    # This split's share of the blocks that reach into the window, without the new token.
+    num_past = num_tokens - 1
     first = tl.maximum(num_tokens - window, 0)
     first_block = first // BLOCK
-    stop_block = tl.cdiv(num_tokens, BLOCK)
+    stop_block = tl.cdiv(num_past, BLOCK)
     share = tl.cdiv(stop_block - first_block, SPLITS)
     start = first_block + split * share
     stop = tl.minimum(start + share, stop_block)
+    layer_blocks = layer.to(tl.int64) * num_blocks
 
-    # Queries of the group: (GROUP_PAD, DIM_PAD).
+    # The new token's queries of the group (GROUP_PAD, DIM_PAD), its key and its value (1, DIM_PAD).
+    dtype = qkv.dtype.element_ty
     member = tl.arange(0, GROUP_PAD)
+    one = tl.arange(0, 1)
     dim = tl.arange(0, DIM_PAD)
+    source = qkv + row * (GROUP + 2) * KV_HEADS * DIM
+    angles = row * (DIM // 2)
+    q = _rotated(
+        source + (kv_head * GROUP + member) * DIM,
+        member < GROUP,
+        q_norm,
+        cosines + angles,
+        sines + angles,
+        distance,
+        eps,
+        DIM,
+        DIM_PAD,
+        HAS_NORM,
+    ).to(dtype)
+    new_key = _rotated(
+        source + (GROUP * KV_HEADS + kv_head + one) * DIM,
+        one == 0,
+        k_norm,
+        cosines + angles,
+        sines + angles,
+        distance,
+        eps,
+        DIM,
+        DIM_PAD,
+        HAS_NORM,
+    ).to(dtype)
+    from_v = ((GROUP + 1) * KV_HEADS + kv_head) * DIM + dim
+    new_value = tl.load(source + from_v, mask=dim < DIM, other=0.0)[None, :]
+    # One split puts key and value into the row's last block...
+    if split == 0:
+        last = tl.load(table + num_past // BLOCK)
+        vector = ((layer_blocks + last) * KV_HEADS + kv_head) * BLOCK + num_past % BLOCK
+        to = vector * DIM + dim[None, :]
+        tl.store(keys + to, new_key, mask=(dim < DIM)[None, :])
+        tl.store(values + to, new_value, mask=(dim < DIM)[None, :])
+    # ... and begins with them. Online softmax: peak and total (GROUP_PAD,), sums (GROUP_PAD,
+    # DIM_PAD).
+    peak = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
+    if HAS_CAP:
+        peak = softcap * (2.0 * tl.sigmoid(2.0 * peak / softcap) - 1.0)
+    total = tl.full([GROUP_PAD], 1.0, tl.float32)
+    sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32) + new_value.to(tl.float32)
+    if SPLITS > 1:
+        peak = tl.where(split == 0, peak, -1e30)
+        total = tl.where(split == 0, total, 0.0)
+        sums = tl.where(split == 0, sums, 0.0)
     is_in = (member < GROUP)[:, None] & (dim < DIM)[None, :]
     at = (kv_head * GROUP + member)[:, None] * DIM + dim[None, :]
-    q = tl.load(qkv + row * (GROUP + 2) * KV_HEADS * DIM + at, mask=is_in, other=0.0)
-    # Online softmax: peak and total (GROUP_PAD,), sums (GROUP_PAD, DIM_PAD).
-    peak = tl.full([GROUP_PAD], -1e30, tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     token = tl.arange(0, BLOCK)
     inside = token[:, None] * DIM + dim[None, :]
-    layer_blocks = layer.to(tl.int64) * num_blocks
     for index in range(start, stop):
         # A block's keys and values of one head: (S, D), D numbers apart.
         block = tl.load(table + index)
         place = ((layer_blocks + block) * KV_HEADS + kv_head) * (BLOCK * DIM) + inside
         position = index * BLOCK + token
-        is_seen = (position >= first) & (position < num_tokens)
+        is_seen = (position >= first) & (position < num_past)
         is_loaded = is_seen[:, None]
         if DIM != DIM_PAD:
             is_loaded = is_loaded & (dim < DIM)[None, :]
@@ -304,7 +304,7 @@ def _attend_kernel(
     # Alone: normalize and store (G, D). Else leave the sums to `_combine_kernel`.
     if SPLITS == 1:
         result = sums / total[:, None]
-        tl.store(out + row * KV_HEADS * GROUP * DIM + at, result.to(q.dtype), mask=is_in)
+        tl.store(out + row * KV_HEADS * GROUP * DIM + at, result.to(dtype), mask=is_in)
     else:
         head = row * KV_HEADS * GROUP + kv_head * GROUP + member
         part = head * SPLITS + split

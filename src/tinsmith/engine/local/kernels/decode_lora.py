@@ -1,11 +1,12 @@
 """Triton kernels that add many adapters' parts to the products of a decoding step.
 
 Rows of one adapter lie together and are cut into tiles of sixteen; a tile belongs to one adapter,
-so no row ever meets another adapter's numbers. Like the cache (`decode_attention`), adapters are
-found by address: a table on the device names, for each adapter and projection, where A and
-the modules' B lie. Tiles and tables change between steps, a captured graph stays valid.
+or to none, so no row ever meets another adapter's numbers. Like the cache (`decode_attention`),
+adapters are found by address: a table on the device names, for each adapter and projection, where A
+and the modules' B lie. Tiles and tables change between steps, a captured graph stays valid.
 
-`adapted_linear` does the same in plain torch and is the reference.
+`adapted_linear` does the same in plain torch and is the reference. Products that are read once, by
+a kernel of ours, need only the first kernel here: `decode_joins`.
 
 Shapes: B rows, T tiles, R the largest rank rounded up, P projections.
 """
@@ -23,6 +24,9 @@ from tinsmith.engine.local.kernels.low_rank import inputs_per_share, num_shares
 from tinsmith.engine.local.model.families import Projection
 
 TILE_ROWS = 16
+NO_ADAPTER = -1
+"""In the place of an adapter's number."""
+
 MAX_MODULES = 3
 """Modules that share one product: queries, keys and values."""
 
@@ -34,6 +38,9 @@ _FIRST = tl.constexpr(0)
 _COUNT = tl.constexpr(1)
 _ADAPTER = tl.constexpr(2)
 
+DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+"""As kernels call them."""
+
 _BLOCK_INPUTS = 128
 _BLOCK_OUTPUTS = 128
 
@@ -43,13 +50,20 @@ class TiledAdapters(NamedTuple):
     adapter's A and B: first `shrink`, which needs x alone, then `expand`."""
 
     tiles: Tensor
-    """(NUM_TILE_FIELDS, T) int64: first row, number of rows (zero for none), adapter."""
+    """(NUM_TILE_FIELDS, T) int64: first row, number of rows (zero for none), adapter (-1: none).
+    Every row that is not padding is in one tile."""
+
+    row_adapters: Tensor
+    """(B,) int64: the number of each row's adapter, -1 for none."""
 
     addresses: Tensor
     """(adapters, P, NUM_ADDRESSES) int64, zero where an adapter leaves a projection as it is."""
 
     facts: Tensor
     """(adapters, 2) float32: rank and scale."""
+
+    dtype: torch.dtype
+    """Of A and B."""
 
     max_rank: int
     is_aligned: bool
@@ -83,7 +97,7 @@ class TiledAdapters(NamedTuple):
         )
 
     def expand(self, y: Tensor, inner: Tensor, index: int, projection: Projection) -> None:
-        """Add scale · inner Bᵀ to y (B, outputs)."""
+        """Add scale · inner Bᵀ to y (B, outputs), of the adapters' dtype or float32."""
         splits, num_rows, num_modules, max_rank = inner.shape
         outputs = (*projection.outputs, 0, 0)[:MAX_MODULES]
         num_blocks = sum(triton.cdiv(size, _BLOCK_OUTPUTS) for size in outputs)
@@ -104,9 +118,26 @@ class TiledAdapters(NamedTuple):
             RANK=max_rank,
             SPLITS=splits,
             BLOCK=_BLOCK_OUTPUTS,
+            DTYPE=DTYPES[self.dtype],
             IS_ALIGNED=self.is_aligned,
             num_warps=4,
         )
+
+
+class Part(NamedTuple):
+    """What adapters add to a product, as far as `shrink` has it."""
+
+    adapters: TiledAdapters
+    inner: Tensor
+    place: int
+    """The projection's number among those of the model."""
+
+    projection: Projection
+
+    def add_to(self, y: Tensor) -> Tensor:
+        """The whole product, in the place of y (B, outputs)."""
+        self.adapters.expand(y, self.inner, self.place, self.projection)
+        return y
 
 
 @triton.jit(do_not_specialize=["index"])
@@ -136,6 +167,8 @@ def _shrink_kernel(
     if count == 0:
         return
     adapter = tl.load(tile + _ADAPTER * tile_stride)
+    if adapter < 0:
+        return
     address = tl.load(addresses + (adapter * num_projections + index) * 4)
     if address == 0:
         return
@@ -159,9 +192,54 @@ def _shrink_kernel(
         left = tl.load(source + at[None, :], mask=is_in & (member < count)[:, None], other=0.0)
         right = tl.load(a + at[None, :], mask=is_in & (rank_row < rank)[:, None], other=0.0)
         sums = tl.dot(left, tl.trans(right), sums, input_precision="ieee")
-    # Each split stores its part; `_expand_kernel` adds them up.
+    # Each split stores its part; whoever multiplies them by B adds them up.
     target = inner + ((split * num_rows + row) * MODULES + module)[:, None] * RANK
     tl.store(target + rank_row[None, :], sums, mask=(member < count)[:, None])
+
+
+@triton.jit
+def add_expanded(
+    sums,
+    inner,
+    row,
+    is_row,
+    column,
+    num_columns,
+    addresses,
+    facts,
+    index,
+    num_projections,
+    num_rows,
+    adapter,
+    module,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
+    """sums (16, COLUMNS) plus scale · (x Aᵀ) Bᵀ for some columns of a module, where the tile's
+    adapter changes it; in float32, as in training."""
+    # B of this module: (outputs, rank) at an address of its own.
+    address = tl.load(addresses + (adapter * num_projections + index) * 4 + 1 + module)
+    if address != 0:
+        rank = tl.load(facts + adapter * 2).to(tl.int32)
+        scale = tl.load(facts + adapter * 2 + 1)
+        base = address.to(tl.pointer_type(DTYPE))
+        if IS_ALIGNED:
+            base = tl.multiple_of(base, 16)
+            rank = tl.multiple_of(rank, 8)
+        rank_row = tl.arange(0, RANK)
+        # Add up the splits of x Aᵀ: (16, RANK).
+        low = tl.zeros([16, RANK], tl.float32)
+        for split in range(SPLITS):
+            source = inner + ((split * num_rows + row) * MODULES + module)[:, None] * RANK
+            low += tl.load(source + rank_row[None, :], mask=is_row, other=0.0)
+        b = base + column[:, None] * rank + rank_row[None, :]
+        is_b = (column < num_columns)[:, None] & (rank_row < rank)[None, :]
+        weight = tl.load(b, mask=is_b, other=0.0)
+        sums = tl.dot((low * scale).to(DTYPE), tl.trans(weight), sums, input_precision="ieee")
+    return sums
 
 
 @triton.jit(do_not_specialize=["index"])
@@ -182,6 +260,7 @@ def _expand_kernel(
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
     """Add scale · inner Bᵀ to one block of outputs of one module, for one tile."""
@@ -210,34 +289,36 @@ def _expand_kernel(
                     left += OUTPUTS_1
                     size = OUTPUTS_2
     adapter = tl.load(tile + _ADAPTER * tile_stride)
-    address = tl.load(addresses + (adapter * num_projections + index) * 4 + 1 + module)
-    if address == 0:
+    if adapter < 0:
         return
-    # B of this module: (outputs, rank) at an address of its own.
-    rank = tl.load(facts + adapter * 2).to(tl.int32)
-    scale = tl.load(facts + adapter * 2 + 1)
-    dtype = y.dtype.element_ty
-    base = address.to(tl.pointer_type(dtype))
-    if IS_ALIGNED:
-        base = tl.multiple_of(base, 16)
-        rank = tl.multiple_of(rank, 8)
+    if tl.load(addresses + (adapter * num_projections + index) * 4 + 1 + module) == 0:
+        return
     member = tl.arange(0, 16)
     row = tl.load(tile + _FIRST * tile_stride) + member
     is_row = (member < count)[:, None]
-    rank_row = tl.arange(0, RANK)
     column = block * BLOCK + tl.arange(0, BLOCK)
-    # Add up the splits of x Aᵀ: (16, RANK).
-    low = tl.zeros([16, RANK], tl.float32)
-    for split in range(SPLITS):
-        source = inner + ((split * num_rows + row) * MODULES + module)[:, None] * RANK
-        low += tl.load(source + rank_row[None, :], mask=is_row, other=0.0)
-    # scale · (x Aᵀ) Bᵀ: (16, BLOCK), added onto y, in float32 as in training.
-    b = base + column[:, None] * rank + rank_row[None, :]
-    is_b = (column < size)[:, None] & (rank_row < rank)[None, :]
-    weight = tl.load(b, mask=is_b, other=0.0)
     width = OUTPUTS_0 + OUTPUTS_1 + OUTPUTS_2
     target = y + row[:, None] * width + (left + column)[None, :]
     is_out = is_row & (column < size)[None, :]
     sums = tl.load(target, mask=is_out, other=0.0).to(tl.float32)
-    sums = tl.dot((low * scale).to(dtype), tl.trans(weight), sums, input_precision="ieee")
-    tl.store(target, sums.to(dtype), mask=is_out)
+    sums = add_expanded(
+        sums,
+        inner,
+        row,
+        is_row,
+        column,
+        size,
+        addresses,
+        facts,
+        index,
+        num_projections,
+        num_rows,
+        adapter,
+        module,
+        MODULES,
+        RANK,
+        SPLITS,
+        DTYPE,
+        IS_ALIGNED,
+    )
+    tl.store(target, sums, mask=is_out)

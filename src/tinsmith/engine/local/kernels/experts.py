@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinsmith.engine.local.kernels.launching import Launcher
+from tinsmith.engine.local.kernels.low_rank import Vectors
 from tinsmith.engine.local.model.experts.routing import Routing, Tiles, TokenAdapters
 
 _WIDE_BLOCK = 128
@@ -171,14 +172,14 @@ def expand(into: Tensor, narrow: Tensor, matrices: Matrices, rows: Sorted, *, sc
 def add_gradients(
     wide: Tensor,
     narrow: Tensor,
-    grads: Tensor,
+    grads: Vectors,
     offset: int,
     size: int,
     rank: int,
     segments: tuple[Tensor, Tensor, Tensor],
     is_b: bool,
 ) -> None:
-    """Add narrowᵀ wide, summed over the rows of each expert and run, to grads (adapters, P).
+    """Add narrowᵀ wide, summed over the rows of each expert and run, to the runs' gradients.
 
     The first expert's matrix is at `offset` of an adapter. `segments` are the first rows (E, R) of
     each expert and run, those behind the last, and the runs' adapters (R,).
@@ -191,7 +192,7 @@ def add_gradients(
         (
             narrow,
             wide,
-            grads,
+            grads.addresses,
             firsts,
             stops,
             adapters,
@@ -199,12 +200,11 @@ def add_gradients(
             narrow.stride(0),
             wide.stride(0),
             wide.stride(1),
-            grads.stride(0),
             offset,
             size,
             rank,
         ),
-        (_GRADIENT_ROWS, ranks, _WIDE_BLOCK, is_b, _precision(wide)),
+        (_GRADIENT_ROWS, ranks, _WIDE_BLOCK, is_b, grads.is_aligned, _precision(wide)),
         num_warps=4,
     )
 
@@ -427,7 +427,7 @@ def _expand(
 def _outer(
     narrow,
     wide_values,
-    grads,
+    addresses,
     firsts,
     stops,
     adapters,
@@ -435,7 +435,6 @@ def _outer(
     narrow_row,
     wide_row,
     wide_stride,
-    adapter_size,
     offset,
     size,
     num_ranks,
@@ -443,14 +442,19 @@ def _outer(
     RANKS: tl.constexpr,
     WIDE: tl.constexpr,
     IS_B: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # One program per expert and run, WIDE columns and RANKS ranks.
     segment = tl.program_id(0)
     expert, run = segment // num_runs, segment % num_runs
     start, stop = tl.load(firsts + segment), tl.load(stops + segment)
-    if start >= stop:
+    address = tl.load(addresses + tl.load(adapters + run))
+    if start >= stop or address == 0:
         return
+    grads = address.to(tl.pointer_type(tl.float32))
+    if IS_ALIGNED:
+        grads = tl.multiple_of(grads, 16)
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     rank_row = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
     is_in, is_rank = column < size, rank_row < num_ranks
@@ -471,8 +475,7 @@ def _outer(
         )
         total = tl.dot(left, right, total, input_precision=PRECISION)
     # To the adapter's part of the gradients, where this program alone writes.
-    base = grads + tl.load(adapters + run) * adapter_size + offset
-    base += expert.to(tl.int64) * num_ranks * size
+    base = grads + offset + expert.to(tl.int64) * num_ranks * size
     if IS_B:
         place = column[None, :] * num_ranks + rank_row[:, None]
     else:

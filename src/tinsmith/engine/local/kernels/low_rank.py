@@ -7,9 +7,9 @@ inputs) and B (outputs, rank) as they lie in an adapter's vector:
     expand   rows · ranks →  wide       adds (x Aᵀ) Bᵀ to y, and the same with A to the gradient
     outer    sums over rows             the gradients of A and of B
 
-Rows come in blocks of one adapter, so no product ever mixes rows of two. The vectors of all
-adapters of a batch lie in one tensor (adapters, P), their float32 gradients in another. Which
-columns belong to which matrix stands in tables that the host makes once for a projection.
+Rows come in blocks of one adapter, so no product ever mixes rows of two. Adapters' vectors and
+their float32 gradients are found by address and lie wherever they are, so that nothing is copied.
+Which columns belong to which matrix stands in tables that the host makes once for a projection.
 """
 
 from __future__ import annotations
@@ -40,6 +40,23 @@ class Table(NamedTuple):
     length: int
     is_aligned: bool
     """Whether all numbers are multiples of sixteen, so that loads may be wide."""
+
+
+class Vectors(NamedTuple):
+    """Flat vectors of adapters, of their weights or of float32 gradients."""
+
+    addresses: Tensor
+    """(adapters,) int64: where each begins; zero where an adapter has none."""
+
+    is_aligned: bool
+    """Whether all addresses are multiples of sixteen bytes."""
+
+
+def vectors_at(vectors: Sequence[Tensor | None], device: torch.device) -> Vectors:
+    """Where vectors lie; whoever asks keeps them."""
+    addresses = [0 if vector is None else vector.data_ptr() for vector in vectors]
+    is_aligned = all(address % _ALIGNMENT == 0 for address in addresses)
+    return Vectors(torch.tensor(addresses, dtype=torch.int64).to(device), is_aligned)
 
 
 class Rows(NamedTuple):
@@ -137,27 +154,29 @@ def inputs_per_share(inputs: int) -> int:
     return -(-inputs // (num_shares(inputs) * _WIDE_BLOCK)) * _WIDE_BLOCK
 
 
-def shrink_by_a(x: Tensor, stack: Tensor, rows: Rows, columns: Columns, scale: float) -> Tensor:
+def shrink_by_a(x: Tensor, weights: Vectors, rows: Rows, columns: Columns, scale: float) -> Tensor:
     """scale · x Aᵀ, (N, modules · rank); rows of no adapter are left as they are in memory."""
     ranks = columns.rank * columns.num_modules
     out = x.new_empty(len(x), ranks)
     share = inputs_per_share(columns.inputs)
     strides = (1, columns.inputs)
-    _launch_shrink(x, stack, out, rows, columns.into_a, strides, columns.ranks_a, scale, share)
+    _launch_shrink(x, weights, out, rows, columns.into_a, strides, columns.ranks_a, scale, share)
     return out
 
 
-def shrink_by_b(grad: Tensor, stack: Tensor, rows: Rows, columns: Columns, scale: float) -> Tensor:
+def shrink_by_b(
+    grad: Tensor, weights: Vectors, rows: Rows, columns: Columns, scale: float
+) -> Tensor:
     """scale · grad B, (N, modules · rank)."""
     out = grad.new_empty(len(grad), columns.rank * columns.num_modules)
     strides = (columns.rank, 1)
-    _launch_shrink(grad, stack, out, rows, columns.into_b, strides, columns.ranks_b, scale)
+    _launch_shrink(grad, weights, out, rows, columns.into_b, strides, columns.ranks_b, scale)
     return out
 
 
 def expand_by_b(
     inner: Tensor,
-    stack: Tensor,
+    weights: Vectors,
     rows: Rows,
     columns: Columns,
     y: Tensor,
@@ -165,35 +184,35 @@ def expand_by_b(
 ) -> None:
     """Add inner Bᵀ, and `residual` where given, to y, in place."""
     strides = (1, columns.rank)
-    _launch_expand(inner, stack, rows, columns.of_b, strides, columns.rank, y, residual)
+    _launch_expand(inner, weights, rows, columns.of_b, strides, columns.rank, y, residual)
 
 
 def expand_by_a(
-    inner_grad: Tensor, stack: Tensor, rows: Rows, columns: Columns, grad_x: Tensor
+    inner_grad: Tensor, weights: Vectors, rows: Rows, columns: Columns, grad_x: Tensor
 ) -> None:
     """Add inner_grad A to grad_x, in place."""
     ranks = columns.rank * columns.num_modules
-    _launch_expand(inner_grad, stack, rows, columns.of_a, (columns.inputs, 1), ranks, grad_x)
+    _launch_expand(inner_grad, weights, rows, columns.of_a, (columns.inputs, 1), ranks, grad_x)
 
 
 def add_gradient_of_a(
-    inner_grad: Tensor, x: Tensor, grads: Tensor, rows: Rows, columns: Columns
+    inner_grad: Tensor, x: Tensor, grads: Vectors, rows: Rows, columns: Columns
 ) -> None:
-    """Add inner_gradᵀ x to the gradients of A in grads (adapters, P)."""
+    """Add inner_gradᵀ x to the gradients of A, of the adapters that have some."""
     ranks = columns.rank * columns.num_modules
     _launch_outer(inner_grad, x, grads, rows, columns.of_a, (columns.inputs, 1), ranks)
 
 
 def add_gradient_of_b(
-    inner: Tensor, grad: Tensor, grads: Tensor, rows: Rows, columns: Columns
+    inner: Tensor, grad: Tensor, grads: Vectors, rows: Rows, columns: Columns
 ) -> None:
-    """Add gradᵀ inner to the gradients of B in grads (adapters, P)."""
+    """Add gradᵀ inner to the gradients of B, of the adapters that have some."""
     _launch_outer(inner, grad, grads, rows, columns.of_b, (1, columns.rank), columns.rank)
 
 
 def _launch_shrink(
     x: Tensor,
-    stack: Tensor,
+    weights: Vectors,
     out: Tensor,
     rows: Rows,
     table: Table,
@@ -202,29 +221,29 @@ def _launch_shrink(
     scale: float,
     share: int = 1 << 30,
 ) -> None:
+    is_aligned = weights.is_aligned and table.is_aligned
     _SHRINK(
         (rows.blocks.length, table.length, 1),
         (
             x,
-            stack,
+            weights.addresses,
             out,
             rows.blocks.values,
             table.values,
             x.stride(0),
-            stack.stride(0),
             out.stride(0),
             *strides,
             scale,
             share,
         ),
-        (rows.block_rows, block_ranks, _WIDE_BLOCK, table.is_aligned, _precision(x)),
+        (rows.block_rows, block_ranks, _WIDE_BLOCK, is_aligned, _precision(x)),
         num_warps=4,
     )
 
 
 def _launch_expand(
     inner: Tensor,
-    stack: Tensor,
+    weights: Vectors,
     rows: Rows,
     table: Table,
     strides: tuple[int, int],
@@ -236,13 +255,12 @@ def _launch_expand(
         (rows.blocks.length, table.length, 1),
         (
             inner,
-            stack,
+            weights.addresses,
             y,
             residual if residual is not None else y,
             rows.blocks.values,
             table.values,
             inner.stride(0),
-            stack.stride(0),
             y.stride(0),
             *strides,
             num_ranks,
@@ -252,7 +270,7 @@ def _launch_expand(
             _block(num_ranks, 128),
             _WIDE_BLOCK,
             residual is not None,
-            table.is_aligned,
+            weights.is_aligned and table.is_aligned,
             _precision(inner),
         ),
         num_warps=4,
@@ -263,28 +281,28 @@ def _launch_expand(
 def _launch_outer(
     narrow: Tensor,
     wide: Tensor,
-    grads: Tensor,
+    grads: Vectors,
     rows: Rows,
     table: Table,
     strides: tuple[int, int],
     num_ranks: int,
 ) -> None:
     block = _block(num_ranks, 64)
+    is_aligned = grads.is_aligned and table.is_aligned
     _OUTER(
         (rows.chunks.length, table.length, -(-num_ranks // block)),
         (
             narrow,
             wide,
-            grads,
+            grads.addresses,
             rows.chunks.values,
             table.values,
             narrow.stride(0),
             wide.stride(0),
-            grads.stride(0),
             *strides,
             num_ranks,
         ),
-        (64, block, _WIDE_BLOCK, rows.is_split, table.is_aligned, _precision(wide)),
+        (64, block, _WIDE_BLOCK, rows.is_split, is_aligned, _precision(wide)),
         num_warps=4,
     )
 
@@ -311,12 +329,11 @@ def _precision(x: Tensor) -> str:
 @triton.jit
 def _shrink(
     x,
-    stack,
+    addresses,
     out,
     blocks,
     table,
     x_row,
-    adapter_size,
     out_row,
     wide_stride,
     rank_stride,
@@ -331,16 +348,17 @@ def _shrink(
     # One program per block of rows (of one adapter) and entry of the table (one module's ranks).
     block, entry = blocks + 3 * tl.program_id(0), table + 5 * tl.program_id(1)
     start, stop, adapter = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    vector = tl.load(addresses + adapter).to(tl.pointer_type(x.dtype.element_ty))
     left, right = tl.load(entry), tl.load(entry + 1)
     first, end, place = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
     if IS_ALIGNED:
         left, right = tl.multiple_of(left, 16), tl.multiple_of(right, 16)
         first, end = tl.multiple_of(first, 16), tl.multiple_of(end, 16)
-        place = tl.multiple_of(place, 16)
+        place, vector = tl.multiple_of(place, 16), tl.multiple_of(vector, 16)
     row = start + tl.arange(0, ROWS)
     rank = tl.arange(0, RANKS)
     is_row, is_rank = row < stop, first + rank < end
-    weights = stack + adapter.to(tl.int64) * adapter_size + place
+    weights = vector + place
     x_rows = x + row.to(tl.int64)[:, None] * x_row
     # x (ROWS, WIDE) times the adapter's matrix (WIDE, RANKS), WIDE columns at a time. A share's
     # sum joins the total where the share ends; one loop, so that loads run ahead of the products.
@@ -368,13 +386,12 @@ def _shrink(
 @triton.jit
 def _expand(
     inner,
-    stack,
+    addresses,
     y,
     residual,
     blocks,
     table,
     inner_row,
-    adapter_size,
     y_row,
     rank_stride,
     wide_stride,
@@ -389,15 +406,17 @@ def _expand(
     # One program per block of rows (of one adapter) and entry of the table (WIDE columns of y).
     block, entry = blocks + 3 * tl.program_id(0), table + 4 * tl.program_id(1)
     start, stop, adapter = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    vector = tl.load(addresses + adapter).to(tl.pointer_type(inner.dtype.element_ty))
     left, right = tl.load(entry), tl.load(entry + 1)
     first, place = tl.load(entry + 2), tl.load(entry + 3)
     if IS_ALIGNED:
+        vector = tl.multiple_of(vector, 16)
         left, right = tl.multiple_of(left, 16), tl.multiple_of(right, 16)
         first, place = tl.multiple_of(first, 16), tl.multiple_of(place, 16)
     row = start + tl.arange(0, ROWS)
     wide = left + tl.arange(0, WIDE)
     is_row, is_wide = row < stop, wide < right
-    weights = stack + adapter.to(tl.int64) * adapter_size + place
+    weights = vector + place
     at_y = row.to(tl.int64)[:, None] * y_row + wide[None, :]
     inside = is_row[:, None] & is_wide[None, :]
     # Begin with what y holds: (ROWS, WIDE) in float32.
@@ -417,7 +436,7 @@ def _expand(
             other=0.0,
         )
         total = tl.dot(values, matrix, total, input_precision=PRECISION)
-    # As in decoding, the product is rounded before it joins the residual stream.
+    # As in decoding, a product in half precision is rounded before it joins the residual stream.
     if HAS_RESIDUAL:
         total = total.to(y.dtype.element_ty).to(tl.float32)
         total += tl.load(residual + at_y, mask=inside, other=0.0).to(tl.float32)
@@ -428,12 +447,11 @@ def _expand(
 def _outer(
     narrow,
     wide_values,
-    grads,
+    addresses,
     chunks,
     table,
     narrow_row,
     wide_row,
-    adapter_size,
     rank_stride,
     wide_stride,
     num_ranks,
@@ -448,9 +466,14 @@ def _outer(
     # of RANKS ranks.
     chunk, entry = chunks + 3 * tl.program_id(0), table + 4 * tl.program_id(1)
     start, stop, adapter = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
+    address = tl.load(addresses + adapter)
+    if address == 0:
+        return
+    grads = address.to(tl.pointer_type(tl.float32))
     left, right = tl.load(entry), tl.load(entry + 1)
     first, place = tl.load(entry + 2), tl.load(entry + 3)
     if IS_ALIGNED:
+        grads = tl.multiple_of(grads, 16)
         left, right = tl.multiple_of(left, 16), tl.multiple_of(right, 16)
         first, place = tl.multiple_of(first, 16), tl.multiple_of(place, 16)
     rank = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
@@ -473,13 +496,7 @@ def _outer(
         )
         total = tl.dot(left_side, right_side, total, input_precision=PRECISION)
     # To the adapter's part of the gradients; chunks of one run share it, and then add atomically.
-    to = (
-        grads
-        + adapter.to(tl.int64) * adapter_size
-        + place
-        + rank[:, None] * rank_stride
-        + (wide - left)[None, :] * wide_stride
-    )
+    to = grads + place + rank[:, None] * rank_stride + (wide - left)[None, :] * wide_stride
     inside = is_rank[:, None] & is_wide[None, :]
     if IS_SPLIT:
         tl.atomic_add(to, total, mask=inside, sem="relaxed")

@@ -13,22 +13,26 @@ import triton.language as tl
 from torch import Tensor
 
 from tinsmith.engine.local.kernels.launching import Launcher
+from tinsmith.engine.local.model.rope import Rotation
 
 _SWIGLU_BLOCK = 1024
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension of x (N, d)."""
-    y = torch.empty_like(x)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension of x (N, d), in x's dtype or in
+    `dtype`."""
+    y = torch.empty_like(x, dtype=dtype)
     num_rows, size = x.shape
     block, warps = _row_block(size)
     _RMS_NORM((num_rows, 1, 1), (x, x, weight, y, size, eps), (False, block), warps)
     return y
 
 
-def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
     """Add y to x (N, d) in place, and return the RMS norm of the sum: the bits of two steps."""
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, dtype=dtype)
     num_rows, size = x.shape
     block, warps = _row_block(size)
     _RMS_NORM((num_rows, 1, 1), (x, y, weight, out, size, eps), (True, block), warps)
@@ -36,10 +40,16 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual_grad: Tensor | None
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual_grad: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient for x, with `residual_grad` added; and the norm's output once more."""
-    y, grad_x = torch.empty_like(x), torch.empty_like(x)
+    """The gradient for x in `dtype`, with `residual_grad` added; and the norm's output once more,
+    in the dtype of `grad`."""
+    y, grad_x = torch.empty_like(x, dtype=grad.dtype), torch.empty_like(x, dtype=dtype)
     num_rows, size = x.shape
     block, warps = _row_block(size)
     has_residual = residual_grad is not None
@@ -56,20 +66,20 @@ def rms_norm_backward(
 def apply_rope(
     qkv: Tensor,
     norms: tuple[Tensor, Tensor] | None,
-    rotation: tuple[Tensor, Tensor],
+    rotation: Rotation,
     num_heads: int,
     num_kv_heads: int,
     eps: float,
 ) -> Tensor:
     """Queries and keys (N, H + K, D) of qkv (N, (H + 2K) · D): normalized if asked, and rotated."""
-    cos, sin = rotation
+    cos, sin, distance = rotation
     half = cos.shape[-1]
     heads = num_heads + num_kv_heads
     out = qkv.new_empty(len(qkv), heads, 2 * half)
     q_norm, k_norm = norms if norms is not None else (qkv, qkv)
     _APPLY_ROPE(
         (len(qkv), 1, 1),
-        (qkv, q_norm, k_norm, cos, sin, out, qkv.stride(0), num_heads, heads, half, eps),
+        (qkv, q_norm, k_norm, cos, sin, out, qkv.stride(0), num_heads, heads, half, distance, eps),
         (norms is not None, _power(heads), _power(half)),
         num_warps=8,
     )
@@ -80,12 +90,12 @@ def apply_rope_backward(
     grads: tuple[Tensor, Tensor, Tensor],
     qkv: Tensor,
     norms: tuple[Tensor, Tensor] | None,
-    rotation: tuple[Tensor, Tensor],
+    rotation: Rotation,
     eps: float,
 ) -> Tensor:
     """The gradient for qkv (N, (H + 2K) · D), from those of q (N, H, D), k and v (N, K, D)."""
     grad_q, grad_k, _ = grads
-    cos, sin = rotation
+    cos, sin, distance = rotation
     half = cos.shape[-1]
     num_heads, kv_heads = grad_q.shape[1], grad_k.shape[1]
     rotated, heads = num_heads + kv_heads, num_heads + 2 * kv_heads
@@ -107,6 +117,7 @@ def apply_rope_backward(
             rotated,
             heads,
             half,
+            distance,
             eps,
         ),
         (norms is not None, _power(heads), _power(half)),
@@ -202,6 +213,16 @@ def _rms_norm_backward(
 
 
 @triton.jit
+def _pair(column, half, distance):
+    """Where the two of a pair lie in a head: `distance` apart, and behind those what is plain."""
+    is_rotated = column < distance
+    return (
+        column + tl.where(is_rotated, 0, distance),
+        column + tl.where(is_rotated, distance, half),
+    )
+
+
+@triton.jit
 def _apply_rope(
     qkv,
     q_norm,
@@ -213,41 +234,40 @@ def _apply_rope(
     num_heads,
     heads,
     half,
+    distance,
     eps,
     HAS_NORMS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    # One program per token; its query and key heads as the two halves of each head, (HEADS, HALF).
+    # One program per token; its query and key heads, and of each the two of a pair: (HEADS, HALF).
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, HALF)[None, :]
     inside = (head < heads) & (column < half)
-    at = head * (2 * half) + column
-    left = tl.load(qkv + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
-    right = tl.load(qkv + row * row_stride + at + half, mask=inside, other=0.0).to(tl.float32)
+    at_left, at_right = _pair(column, half, distance)
+    first = head * (2 * half)
+    source = qkv + row * row_stride + first
+    left = tl.load(source + at_left, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(source + at_right, mask=inside, other=0.0).to(tl.float32)
     # RMS norm of each head over D = 2 · half, with the weights of queries or of keys.
     if HAS_NORMS:
         squares = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)
         inverse = tl.rsqrt(squares / (2 * half) + eps)[:, None]
         is_q = (head < num_heads) & (column < half)
         is_k = (head >= num_heads) & (column < half)
-        left_scale = tl.load(q_norm + column + head * 0, mask=is_q, other=0.0).to(tl.float32)
-        left_scale += tl.load(k_norm + column + head * 0, mask=is_k, other=0.0).to(tl.float32)
-        right_scale = tl.load(q_norm + half + column + head * 0, mask=is_q, other=0.0).to(
-            tl.float32
-        )
-        right_scale += tl.load(k_norm + half + column + head * 0, mask=is_k, other=0.0).to(
-            tl.float32
-        )
+        left_scale = tl.load(q_norm + at_left + head * 0, mask=is_q, other=0.0).to(tl.float32)
+        left_scale += tl.load(k_norm + at_left + head * 0, mask=is_k, other=0.0).to(tl.float32)
+        right_scale = tl.load(q_norm + at_right + head * 0, mask=is_q, other=0.0).to(tl.float32)
+        right_scale += tl.load(k_norm + at_right + head * 0, mask=is_k, other=0.0).to(tl.float32)
         left = left * inverse * left_scale
         right = right * inverse * right_scale
-    # RoPE: rotate each pair (i, i + D/2) by the token's angle i; cosines and sines are (1, HALF).
+    # RoPE: rotate each pair by the token's angle; cosines and sines are (1, HALF).
     c = tl.load(cos + row * half + column, mask=column < half, other=0.0).to(tl.float32)
     s = tl.load(sin + row * half + column, mask=column < half, other=0.0).to(tl.float32)
-    to = out + row * heads * 2 * half + at
-    tl.store(to, left * c - right * s, mask=inside)
-    tl.store(to + half, right * c + left * s, mask=inside)
+    to = out + row * heads * 2 * half + first
+    tl.store(to + at_left, left * c - right * s, mask=inside)
+    tl.store(to + at_right, right * c + left * s, mask=inside)
 
 
 @triton.jit
@@ -271,12 +291,13 @@ def _apply_rope_backward(
     rotated,
     heads,
     half,
+    distance,
     eps,
     HAS_NORMS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    # One program per token; heads in the order q, k, v, each as two halves (HEADS, HALF).
+    # One program per token; heads in the order q, k, v, of each the two of a pair (HEADS, HALF).
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, HALF)[None, :]
@@ -284,35 +305,32 @@ def _apply_rope_backward(
     is_q = (head < num_heads) & is_column
     is_k = (head >= num_heads) & (head < rotated) & is_column
     is_v = (head >= rotated) & (head < heads) & is_column
-    from_q = grad_q + row * q_row + head * q_head + column
-    from_k = grad_k + row * k_row + (head - num_heads) * k_head + column
-    from_v = grad_v + row * v_row + (head - rotated) * v_head + column
+    at_left, at_right = _pair(column, half, distance)
+    from_q = grad_q + row * q_row + head * q_head
+    from_k = grad_k + row * k_row + (head - num_heads) * k_head
+    from_v = grad_v + row * v_row + (head - rotated) * v_head
     # Gather the gradients of q and k, which lie in tensors of their own.
-    left = tl.load(from_q, mask=is_q, other=0.0).to(tl.float32)
-    left += tl.load(from_k, mask=is_k, other=0.0).to(tl.float32)
-    right = tl.load(from_q + half, mask=is_q, other=0.0).to(tl.float32)
-    right += tl.load(from_k + half, mask=is_k, other=0.0).to(tl.float32)
+    left = tl.load(from_q + at_left, mask=is_q, other=0.0).to(tl.float32)
+    left += tl.load(from_k + at_left, mask=is_k, other=0.0).to(tl.float32)
+    right = tl.load(from_q + at_right, mask=is_q, other=0.0).to(tl.float32)
+    right += tl.load(from_k + at_right, mask=is_k, other=0.0).to(tl.float32)
     # RoPE backward: rotate by minus the angle.
     c = tl.load(cos + row * half + column, mask=is_column, other=0.0).to(tl.float32)
     s = tl.load(sin + row * half + column, mask=is_column, other=0.0).to(tl.float32)
     back_left = left * c + right * s
     back_right = right * c - left * s
-    at = row * heads * 2 * half + head * (2 * half) + column
+    first = row * heads * 2 * half + head * (2 * half)
     # RMS norm backward, as in `_rms_norm_backward`, for each head; x̂ is computed again from qkv.
     if HAS_NORMS:
         is_rotated = is_q | is_k
-        x_left = tl.load(qkv + at, mask=is_rotated, other=0.0).to(tl.float32)
-        x_right = tl.load(qkv + at + half, mask=is_rotated, other=0.0).to(tl.float32)
+        x_left = tl.load(qkv + first + at_left, mask=is_rotated, other=0.0).to(tl.float32)
+        x_right = tl.load(qkv + first + at_right, mask=is_rotated, other=0.0).to(tl.float32)
         squares = tl.sum(x_left * x_left, axis=1) + tl.sum(x_right * x_right, axis=1)
         inverse = tl.rsqrt(squares / (2 * half) + eps)[:, None]
-        left_scale = tl.load(q_norm + column + head * 0, mask=is_q, other=0.0).to(tl.float32)
-        left_scale += tl.load(k_norm + column + head * 0, mask=is_k, other=0.0).to(tl.float32)
-        right_scale = tl.load(q_norm + half + column + head * 0, mask=is_q, other=0.0).to(
-            tl.float32
-        )
-        right_scale += tl.load(k_norm + half + column + head * 0, mask=is_k, other=0.0).to(
-            tl.float32
-        )
+        left_scale = tl.load(q_norm + at_left + head * 0, mask=is_q, other=0.0).to(tl.float32)
+        left_scale += tl.load(k_norm + at_left + head * 0, mask=is_k, other=0.0).to(tl.float32)
+        right_scale = tl.load(q_norm + at_right + head * 0, mask=is_q, other=0.0).to(tl.float32)
+        right_scale += tl.load(k_norm + at_right + head * 0, mask=is_k, other=0.0).to(tl.float32)
         back_left = back_left * left_scale
         back_right = back_right * right_scale
         unit_left, unit_right = x_left * inverse, x_right * inverse
@@ -321,15 +339,15 @@ def _apply_rope_backward(
         back_left = (back_left - unit_left * along) * inverse
         back_right = (back_right - unit_right * along) * inverse
     # v was only copied, so is its gradient. Then all heads go out: (H + 2K, D).
-    back_left += tl.load(from_v, mask=is_v, other=0.0).to(tl.float32)
-    back_right += tl.load(from_v + half, mask=is_v, other=0.0).to(tl.float32)
+    back_left += tl.load(from_v + at_left, mask=is_v, other=0.0).to(tl.float32)
+    back_right += tl.load(from_v + at_right, mask=is_v, other=0.0).to(tl.float32)
     is_any = is_q | is_k | is_v
-    tl.store(out + at, back_left, mask=is_any)
-    tl.store(out + at + half, back_right, mask=is_any)
+    tl.store(out + first + at_left, back_left, mask=is_any)
+    tl.store(out + first + at_right, back_right, mask=is_any)
 
 
 @triton.jit
-def _activate(x, IS_SILU: tl.constexpr):
+def activate(x, IS_SILU: tl.constexpr):
     """The activation and its derivative."""
     if IS_SILU:
         sigmoid = 1.0 / (1.0 + tl.exp(-x))
@@ -348,7 +366,7 @@ def _swiglu(gate_up, out, size, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
     inside = columns < size
     left = tl.load(gate_up + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(gate_up + row * 2 * size + size + columns, mask=inside, other=0.0)
-    active, _ = _activate(left, IS_SILU)
+    active, _ = activate(left, IS_SILU)
     tl.store(out + row * size + columns, active * right.to(tl.float32), mask=inside)
 
 
@@ -363,7 +381,7 @@ def _swiglu_backward(grad, gate_up, grad_in, out, size, IS_SILU: tl.constexpr, B
     right = tl.load(gate_up + at + size, mask=inside, other=0.0).to(tl.float32)
     upstream = tl.load(grad + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     # d gate = grad · up · f'(gate); d up = grad · f(gate); and the output f(gate) · up once more.
-    active, slope = _activate(left, IS_SILU)
+    active, slope = activate(left, IS_SILU)
     tl.store(grad_in + at, upstream * right * slope, mask=inside)
     tl.store(grad_in + at + size, upstream * active, mask=inside)
     tl.store(out + row * size + columns, active * right, mask=inside)

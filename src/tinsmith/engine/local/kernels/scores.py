@@ -1,7 +1,7 @@
 """Log-probabilities of chosen tokens from logits, and their gradient, one row at a time.
 
-Logits are read once forward and read and written once backward, in whatever dtype the product
-left them; the arithmetic is in float32. There is one target a row.
+Logits are read once forward, and once backward, where their gradient is written, in whatever dtype
+the product left them; the arithmetic is in float32. There is one target a row.
 """
 
 from __future__ import annotations
@@ -34,17 +34,20 @@ def normalizers(logits: Tensor) -> Tensor:
     return target_logprobs(logits, logits.new_zeros(len(logits), dtype=torch.int64))[1]
 
 
-def overwrite_with_gradient(
-    logits: Tensor, targets: Tensor, normalizers: Tensor, grad: Tensor
-) -> None:
-    """Turn logits (M, V) into the gradient for them, given that for the values, (M,) float32."""
+def gradient(
+    logits: Tensor, targets: Tensor, normalizers: Tensor, grad: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The gradient for logits (M, V), given that for the values, (M,) float32: in the place of the
+    logits where it is of their dtype."""
     num_columns = logits.shape[1]
+    out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     _GRADIENT(
         (len(logits), -(-num_columns // _BLOCK), 1),
-        (logits, targets, normalizers, grad, num_columns),
+        (logits, targets, normalizers, grad, out, num_columns),
         (_BLOCK,),
         num_warps=8,
     )
+    return out
 
 
 @triton.jit
@@ -76,16 +79,16 @@ def _target_logprobs(logits, targets, values, normalizers, size, BLOCK: tl.const
 
 
 @triton.jit
-def _gradient(logits, targets, normalizers, grad, size, BLOCK: tl.constexpr):
-    # One program per row and BLOCK columns; d logits = (1[target] - softmax) · grad, in place.
+def _gradient(logits, targets, normalizers, grad, out, size, BLOCK: tl.constexpr):
+    # One program per row and BLOCK columns; d logits = (1[target] - softmax) · grad.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     upstream, normalizer = tl.load(grad + row), tl.load(normalizers + row)
-    at = logits + row * size + columns
-    part = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+    at = row * size + columns
+    part = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
     chosen = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
-    tl.store(at, (chosen - tl.exp(part - normalizer)) * upstream, mask=inside)
+    tl.store(out + at, (chosen - tl.exp(part - normalizer)) * upstream, mask=inside)
 
 
 _TARGET_LOGPROBS, _GRADIENT = Launcher(_target_logprobs), Launcher(_gradient)

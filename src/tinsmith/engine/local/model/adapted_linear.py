@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model import invariant
-from tinsmith.engine.local.model.linear import Linear
+from tinsmith.engine.local.model.linear import Linear, float32_product
 from tinsmith.engine.local.model.lora import ActiveRun, AdapterSegments, LowRank
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
 
@@ -38,14 +38,16 @@ def forward(
     adapters: AdapterSegments,
     key: _Key,
     residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Inner]:
     """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ + residual, each run of rows with its own A and B.
 
     x is (N, inputs); the answer (N, sum of the modules' outputs), and what the backward pass
     needs of the adapters. Adapters that do not train this projection leave their rows as the
-    frozen weights make them.
+    frozen weights make them. It is in the dtype of the residual or in `dtype`: where that is
+    float32 beside half precision, which takes kernels, nothing is rounded on the way.
     """
-    y = linear.product(x)
+    y = linear.product(x, dtype if residual is None else residual.dtype)
     if kernels.are_usable(x):
         return y, _grouped().add_forward(y, x, adapters, key, residual)
     if residual is not None:
@@ -87,16 +89,21 @@ def backward_adapters(
 
 
 def lora_linear(
-    x: Tensor, linear: Linear, adapters: AdapterSegments, layer: int | None, name: str
+    x: Tensor,
+    linear: Linear,
+    adapters: AdapterSegments,
+    layer: int | None,
+    name: str,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`forward` as autograd sees it: an operation on x alone."""
     key = (layer, name)
     if not torch.is_grad_enabled():
-        return forward(x, linear, adapters, key)[0]
+        return forward(x, linear, adapters, key, dtype=dtype)[0]
     # Empty, and only there to make autograd call `backward` when x needs no gradient itself.
     has_gradients = any(buffer is not None for buffer in adapters.gradients)
     anchor = x.new_empty(0).requires_grad_(has_gradients)
-    return _LoraLinear.apply(x, anchor, linear, adapters, key)
+    return _LoraLinear.apply(x, anchor, linear, adapters, key, dtype)
 
 
 def lora_linear_backward(
@@ -129,8 +136,8 @@ def lora_linear_backward(
 
 class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated here
     @staticmethod
-    def forward(ctx, x, anchor, linear, adapters, key):  # type: ignore[no-untyped-def]
-        y, inners = forward(x, linear, adapters, key)
+    def forward(ctx, x, anchor, linear, adapters, key, dtype):  # type: ignore[no-untyped-def]
+        y, inners = forward(x, linear, adapters, key, dtype=dtype)
         ctx.save_for_backward(x, *inners)
         ctx.linear, ctx.adapters, ctx.key = linear, adapters, key
         return y
@@ -138,16 +145,11 @@ class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]  # torch is un
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, *inners = ctx.saved_tensors
+        grad = grad.to(x.dtype)
         needs_input = ctx.needs_input_grad[0]
         grad_x, inner_grads = backward_input(grad, ctx.linear, ctx.adapters, ctx.key, needs_input)
         backward_adapters(grad, x, inners, inner_grads, ctx.adapters, ctx.key)
-        return grad_x, None, None, None, None
-
-
-def finish_gradients(adapters: AdapterSegments) -> None:
-    """Pass on what was gathered for several runs to their buffers; due after a backward pass."""
-    if adapters.groups is not None:
-        _grouped().finish_gradients(adapters)
+        return grad_x, None, None, None, None, None
 
 
 @functools.cache
@@ -214,16 +216,9 @@ def _add_gradients(
         add_product(into_b, g.t(), inner_of)
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right in float32, whatever the dtype of the two."""
-    if left.dtype != torch.float32 and left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
-
-
 def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
     """into += left @ right, in the float32 that gradients are gathered in."""
     if left.dtype == torch.float32:
         into.addmm_(left, right)
     else:
-        into.add_(_product(left, right))
+        into.add_(float32_product(left, right))

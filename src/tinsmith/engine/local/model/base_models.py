@@ -18,11 +18,14 @@ import torch
 from tinsmith.engine.base import BaseModelInfo
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.families import DecoderConfig, read_config
+from tinsmith.engine.local.model.families import DecoderConfig, read_config, with_images
 from tinsmith.engine.local.model.foreign.config import ForeignConfig
 from tinsmith.engine.local.model.foreign.decoder import load_foreign
 from tinsmith.engine.local.model.foreign.describing import read_foreign_config
 from tinsmith.engine.local.model.foreign.trial import try_out
+from tinsmith.engine.local.model.images.settings import read_image_rules
+from tinsmith.engine.local.model.images.tower import load_tower
+from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.sources import Progress, model_folder, no_progress, weights_nbytes
 from tinsmith.engine.local.model.verification import verify
@@ -168,18 +171,27 @@ class BaseModels:
         return self._configs[place]
 
     def _own_config(self, name: str, config: DecoderConfig) -> DecoderConfig:
-        """Of a model that our own decoder runs, unless experts are to be divided: then that of
+        """Of a model that our own decoder runs, unless it is to do what that cannot: then that of
         `transformers`' modules."""
         if config.experts is not None and self._is_exact:
             raise EngineError(
                 'on_policy = "exact" is not for models with experts: how many rows an expert has '
                 "changes the last bits of its product; leave it out"
             )
-        if config.experts is not None and self._config.ranks > 1:
-            reason = UnsupportedModelError("our own decoder does not divide experts among ranks")
+        if config.recurring and self._is_exact:
+            raise EngineError(
+                'on_policy = "exact" is not for models with recurrent layers: token by token they '
+                "add in another order than in training; leave it out"
+            )
+        if self._config.ranks > 1 and (config.experts is not None or config.recurring):
+            reason = UnsupportedModelError(
+                "our own decoder does not divide experts or recurrent layers among ranks"
+            )
             return self._foreign_config(name, reason)
         if self._config.verify_models:
             self._compare(lambda: verify(self.folder(name), config, self._config.cache_folder))
+        if config.recurring and (rules := read_image_rules(self.folder(name))) is not None:
+            return with_images(config, rules)
         return config
 
     def _foreign_config(self, name: str, reason: UnsupportedModelError) -> ForeignConfig:
@@ -239,15 +251,15 @@ class BaseModels:
         return self._loaded[place]
 
     def _load(self, folder: Path, config: DecoderConfig) -> Decoder:
-        kind = self._config.base_weights
+        kind, device, dtype = self._config.base_weights, self._device, self._dtype
+        image_bytes = self._config.image_cache_bytes or (2**31 if device.type == "cuda" else 2**28)
         if isinstance(config, ForeignConfig):
-            image_bytes = self._config.image_cache_bytes or (
-                2**31 if self._device.type == "cuda" else 2**28
-            )
-            return load_foreign(
-                folder, config, self._device, self._dtype, kind, image_bytes, self._ranks
-            )
-        return Decoder.load(folder, self._device, self._dtype, kind, self._ranks)
+            return load_foreign(folder, config, device, dtype, kind, image_bytes, self._ranks)
+        decoder = Decoder.load(folder, device, dtype, kind, self._ranks, config)
+        if config.images is not None:
+            tower = load_tower(folder, config.images, device, dtype)
+            decoder.vision = Vision(config.images, tower, image_bytes)
+        return decoder
 
     def has_room_for(self, name: str) -> bool:
         """Whether a model is in memory, or can come there now: what is pinned has to stay. One that

@@ -10,6 +10,7 @@ Shapes: N tokens, d hidden size; `decoder` has the rest.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -27,17 +28,26 @@ from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.pointwise import (
     Norms,
-    Rotation,
     apply_rope,
     apply_rope_backward,
+    gate_backward,
+    join_gate,
     rms_norm,
     rms_norm_backward,
+    split_gate,
     swiglu,
     swiglu_backward,
     wide_norm,
     wide_norm_backward,
 )
+from tinsmith.engine.local.model.recurrent.delta_mixer import (
+    DeltaMixer,
+    DeltaPass,
+    Gradients,
+    Recurred,
+)
 from tinsmith.engine.local.model.recurrent.recurrence import SequenceStates
+from tinsmith.engine.local.model.rope import Rope, Rotation
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
 
 
@@ -86,6 +96,8 @@ class Layer(NamedTuple):
     mlp_norm: Tensor
     mlp: DenseMlp | ExpertMlp
     post_mlp_norm: Tensor | None
+    delta: DeltaMixer | None = None
+    """In place of attention, between the first product (`qkv`) and the last (`o`)."""
 
     @property
     def qk_norms(self) -> Norms | None:
@@ -95,7 +107,8 @@ class Layer(NamedTuple):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.o, *self.mlp.linears
+        mixing = () if self.delta is None else self.delta.linears
+        return self.qkv, self.o, *mixing, *self.mlp.linears
 
 
 @dataclass(slots=True)
@@ -113,8 +126,11 @@ class _KeptMlp:
 class _Attended:
     """Attention by autograd, the one part whose backward pass is not written out."""
 
+    qkv: Tensor
     inputs: tuple[Tensor, Tensor, Tensor]
     output: Tensor
+    gate: Tensor | None
+    """(N, H · D), where the output goes through one."""
 
 
 @dataclass(slots=True)
@@ -122,9 +138,11 @@ class _Kept:
     """What the backward pass of a block needs of its forward pass."""
 
     x: Tensor
-    qkv: Tensor
     qkv_inner: Inner
-    attended: _Attended
+    z_inner: Inner
+    """Of a recurrent layer."""
+
+    mixed: _Attended | Recurred
     o_inner: Inner
     attention_part: Tensor | None
     """As in `_KeptMlp`."""
@@ -135,6 +153,31 @@ class _Kept:
     mlp: _KeptMlp | KeptExperts
 
 
+def kept_bytes_a_token(
+    config: DecoderConfig, layer: Layer, dtype: torch.dtype, stream_dtype: torch.dtype
+) -> int:
+    """About how much of each token `_Kept` holds, what is of adapters not counted."""
+    hidden, (count, _) = config.hidden_size, layer.qkv.shape
+    if layer.delta is None:
+        # Rotated queries and keys, and what attention gives.
+        count += (2 * config.num_heads + config.num_kv_heads) * config.head_dim
+    else:
+        # The rule's output, its gate, and what the small products gave.
+        values = layer.o.shape[1]
+        count += values + layer.delta.ba.shape[0]
+        count += 0 if layer.delta.z is None else values
+    if config.has_post_norms:
+        count += 2 * hidden
+    if isinstance(layer.mlp, ExpertMlp):
+        assert config.experts is not None, "a layer has them"
+        count += 2 * config.experts.per_token * config.experts.inner_size
+        if layer.mlp.shared is not None:
+            count += layer.mlp.shared.gate_up.shape[0] + hidden
+    else:
+        count += layer.mlp.gate_up.shape[0]
+    return count * dtype.itemsize + 2 * hidden * stream_dtype.itemsize
+
+
 class Block:
     """A block under the adapters, positions and attention of one batch."""
 
@@ -143,23 +186,28 @@ class Block:
         config: DecoderConfig,
         index: int,
         layer: Layer,
-        rotation: Rotation,
+        rotations: Mapping[Rope, Rotation],
         attention: Attention,
         adapters: AdapterSegments,
         ranks: Ranks = ALONE,
         steering: Steering | None = None,
+        *,
+        dtype: torch.dtype,
     ) -> None:
         """`ranks` are those among which heads and inner columns are divided: the products that
         join the residual stream are summed over them, and so is the gradient on its way back.
-        `steering` hears what routers choose, and may choose otherwise."""
+        `steering` hears what routers choose, and may choose otherwise. `dtype` is that of the
+        weights, and of all but the residual stream and what joins it, which the stream decides."""
         self._config = config
         self._ranks = ranks
         self._index = index
         self._layer = layer
-        self._rotation = rotation
+        self._rotations = rotations
+        self._place = config.place(index)
         self._attention = attention
         self._adapters = adapters
         self._steering = steering
+        self._dtype = dtype
 
     def run(self, x: Tensor, *, recompute: bool = False) -> Tensor:
         """The residual stream (N, d) after the block.
@@ -174,21 +222,31 @@ class Block:
         return _BlockFunction.apply(x, anchor, self, recompute)
 
     def _forward(self, x: Tensor, *, keep: bool) -> tuple[Tensor, _Kept | None]:
-        layer, eps = self._layer, self._config.norm_eps
-        qkv, qkv_inner = self._linear(rms_norm(x, layer.input_norm, eps), "qkv")
-        attended = self._attend(qkv, keep)
-        flat = attended.output.detach().reshape(len(x), -1)
+        layer = self._layer
+        normed = self._norm(x, layer.input_norm)
+        qkv, qkv_inner = self._linear(normed, "qkv")
+        z_inner: Inner = []
+        mixed: _Attended | Recurred
+        if layer.delta is None:
+            flat, mixed = self._attend(qkv, keep)
+        else:
+            if layer.delta.z is None:
+                qkv, z = layer.delta.split(qkv)
+            else:
+                z, z_inner = self._linear(normed, "z")
+            ba = layer.delta.ba.product(normed)
+            flat, mixed = self._recurrent(layer.delta).forward(qkv, z, ba, keep=keep)
         middle, o_inner, attention_part = self._join(x, flat, "o", layer.post_attention_norm)
-        normed = rms_norm(middle, layer.mlp_norm, eps)
+        normed = self._norm(middle, layer.mlp_norm)
         mlp: _KeptMlp | KeptExperts
         if isinstance(layer.mlp, ExpertMlp):
-            y, mlp = self._experts(layer.mlp).forward(normed)
+            y, mlp = self._experts(layer.mlp).forward(normed, middle.dtype)
             y = y.add_(middle)
         else:
             y, mlp = self._mlp(middle, normed)
         if not keep:
             return y, None
-        return y, _Kept(x, qkv, qkv_inner, attended, o_inner, attention_part, middle, mlp)
+        return y, _Kept(x, qkv_inner, z_inner, mixed, o_inner, attention_part, middle, mlp)
 
     def _mlp(self, middle: Tensor, normed: Tensor) -> tuple[Tensor, _KeptMlp]:
         """The residual stream after a plain MLP."""
@@ -202,30 +260,52 @@ class Block:
         return ExpertPass(mlp, self._index, self._config.activation, self._adapters, steer)
 
     def _backward(self, grad: Tensor, kept: _Kept, *, needs_input: bool) -> Tensor | None:
-        """The gradient for the block's input; those of adapters go to their buffers."""
+        """The gradient for the block's input, in its dtype; those of adapters go to their buffers.
+
+        Inside the block the stream's gradient is rounded, as what is multiplied has to be."""
         layer, eps = self._layer, self._config.norm_eps
+        grad = grad.to(self._dtype)
 
         if isinstance(kept.mlp, _KeptMlp):
             grad = self._mlp_backward(grad, kept.middle, kept.mlp)
         else:
             assert isinstance(layer.mlp, ExpertMlp), "it has kept what experts keep"
-            normed = rms_norm(kept.middle, layer.mlp_norm, eps)
+            normed = self._norm(kept.middle, layer.mlp_norm)
             grad_normed = self._experts(layer.mlp).backward(grad, normed, kept.mlp)
             grad, _ = rms_norm_backward(grad_normed, kept.middle, layer.mlp_norm, eps, grad)
 
         part = self._leave(grad, kept.attention_part, layer.post_attention_norm)
         grad_flat, o_grad = self._linear_backward(part, "o")
         assert grad_flat is not None, "it was asked for"
-        flat = kept.attended.output.detach().reshape(len(grad), -1)
+        grads: Gradients | None = None
+        z_grad: Inner = []
+        if isinstance(kept.mixed, Recurred):
+            assert layer.delta is not None, "it has kept what recurrent layers keep"
+            grads, flat = self._recurrent(layer.delta).backward(grad_flat, kept.mixed)
+            grad_qkv = grads.qkv
+            if layer.delta.z is None:
+                grad_qkv = layer.delta.join(grad_qkv, grads.z)
+        else:
+            grad_qkv, flat = self._attend_backward(grad_flat, kept.mixed)
         self._add_gradients("o", part, flat, kept.o_inner, o_grad)
-        grad_qkv = self._attend_backward(grad_flat, kept)
         grad_input, qkv_grad = self._linear_backward(grad_qkv, "qkv", needs_input)
         self._sum_shared(grad_input, qkv_grad, grad_qkv)
+        if grads is not None and layer.delta is not None:
+            if layer.delta.z is not None:
+                of_z, z_grad = self._linear_backward(grads.z, "z", needs_input)
+                if grad_input is not None and of_z is not None:
+                    grad_input.add_(of_z)
+            if grad_input is not None:
+                grad_input.add_(layer.delta.ba.product_back(grads.ba))
         if grad_input is None:
-            normed = rms_norm(kept.x, layer.input_norm, eps)
+            normed = self._norm(kept.x, layer.input_norm)
         else:
-            grad, normed = rms_norm_backward(grad_input, kept.x, layer.input_norm, eps, grad)
+            grad, normed = rms_norm_backward(
+                grad_input, kept.x, layer.input_norm, eps, grad, kept.x.dtype
+            )
         self._add_gradients("qkv", grad_qkv, normed, kept.qkv_inner, qkv_grad)
+        if grads is not None and layer.delta is not None and layer.delta.z is not None:
+            self._add_gradients("z", grads.z, normed, kept.z_inner, z_grad)
         return grad if needs_input else None
 
     def _mlp_backward(self, grad: Tensor, middle: Tensor, kept: _KeptMlp) -> Tensor:
@@ -260,26 +340,52 @@ class Block:
         self._ranks.sum_(summed)
         own.copy_(summed[:, :, cut.kv_heads.start])
 
-    def _attend(self, qkv: Tensor, keep: bool) -> _Attended:
-        config = self._config
-        norms = self._layer.qk_norms
+    def _recurrent(self, mixer: DeltaMixer) -> DeltaPass:
+        return DeltaPass(mixer, self._config.norm_eps, self._attention.sequences, self._place)
+
+    @property
+    def _rotation(self) -> Rotation:
+        rope = self._config.layers[self._place].rope
+        assert rope is not None, "our own decoder rotates"
+        return self._rotations[rope]
+
+    def _attend(self, qkv: Tensor, keep: bool) -> tuple[Tensor, _Attended]:
+        """What attention gives, (N, H · D), for the last product."""
+        config, gate = self._config, None
+        if config.has_output_gate:
+            qkv, gates = split_gate(qkv, config.num_heads, config.head_dim)
+            gate = gates.flatten(1)
+        norms, normed = self._layer.qk_norms, qkv
         if norms is not None and config.has_wide_qk_norm:
-            qkv, norms = wide_norm(qkv, norms, config.norm_eps), None
-        q, k, v = apply_rope(qkv, norms, self._rotation, config.num_kv_heads, config.norm_eps)
+            normed, norms = wide_norm(qkv, norms, config.norm_eps), None
+        q, k, v = apply_rope(normed, norms, self._rotation, config.num_kv_heads, config.norm_eps)
         with torch.set_grad_enabled(keep):
             inputs = tuple(x.detach().requires_grad_(keep) for x in (q, k, v))
-            return _Attended(inputs, self._attention(self._index, *inputs))
+            output = self._attention(self._place, *inputs)
+        flat = output.detach().reshape(len(qkv), -1)
+        if gate is not None:
+            flat = flat * gate.sigmoid()
+        return flat, _Attended(qkv, inputs, output, gate)
 
-    def _attend_backward(self, grad: Tensor, kept: _Kept) -> Tensor:
-        attended = kept.attended
+    def _attend_backward(self, grad: Tensor, attended: _Attended) -> tuple[Tensor, Tensor]:
+        """The gradient for the first product; and what attention gives once more."""
+        flat = attended.output.detach().reshape(len(grad), -1)
+        if attended.gate is None:
+            return self._inputs_backward(grad, attended), flat
+        grad, grad_gate, flat = gate_backward(grad, flat, attended.gate)
+        grad_qkv = self._inputs_backward(grad, attended)
+        return join_gate(grad_qkv, grad_gate, self._config.head_dim), flat
+
+    def _inputs_backward(self, grad: Tensor, attended: _Attended) -> Tensor:
+        """The gradient for queries, keys and values, from that of what attention gives."""
         grads = torch.autograd.grad(
             attended.output, attended.inputs, grad.view(attended.output.shape)
         )
         norms, eps = self._layer.qk_norms, self._config.norm_eps
         if norms is None or not self._config.has_wide_qk_norm:
-            return apply_rope_backward(grads, kept.qkv, norms, self._rotation, eps)
-        grad = apply_rope_backward(grads, kept.qkv, None, self._rotation, eps)
-        return wide_norm_backward(grad, kept.qkv, norms, eps)
+            return apply_rope_backward(grads, attended.qkv, norms, self._rotation, eps)
+        grad = apply_rope_backward(grads, attended.qkv, None, self._rotation, eps)
+        return wide_norm_backward(grad, attended.qkv, norms, eps)
 
     def _join(
         self, stream: Tensor, x: Tensor, name: str, post_norm: Tensor | None
@@ -289,7 +395,7 @@ class Block:
             return self._join_all(stream, x, name, post_norm)
         if post_norm is None:
             return *self._linear(x, name, stream), None
-        part, inner = self._linear(x, name)
+        part, inner = self._linear(x, name, dtype=stream.dtype)
         return stream + rms_norm(part, post_norm, self._config.norm_eps), inner, part
 
     def _join_all(
@@ -309,9 +415,19 @@ class Block:
             return grad
         return rms_norm_backward(grad, part, post_norm, self._config.norm_eps)[0]
 
-    def _linear(self, x: Tensor, name: str, residual: Tensor | None = None) -> tuple[Tensor, Inner]:
-        key = (self._index, name)
-        return adapted_linear.forward(x, self._weights(name), self._adapters, key, residual)
+    def _norm(self, stream: Tensor, weight: Tensor) -> Tensor:
+        """The norm of the residual stream, as products read it."""
+        return rms_norm(stream, weight, self._config.norm_eps, self._dtype)
+
+    def _linear(
+        self,
+        x: Tensor,
+        name: str,
+        residual: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Inner]:
+        key, weights = (self._index, name), self._weights(name)
+        return adapted_linear.forward(x, weights, self._adapters, key, residual, dtype)
 
     def _linear_backward(
         self, grad: Tensor, name: str, needs_input: bool = True
@@ -320,7 +436,8 @@ class Block:
         return adapted_linear.backward_input(grad, weights, self._adapters, key, needs_input)
 
     def _weights(self, name: str) -> Linear:
-        of = self._layer if name in ("qkv", "o") else self._layer.mlp
+        layer = self._layer
+        of = layer if name in ("qkv", "o") else layer.delta if name == "z" else layer.mlp
         found: Linear = getattr(of, name)
         return found
 

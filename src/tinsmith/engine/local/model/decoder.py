@@ -18,22 +18,35 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
+from tinsmith.engine.local import kernels
 from tinsmith.engine.local.config import BaseWeights
 from tinsmith.engine.local.model import invariant
 from tinsmith.engine.local.model.adapted_linear import lora_linear, lora_linear_backward
-from tinsmith.engine.local.model.blocks import Attention, Block, DenseMlp, Layer
+from tinsmith.engine.local.model.blocks import (
+    Attention,
+    Block,
+    DenseMlp,
+    Layer,
+    kept_bytes_a_token,
+)
 from tinsmith.engine.local.model.experts.mlp import ExpertMlp, SharedExpert
 from tinsmith.engine.local.model.experts.router import Router
 from tinsmith.engine.local.model.experts.steering import Steering
 from tinsmith.engine.local.model.experts.weights import ExpertWeights
-from tinsmith.engine.local.model.families import DecoderConfig, ExpertsSpec, read_config
+from tinsmith.engine.local.model.families import (
+    DecoderConfig,
+    DeltaSpec,
+    ExpertsSpec,
+    read_config,
+)
 from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.inputs import Seen
-from tinsmith.engine.local.model.linear import Linear
+from tinsmith.engine.local.model.linear import Linear, has_float32_products
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.pointwise import differentiable_rms_norm
 from tinsmith.engine.local.model.quantized import QuantizedStack, quantize
-from tinsmith.engine.local.model.rope import Rope
+from tinsmith.engine.local.model.recurrent.delta_mixer import DeltaMixer
+from tinsmith.engine.local.model.recurrent.delta_rule import DeltaWeights
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
 from tinsmith.engine.local.ranks.models import CutWeights, cut_config
 from tinsmith.engine.stored_tensors import weight_files
@@ -91,12 +104,14 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
         base_weights: BaseWeights = "full",
         ranks: Ranks = ALONE,
+        config: DecoderConfig | None = None,
     ) -> Decoder:
         """The model in a folder with `config.json` and safetensors files, or a rank's part.
 
-        On the device `meta` nothing is read but names and shapes.
+        `config` is what is known of it already. On the device `meta` nothing is read but names and
+        shapes.
         """
-        config = read_config(folder)
+        config = config or read_config(folder)
         with _WeightFiles(folder, torch.device(device), dtype) as weights:
             if ranks.count == 1:
                 return build(config, weights, base_weights)
@@ -109,7 +124,17 @@ class Decoder:
         """Memory that it takes, packed copies included once they are allowed."""
         parts = [self.final_norm, self.head, *(part for layer in self.layers for part in layer)]
         total = sum(part.nbytes for part in parts if part is not None)
+        if self.vision is not None:
+            total += self.vision.tower_nbytes
         return total if self.head.weight is self.embedding else total + self.embedding.nbytes
+
+    @property
+    def kept_bytes_a_token(self) -> int | None:
+        """Activations of a training pass, for each of its tokens, where that is known."""
+        return sum(
+            kept_bytes_a_token(self.config, layer, self.dtype, self.stream_dtype)
+            for layer in self.layers
+        )
 
     @property
     def packed_bytes(self) -> int:
@@ -125,6 +150,18 @@ class Decoder:
     def is_invariant(self) -> bool:
         """Whether a token's logits are the same to the last bit whatever is beside it."""
         return self.head.is_invariant
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """What the residual stream and logits are in, and products that become them.
+
+        With kernels it is float32, also beside weights in half precision: two programs that add up
+        in different orders then differ by less than half. Without them there are no such products,
+        those of several ranks are sent in half precision, and where all orders are one
+        (`make_invariant`) there is nothing to gain.
+        """
+        is_plain = self.is_invariant or self.ranks.count > 1 or not has_float32_products()
+        return self.dtype if is_plain or not kernels.are_usable(self.embedding) else torch.float32
 
     def make_invariant(self) -> None:
         """Take more time for that; see `invariant`."""
@@ -156,25 +193,38 @@ class Decoder:
         With `checkpoint_layers` the backward pass computes each block's activations again
         instead of keeping them.
         """
-        assert seen is None, "our own decoder reads text only"
-        rotations: dict[Rope | None, tuple[Tensor, Tensor]] = {
-            rope: self._rotation(rope, positions) for rope in self._frequencies
+        if seen is not None:
+            assert len(seen.features) == 1, "our own decoder adds nothing to later layers"
+            positions = seen.on_axes(positions)
+        rotations = {
+            rope: rope.rotation(frequencies, positions, self.dtype)
+            for rope, frequencies in self._frequencies.items()
         }
-        x = F.embedding(tokens, self.embedding)
+        x = F.embedding(tokens if seen is None else tokens.clamp(min=0), self.embedding)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
+        if seen is not None:
+            x = seen.among(x)
+        x = x.to(self.stream_dtype)
         for index, layer in enumerate(self.layers):
-            rotation = rotations[self.config.layers[index].rope]
             block = Block(
-                self.config, index, layer, rotation, attention, adapters, self.ranks, steering
+                self.config,
+                index,
+                layer,
+                rotations,
+                attention,
+                adapters,
+                self.ranks,
+                steering,
+                dtype=self.dtype,
             )
             x = block.run(x, recompute=checkpoint_layers)
-        return differentiable_rms_norm(x, self.final_norm, self.config.norm_eps)
+        return differentiable_rms_norm(x, self.final_norm, self.config.norm_eps, self.dtype)
 
     def raw_logits(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
-        """Logits (M, V) as the product leaves them: in the model's dtype, not softcapped; of
+        """Logits (M, V) as the product leaves them: in `stream_dtype`, not softcapped; of
         `head_ranks`, those of this rank's tokens."""
-        return lora_linear(hidden, self.head, adapters, None, "lm_head")
+        return lora_linear(hidden, self.head, adapters, None, "lm_head", self.stream_dtype)
 
     def unembed(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
         """Logits (M, V) in float32, softcapped. The caller takes few enough rows at a time."""
@@ -205,12 +255,6 @@ class Decoder:
         return lora_linear_backward(
             grad, hidden, self.head, adapters, None, "lm_head", self.head_ranks
         )
-
-    def _rotation(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (N, 1, D / 2)."""
-        angles = (positions[:, None].float() * self._frequencies[rope])[:, None]
-        cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
-        return cos.to(self.dtype), sin.to(self.dtype)
 
 
 class _WeightFiles:
@@ -314,7 +358,7 @@ def build(
         config,
         embedding,
         tuple(
-            _load_layer(config, weights, layer, base_weights) for layer in range(config.num_layers)
+            _load_layer(config, weights, layer, base_weights) for layer in range(config.num_blocks)
         ),
         _load_norm(config, weights, "norm", hidden),
         Linear(head, is_exact=True),
@@ -360,12 +404,43 @@ def _load_layer(
     else:
         mlp = dense("mlp", inner, config.has_mlp_bias)
     post, wide = config.has_post_norms, config.has_wide_qk_norm
+    if layer in config.recurring:
+        assert config.delta is not None, "that is what recurs"
+        delta = config.delta
+        first, size = "linear_attn.in_proj_qkv", delta.channels
+        z = None
+        if delta.is_interleaved:
+            first, size = first + "z", size + delta.values
+        else:
+            z = linear(hidden, False, {"linear_attn.in_proj_z": delta.values})
+        return Layer(
+            input_norm=norm("input_layernorm"),
+            qkv=linear(hidden, False, {first: size}),
+            q_norm=None,
+            k_norm=None,
+            o=linear(delta.values, False, {"linear_attn.out_proj": hidden}),
+            post_attention_norm=None,
+            mlp_norm=norm("post_attention_layernorm"),
+            mlp=mlp,
+            post_mlp_norm=None,
+            delta=DeltaMixer(
+                core=_load_core(delta, weights, f"{prefix}linear_attn."),
+                z=z,
+                ba=_load_small(delta, hidden, weights, f"{prefix}linear_attn."),
+                norm=weights.get(f"{prefix}linear_attn.norm.weight", (delta.value_dim,)),
+            ),
+        )
+    gated = 2 if config.has_output_gate else 1
     return Layer(
         input_norm=norm("input_layernorm"),
         qkv=linear(
             hidden,
             config.has_qkv_bias,
-            {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys},
+            {
+                "self_attn.q_proj": gated * queries,
+                "self_attn.k_proj": keys,
+                "self_attn.v_proj": keys,
+            },
         ),
         q_norm=norm("self_attn.q_norm", queries if wide else head) if config.has_qk_norm else None,
         k_norm=norm("self_attn.k_norm", keys if wide else head) if config.has_qk_norm else None,
@@ -375,6 +450,32 @@ def _load_layer(
         mlp=mlp,
         post_mlp_norm=norm("post_feedforward_layernorm") if post else None,
     )
+
+
+def _load_core(delta: DeltaSpec, weights: Weights, prefix: str) -> DeltaWeights:
+    """What fades a memory is kept in float32: it is small, and an exponent."""
+    conv = weights.get(f"{prefix}conv1d.weight", (delta.channels, 1, delta.taps))
+    heads = (delta.num_value_heads,)
+    return DeltaWeights(
+        conv=conv[:, 0],
+        a_log=weights.get(f"{prefix}A_log", heads, torch.float32),
+        dt_bias=weights.get(f"{prefix}dt_bias", heads, torch.float32),
+        num_key_heads=delta.num_key_heads,
+        key_dim=delta.key_dim,
+        value_dim=delta.value_dim,
+    )
+
+
+def _load_small(delta: DeltaSpec, hidden: int, weights: Weights, prefix: str) -> Linear:
+    """The projections to b and a, which are in full."""
+    num_heads = delta.num_value_heads
+    if not delta.is_interleaved:
+        names = (f"{prefix}in_proj_{part}.weight" for part in "ba")
+        return Linear(torch.cat([weights.get(name, (num_heads, hidden)) for name in names]))
+    # Those of each key head together: all of b first, then of a.
+    joined = weights.get(f"{prefix}in_proj_ba.weight", (2 * num_heads, hidden))
+    by_head = joined.view(delta.num_key_heads, 2, -1, hidden)
+    return Linear(by_head.transpose(0, 1).reshape(2 * num_heads, hidden))
 
 
 def _load_experts(

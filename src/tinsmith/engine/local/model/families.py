@@ -1,16 +1,19 @@
 """From a model folder's `config.json` to the few numbers our decoder needs.
 
-Several families are one decoder with small differences: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and
-Gemma 3 (text), and with experts Qwen3-MoE, Qwen2-MoE, Mixtral and OLMoE. This module says what the
-differences are and reads every spelling of the settings that `transformers` has used; the
-arithmetic is in `decoder`. An architecture that is not listed, or a setting that the decoder does
-not know, is refused by name: a model that is almost right is worse than none.
+Several families are one decoder with small differences: Llama, Mistral, Qwen2, Qwen3, Gemma 2,
+Gemma 3 (text), with experts Qwen3-MoE, Qwen2-MoE, Mixtral and OLMoE, and with recurrent layers
+Qwen3.5, with and without experts, and Qwen3-Next. This module says what the differences are and
+reads every spelling of the settings that `transformers` has used; the arithmetic is in `decoder`.
+An architecture that is not listed, or a setting that the decoder does not know, is refused by name:
+a model that is almost right is worse than none.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,8 +62,8 @@ class Projection:
     """None for the unembedding."""
 
     name: str
-    """Which one within the layer: "qkv", "o", "gate_up", "down", "experts_up", "experts_down", or
-    "lm_head"."""
+    """Which one within the layer: "qkv", "z", "o", "gate_up", "down", "experts_up",
+    "experts_down", or "lm_head"."""
 
     part: Part
     inputs: int
@@ -96,6 +99,47 @@ class ExpertsSpec:
     stored_as: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """The gated delta rule in place of attention; see `recurrent.delta_rule`."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    """Of one head, as `value_dim`."""
+
+    value_dim: int
+    taps: int
+    """Of the short convolution."""
+
+    is_interleaved: bool = False
+    """Whether one projection has the rows of each key head together: its query and key, and the
+    values and gates of the heads that it serves."""
+
+    @property
+    def keys(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """What is convolved: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    def state(self, num_layers: int) -> StateShape:
+        return StateShape(
+            num_layers=num_layers,
+            taps=self.taps,
+            channels=self.channels,
+            num_heads=self.num_value_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class RoutedLayers:
     """Layers whose routers can be told where to send tokens."""
@@ -121,6 +165,14 @@ class DecoderConfig:
     max_context_length: int
     norm_eps: float
     layers: tuple[AttentionSpec, ...]
+    """Those that attend."""
+
+    recurring: tuple[int, ...] = ()
+    """The numbers of blocks that have a recurrent layer in place of attention."""
+
+    delta: DeltaSpec | None = None
+    """What that layer is, in our own decoder."""
+
     eos_token_ids: tuple[int, ...] = ()
     activation: Activation = "silu"
     norm_weight_offset: float = 0.0
@@ -132,6 +184,9 @@ class DecoderConfig:
     has_qk_norm: bool = False
     has_wide_qk_norm: bool = False
     """Whether that is over all heads together, and not of each."""
+
+    has_output_gate: bool = False
+    """Whether queries come with a gate, by which what attention gives is multiplied."""
 
     has_qkv_bias: bool = False
     has_o_bias: bool = False
@@ -155,7 +210,17 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
+        """Those that attend."""
         return len(self.layers)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.layers) + len(self.recurring)
+
+    def place(self, block: int) -> int:
+        """Which one a block is of those that attend, or of those that do not."""
+        before = bisect.bisect_left(self.recurring, block)
+        return before if block in self.recurring else block - before
 
     @property
     def routed(self) -> RoutedLayers | None:
@@ -197,12 +262,14 @@ def read_settings(path: Path) -> dict[str, Any]:
 def decoder_config(settings: Mapping[str, Any]) -> DecoderConfig:
     """The decoder's configuration from the content of a `config.json`.
 
-    A model that also sees images keeps its language part under `text_config`.
+    A model that also sees images keeps its language part under `text_config`. Of some of these
+    `transformers` has a class for the language part alone, which has other names.
     """
     nested = settings.get("text_config")
     root = "model."
     if isinstance(nested, Mapping):
-        root = "model.language_model."
+        if nested.get("model_type") not in _OF_DELTA_RULE:
+            root = "model.language_model."
         inherited = {name: settings[name] for name in _INHERITED if name in settings}
         settings = {**inherited, **nested}
     family = str(settings.get("model_type"))
@@ -220,10 +287,29 @@ def decoder_config(settings: Mapping[str, Any]) -> DecoderConfig:
     return _with_projections(_Reader(family, values).config(), root)
 
 
+def with_images(config: DecoderConfig, rules: ImageRules) -> DecoderConfig:
+    """A model of `transformers`' class for the language part alone, as the whole that also reads
+    images: there its modules have other names."""
+    projections = tuple(
+        replace(
+            each,
+            modules=tuple(
+                re.sub(r"^model\.(?=layers\.)", "model.language_model.", name)
+                for name in each.modules
+            ),
+        )
+        for each in config.projections
+    )
+    return replace(config, images=rules, projections=projections)
+
+
 _INHERITED = ("eos_token_id", "tie_word_embeddings", "architectures")
 _NONE_HAS_MEANING = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
 
 _GEMMAS = ("gemma2", "gemma3_text")
+_OF_DELTA_RULE = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
+"""Families most of whose layers are recurrent."""
+
 _QWENS_OF_EXPERTS = ("qwen3_moe", "qwen2_moe")
 
 _READ_BY: dict[str, tuple[str, ...]] = {
@@ -231,12 +317,12 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "query_pre_attn_scalar": _GEMMAS,
     "hidden_activation": _GEMMAS,
     "use_bidirectional_attention": _GEMMAS,
-    "attention_bias": ("llama", "qwen3", "qwen3_moe", "olmoe", *_GEMMAS),
+    "attention_bias": ("llama", "qwen3", "qwen3_moe", "olmoe", *_GEMMAS, *_OF_DELTA_RULE),
     "mlp_bias": ("llama",),
     "clip_qkv": ("olmoe",),
-    "norm_topk_prob": (*_QWENS_OF_EXPERTS, "olmoe"),
-    "decoder_sparse_step": _QWENS_OF_EXPERTS,
-    "mlp_only_layers": _QWENS_OF_EXPERTS,
+    "norm_topk_prob": (*_QWENS_OF_EXPERTS, "qwen3_next", "olmoe"),
+    "decoder_sparse_step": (*_QWENS_OF_EXPERTS, "qwen3_next"),
+    "mlp_only_layers": (*_QWENS_OF_EXPERTS, "qwen3_next"),
 }
 """Settings that only some families look at; in the files of others they mean nothing."""
 
@@ -250,6 +336,18 @@ _GEMMA: dict[str, Any] = {
 }
 
 _QWEN: dict[str, Any] = {"sliding_window": 4096, "use_sliding_window": False}
+
+_DELTA_RULE: dict[str, Any] = {
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.25,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 
 # What `transformers` assumes where a file leaves a setting out, as far as released models do.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -278,6 +376,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "vocab_size": 262_208,
         "sliding_window_pattern": 6,
+    },
+    "qwen3_5_text": {
+        **_DELTA_RULE,
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 4,
     },
     "qwen3_moe": {
         **_QWEN,
@@ -315,18 +418,50 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts": 64,
         "num_experts_per_tok": 8,
     },
+    "qwen3_next": {
+        **_DELTA_RULE,
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 2,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    "qwen3_5_moe_text": {
+        **_DELTA_RULE,
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 2,
+        "intermediate_size": 0,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
 }
 
 FAMILIES = tuple(_DEFAULTS)
 
+_WITH_QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text", "olmoe", *_OF_DELTA_RULE)
+
 _NO_O_BIAS = ("qwen2", "qwen2_moe", "mixtral")
 
-_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
+_WITH_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
+_EXPERTS = ("qwen3_moe", "mixtral", "olmoe", *_WITH_SHARED_EXPERT)
 
-_INNER_SIZE = dict.fromkeys(("qwen3_moe", "qwen2_moe"), "moe_intermediate_size")
+_INNER_SIZE = dict.fromkeys(("qwen3_moe", *_WITH_SHARED_EXPERT), "moe_intermediate_size")
 """What an expert's inner columns are called, where it is not as of an MLP."""
 
-BY_LAYER_TYPES = ("mistral", "qwen2", "qwen3", "qwen2_moe", "gemma2", "gemma3_text")
+BY_LAYER_TYPES = (
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "gemma2",
+    "gemma3_text",
+    *_OF_DELTA_RULE,
+)
 """Families whose layers are what `layer_types` says, where it is there; the others do not look at
 it. `transformers` takes a Mistral that has it for a Ministral."""
 
@@ -349,6 +484,7 @@ class _Reader:
         hidden = int(values["hidden_size"])
         heads = int(values["num_attention_heads"])
         is_gemma = self.family.startswith("gemma")
+        is_recurrent = self.family in _OF_DELTA_RULE
         attention_bias = bool(values.get("attention_bias", False))
         if values.get("use_bidirectional_attention"):
             raise UnsupportedModelError("use_bidirectional_attention is not supported")
@@ -357,6 +493,10 @@ class _Reader:
                 "bounds of queries, keys and values (clip_qkv) are not known"
             )
         eos = values.get("eos_token_id")
+        delta = self._delta() if is_recurrent else None
+        recurring = tuple(
+            layer for layer, kind in enumerate(self._layer_kinds()) if kind == _RECURRENT
+        )
         return DecoderConfig(
             architecture=self._architecture(),
             vocab_size=int(values["vocab_size"]),
@@ -368,12 +508,16 @@ class _Reader:
             max_context_length=int(values["max_position_embeddings"]),
             norm_eps=float(values.get("rms_norm_eps", 1e-6)),
             layers=tuple(self._layers()),
+            recurring=recurring,
+            delta=delta,
+            state=delta.state(len(recurring)) if delta is not None and recurring else None,
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
             activation=self._activation(),
-            norm_weight_offset=1.0 if is_gemma else 0.0,
+            norm_weight_offset=1.0 if is_gemma or is_recurrent else 0.0,
             has_post_norms=is_gemma,
-            has_qk_norm=self.family in ("qwen3", "qwen3_moe", "gemma3_text", "olmoe"),
+            has_qk_norm=self.family in _WITH_QK_NORM,
             has_wide_qk_norm=self.family == "olmoe",
+            has_output_gate=is_recurrent,
             has_qkv_bias=self._has_qkv_bias(attention_bias),
             has_o_bias=self.family not in _NO_O_BIAS and attention_bias,
             has_mlp_bias=bool(values.get("mlp_bias", False)),
@@ -382,6 +526,27 @@ class _Reader:
             final_softcap=values.get("final_logit_softcapping") if is_gemma else None,
             experts=self._experts() if self.family in _EXPERTS else None,
         )
+
+    def _delta(self) -> DeltaSpec:
+        values = self.values
+        if (activation := values.get("hidden_act", "silu")) != "silu":
+            raise UnsupportedModelError(
+                f"linear attention with the hidden_act {activation!r} is not known; known: silu"
+            )
+        spec = DeltaSpec(
+            num_key_heads=int(values["linear_num_key_heads"]),
+            num_value_heads=int(values["linear_num_value_heads"]),
+            key_dim=int(values["linear_key_head_dim"]),
+            value_dim=int(values["linear_value_head_dim"]),
+            taps=int(values["linear_conv_kernel_dim"]),
+            is_interleaved=self.family == "qwen3_next",
+        )
+        if spec.num_value_heads % spec.num_key_heads:
+            raise EngineError(
+                f"config.json has {spec.num_value_heads} for linear_num_value_heads, which its "
+                f"linear_num_key_heads, {spec.num_key_heads}, do not divide"
+            )
+        return spec
 
     def _has_qkv_bias(self, attention_bias: bool) -> bool:
         match self.family:
@@ -413,7 +578,7 @@ class _Reader:
             is_normalized=bool(values.get("norm_topk_prob", False)),
             layers=layers,
         )
-        if self.family == "qwen2_moe":
+        if self.family in _WITH_SHARED_EXPERT:
             return replace(spec, shared_size=int(values["shared_expert_intermediate_size"]))
         if self.family == "mixtral":
             return replace(spec, stored_in="block_sparse_moe", stored_as=("w1", "w3", "w2"))
@@ -441,6 +606,8 @@ class _Reader:
         scale_of = float(self.values.get("query_pre_attn_scalar", self._head_dim()))
         softcap = self.values.get("attn_logit_softcapping")
         for kind in self._layer_kinds():
+            if kind == _RECURRENT:
+                continue
             is_sliding = kind == "sliding_attention"
             yield AttentionSpec(
                 scale=scale_of**-0.5,
@@ -460,17 +627,22 @@ class _Reader:
         return int(window)
 
     def _layer_kinds(self) -> list[str]:
-        """`full_attention` or `sliding_attention` for each layer."""
+        """Of each layer, as `layer_types` has them."""
         values = self.values
         count = int(values["num_hidden_layers"])
         kinds = values.get("layer_types") if self.family in BY_LAYER_TYPES else None
-        if kinds is None:
+        other = _RECURRENT if self.family in _OF_DELTA_RULE else "sliding_attention"
+        if kinds is None and other == _RECURRENT:
+            interval = int(values["full_attention_interval"])
             kinds = [
-                "sliding_attention" if self._slides(layer) else "full_attention"
-                for layer in range(count)
+                other if (layer + 1) % interval else "full_attention" for layer in range(count)
             ]
-        if len(kinds) != count or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        elif kinds is None:
+            kinds = [other if self._slides(layer) else "full_attention" for layer in range(count)]
+        if len(kinds) != count or not set(kinds) <= {"full_attention", other}:
             raise UnsupportedModelError(f"layer_types {kinds} do not describe {count} known layers")
+        if set(kinds) == {_RECURRENT}:
+            raise UnsupportedModelError("none of its layers attends (layer_types)")
         return list(kinds)
 
     def _slides(self, layer: int) -> bool:
@@ -493,27 +665,36 @@ class _Reader:
         return False
 
 
+_RECURRENT = "linear_attention"
+
+
 def _with_projections(config: DecoderConfig, root: str) -> DecoderConfig:
     """`root` is what `transformers` has before the layers' names."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
     projections: list[Projection] = []
-    for layer in range(config.num_layers):
-        attention, mlp = f"{root}layers.{layer}.self_attn.", f"{root}layers.{layer}.mlp."
-        shapes: list[tuple[str, Part, int, tuple[tuple[str, int], ...]]] = [
-            (
-                "qkv",
-                "attn",
-                hidden,
+    gated = 2 if config.has_output_gate else 1
+    for layer in range(config.num_blocks):
+        prefix = f"{root}layers.{layer}."
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        if layer in config.recurring:
+            assert config.delta is not None, "that is what recurs"
+            shapes = _of_delta_rule(config.delta, f"{prefix}linear_attn.", hidden)
+        else:
+            shapes = [
                 (
-                    (attention + "q_proj", queries),
-                    (attention + "k_proj", keys),
-                    (attention + "v_proj", keys),
+                    "qkv",
+                    "attn",
+                    hidden,
+                    (
+                        (attention + "q_proj", gated * queries),
+                        (attention + "k_proj", keys),
+                        (attention + "v_proj", keys),
+                    ),
                 ),
-            ),
-            ("o", "attn", queries, ((attention + "o_proj", hidden),)),
-        ]
+                ("o", "attn", queries, ((attention + "o_proj", hidden),)),
+            ]
         if config.experts is None or layer not in config.experts.layers:
             gates = ((mlp + "gate_proj", inner), (mlp + "up_proj", inner))
             shapes += [
@@ -540,6 +721,25 @@ def _with_projections(config: DecoderConfig, root: str) -> DecoderConfig:
         )
     )
     return replace(config, projections=tuple(projections))
+
+
+_Shape = tuple[str, Part, int, tuple[tuple[str, int], ...]]
+"""Of a projection: name, part, inputs, and modules with their outputs."""
+
+
+def _of_delta_rule(spec: DeltaSpec, prefix: str, hidden: int) -> list[_Shape]:
+    """All but the two small projections that gate the memory. Queries, keys and values have an
+    adapter each, though their weight is one."""
+    out: _Shape = ("o", "attn", spec.values, ((prefix + "out_proj", hidden),))
+    if spec.is_interleaved:
+        size = spec.channels + spec.values
+        return [("qkv", "attn", hidden, ((prefix + "in_proj_qkvz", size),)), out]
+    qkv = (("in_proj_q", spec.keys), ("in_proj_k", spec.keys), ("in_proj_v", spec.values))
+    return [
+        ("qkv", "attn", hidden, tuple((prefix + name, size) for name, size in qkv)),
+        ("z", "attn", hidden, ((prefix + "in_proj_z", spec.values),)),
+        out,
+    ]
 
 
 def _of_experts(spec: ExpertsSpec, layer: int, mlp: str, hidden: int) -> list[Projection]:

@@ -46,6 +46,16 @@ class Seen:
     features: tuple[Tensor, ...]
     """(M, d) each; see `vision.Picture`."""
 
+    def on_axes(self, positions: Tensor) -> Tensor:
+        """(3, N): the positions (N,) of the batch, with those of images on three axes."""
+        found = positions.expand(3, -1).clone()
+        found[:, self.rows] += self.offsets
+        return found
+
+    def among(self, embeddings: Tensor) -> Tensor:
+        """(N, d): embeddings with what is seen in their places."""
+        return embeddings.index_copy(0, self.rows, self.features[0].to(embeddings.dtype))
+
     @classmethod
     def joined(cls, parts: Iterable[tuple[int, Seen | None]]) -> Seen | None:
         """Those of several stretches, each with the row where it begins."""

@@ -24,6 +24,7 @@ A single row is quicker in the plain layout, which is kept in any case.
 
 from __future__ import annotations
 
+import functools
 import platform
 
 import torch
@@ -100,8 +101,11 @@ class Linear:
         bias = 0 if self.bias is None else self.bias.nbytes
         return self._weight.nbytes + bias + (self.packed_bytes if self._is_packable else 0)
 
-    def product(self, x: Tensor) -> Tensor:
-        """x Wᵀ + bias of x (N, inputs), without gradients."""
+    def product(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x Wᵀ + bias of x (N, inputs), without gradients; in float32 where `dtype` says so."""
+        if dtype is not None and dtype != x.dtype:
+            y = float32_product(x, self.weight.t())
+            return y if self.bias is None else y.add_(self.bias)
         if self.is_invariant and x.is_cuda:
             return invariant.cuda_product(x, self.weight, self.bias)
         if self.is_invariant:
@@ -151,6 +155,19 @@ class Linear:
         """Inputs that the packed product adds up at a time."""
         outputs, inputs = self._weight.shape
         return _EXACT_CHAIN if self._is_exact or inputs > outputs else inputs
+
+
+def float32_product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right in float32, whatever the dtype of the two."""
+    if left.dtype != torch.float32 and left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+@functools.cache
+def has_float32_products() -> bool:
+    """Whether this release of torch leaves products of half precision in float32 on CUDA."""
+    return "dtype" in torch.ops.aten.mm.overloads()
 
 
 def _can_pack() -> bool:

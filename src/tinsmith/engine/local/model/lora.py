@@ -337,9 +337,7 @@ class AdapterSegments:
         self.gradients = tuple(gradients) if gradients is not None else (None,) * len(self.runs)
         if len(self.gradients) != len(self.runs):
             raise ValueError("one gradient buffer or None is needed for each run")
-        self.root = self
-        """The segments of the whole batch, where these are of some of its rows."""
-
+        self._root: AdapterSegments | None = None
         self.origins: tuple[int, ...] = tuple(range(len(self.runs)))
         """For each run the one of `root` that it comes from."""
 
@@ -350,6 +348,14 @@ class AdapterSegments:
 
         self.stacked: StackedRows | None = None
         """The rows whose adapters are computed together, where that was asked for."""
+
+    @property
+    def root(self) -> AdapterSegments:
+        """The segments of the whole batch, where these are of some of its rows.
+
+        It is not kept where it is `self`: such a cycle keeps gradients until the collector runs.
+        """
+        return self._root or self
 
     @classmethod
     def whole(cls, num_rows: int, adapter: Adapter | None = None) -> AdapterSegments:
@@ -385,7 +391,7 @@ class AdapterSegments:
                 sources.append(int(origins[start]))
                 runs.append((start, stop, self.runs[sources[-1]][2]))
         gathered = AdapterSegments(runs, [self.gradients[source] for source in sources])
-        gathered.root = self.root
+        gathered._root = self.root
         gathered.origins = tuple(self.origins[source] for source in sources)
         if self.stacked is not None:
             gathered.stacked = self.stacked.on(runs)

@@ -26,6 +26,7 @@ _OWN = "tests/engine/model/test_decoder.py"
 _FAMILIES = "tests/engine/families/test_families.py"
 _VISION = "tests/engine/vision/test_models.py"
 _DIVIDED = "with several ranks through transformers' modules"
+_UNDIVIDED = "with one rank only"
 _IMAGES = "reads images with transformers 5.17; the vision tower is frozen and has no adapter"
 
 
@@ -51,6 +52,13 @@ MODEL_TYPES = (
         ModelType(name=name, runs_on="decoder", adapted=(*_ATTENTION, *_MLP), test=_OWN)
         for name in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
     ),
+    ModelType(
+        name="qwen3_5_text",
+        runs_on="decoder",
+        adapted=(*_DELTA_RULE, *_ATTENTION, *_MLP),
+        test=_FAMILIES,
+        limits=_UNDIVIDED,
+    ),
     *(
         ModelType(name=name, runs_on="decoder", adapted=adapted, test=_FAMILIES, limits=_DIVIDED)
         for name, adapted in {
@@ -58,6 +66,33 @@ MODEL_TYPES = (
             "qwen2_moe": (*_ATTENTION, *_MLP, *_EXPERTS),
             "mixtral": (*_ATTENTION, *_EXPERTS),
             "olmoe": (*_ATTENTION, *_EXPERTS),
+        }.items()
+    ),
+    ModelType(
+        name="qwen3_next",
+        runs_on="decoder",
+        adapted=("in_proj_qkvz", "out_proj", *_ATTENTION, *_MLP, *_EXPERTS),
+        test=_FAMILIES,
+        limits=_UNDIVIDED,
+    ),
+    ModelType(
+        name="qwen3_5_moe_text",
+        runs_on="decoder",
+        adapted=(*_DELTA_RULE, *_ATTENTION, *_MLP, *_EXPERTS),
+        test=_FAMILIES,
+        limits=_UNDIVIDED,
+    ),
+    *(
+        ModelType(
+            name=name,
+            runs_on="decoder",
+            adapted=adapted,
+            test=_VISION,
+            limits=f"{_UNDIVIDED}; {_IMAGES}",
+        )
+        for name, adapted in {
+            "qwen3_5": (*_DELTA_RULE, *_ATTENTION, *_MLP),
+            "qwen3_5_moe": (*_DELTA_RULE, *_ATTENTION, *_MLP, *_EXPERTS),
         }.items()
     ),
     ModelType(
@@ -77,24 +112,6 @@ MODEL_TYPES = (
         )
         for name in ("deepseek_v3", "kimi_k2")
     ),
-    ModelType(
-        name="qwen3_next",
-        runs_on="transformers",
-        adapted=("in_proj_qkvz", "out_proj", *_ATTENTION, *_MLP, *_EXPERTS),
-        test=_FAMILIES,
-    ),
-    ModelType(
-        name="qwen3_5_text",
-        runs_on="transformers",
-        adapted=(*_DELTA_RULE, *_ATTENTION, *_MLP),
-        test=_FAMILIES,
-    ),
-    ModelType(
-        name="qwen3_5_moe_text",
-        runs_on="transformers",
-        adapted=(*_DELTA_RULE, *_ATTENTION, *_MLP, *_EXPERTS),
-        test=_FAMILIES,
-    ),
     *(
         ModelType(
             name=name,
@@ -102,13 +119,11 @@ MODEL_TYPES = (
             adapted=adapted,
             test=_VISION,
             limits=_IMAGES,
-            transformers="5.17" if name.startswith("qwen3_vl") else None,
+            transformers="5.17",
         )
         for name, adapted in {
             "qwen3_vl": (*_ATTENTION, *_MLP),
             "qwen3_vl_moe": (*_ATTENTION, *_EXPERTS),
-            "qwen3_5": (*_DELTA_RULE, *_ATTENTION, *_MLP),
-            "qwen3_5_moe": (*_DELTA_RULE, *_ATTENTION, *_MLP, *_EXPERTS),
         }.items()
     ),
     ModelType(

@@ -14,24 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.engine.local import kernels
+from tinsmith.engine.local.model.rope import Rotation
 
 Activation = Literal["silu", "gelu_tanh"]
 
 Norms = tuple[Tensor, Tensor]
 """Weights (D,) of the norms of queries and of keys; wide ones are (H · D,) and (K · D,)."""
 
-Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines (N, 1, D / 2)."""
 
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in x's dtype.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in x's dtype or in `dtype`.
 
     A weight in another dtype than x, as Gemma's float32 beside half precision, widens the
     computation to it.
     """
     if x.ndim == 2 and kernels.are_usable(x):
-        return kernels.module("pointwise").rms_norm(x, weight, eps)
+        return kernels.module("pointwise").rms_norm(x, weight, eps, dtype)
+    if dtype is not None and dtype != x.dtype:
+        return rms_norm(x, weight.to(x.dtype), eps).to(dtype)
     if x.dtype != weight.dtype:
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
     if x.dtype != torch.float32 or x.is_cuda:
@@ -41,14 +41,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual_grad: Tensor | None = None
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual_grad: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient for x, with `residual_grad` added; and the norm's output once more."""
+    """The gradient for x, with `residual_grad` added; and the norm's output once more.
+
+    Both are in the dtype of `grad`, or the gradient for x in `dtype`.
+    """
+    dtype = dtype or grad.dtype
     if x.ndim == 2 and kernels.are_usable(x):
         return kernels.module("pointwise").rms_norm_backward(
-            grad.contiguous(), x, weight, eps, residual_grad
+            grad.contiguous(), x, weight, eps, residual_grad, dtype
         )
-    dtype = x.dtype
+    y_dtype = grad.dtype
     x, scaled = x.float(), grad.float() * weight
     inverse = _inverse(x, eps)
     unit = x * inverse
@@ -56,14 +65,16 @@ def rms_norm_backward(
     grad_x = scaled.addcmul_(unit, along, value=-1).mul_(inverse)
     if residual_grad is not None:
         grad_x.add_(residual_grad)
-    return grad_x.to(dtype), unit.mul_(weight).to(dtype)
+    return grad_x.to(dtype), unit.mul_(weight).to(y_dtype)
 
 
-def differentiable_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def differentiable_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
     """`rms_norm` of x (N, d) as autograd sees it; the weight is frozen."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _RmsNorm.apply(x, weight, eps)
-    return rms_norm(x, weight, eps)
+        return _RmsNorm.apply(x, weight, eps, dtype)
+    return rms_norm(x, weight, eps, dtype)
 
 
 def apply_rope(
@@ -71,10 +82,9 @@ def apply_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q (N, H, D), k and v (N, K, D) from qkv (N, (H + 2K) · D).
 
-    Queries and keys are normalized where the model has norms for them, and rotated: each pair
-    (i, i + D/2) by its angle.
+    Queries and keys are normalized where the model has norms for them, and rotated.
     """
-    head_dim = 2 * rotation[0].shape[-1]
+    head_dim = 2 * rotation.cos.shape[-1]
     by_head = qkv.view(len(qkv), -1, head_dim)
     num_heads = by_head.shape[1] - 2 * num_kv_heads
     q_and_k, v = by_head.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
@@ -104,9 +114,8 @@ def apply_rope_backward(
     """The gradient for qkv, from those for q, k and v; without norms `qkv` gives the shape only."""
     if kernels.are_usable(qkv):
         return kernels.module("pointwise").apply_rope_backward(grads, qkv, norms, rotation, eps)
-    cos, sin = rotation
-    back = (cos, -sin)
-    grad = torch.empty_like(qkv).view(len(qkv), -1, 2 * cos.shape[-1])
+    back = rotation.inverse
+    grad = torch.empty_like(qkv).view(len(qkv), -1, 2 * rotation.cos.shape[-1])
     sizes = [part.shape[1] for part in grads]
     grad_q, grad_k, grad_v = grad.split(sizes, dim=1)
     _rotate(grads[0], back, grad_q)
@@ -159,17 +168,71 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, activation: Activation) -> tu
     return grad_in, active.mul_(right)
 
 
+def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of each head of y (N, H · V), with a weight (V,), times silu(gate) (N, H · V)."""
+    if kernels.are_usable(y):
+        return kernels.module("gated_norm").gated_norm(y, gate, weight, eps)
+    heads, gates = _heads_of(y, weight), _heads_of(gate, weight)
+    return rms_norm(heads, weight.float(), eps).mul_(F.silu(gates)).to(gate.dtype).view(y.shape)
+
+
+def gated_norm_backward(
+    grad: Tensor, y: Tensor, gate: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients for y and gate; and the output once more."""
+    if kernels.are_usable(y):
+        return kernels.module("gated_norm").gated_norm_backward(
+            grad.contiguous(), y, gate, weight, eps
+        )
+    grads, heads, gates = (_heads_of(x, weight) for x in (grad, y, gate))
+    active = F.silu(gates)
+    grad_y, normed = rms_norm_backward(grads * active, heads, weight.float(), eps)
+    grad_gate = torch.ops.aten.silu_backward(grads * normed, gates)
+    grad_y, grad_gate, out = (
+        x.to(y.dtype).view(y.shape) for x in (grad_y, grad_gate, normed * active)
+    )
+    return grad_y, grad_gate, out
+
+
+def split_gate(qkv: Tensor, num_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """qkv (N, (H + 2K) · D), and a view of the gate (N, H, D): they came by turns for each query
+    head."""
+    heads = qkv.unflatten(1, (-1, head_dim))
+    queries, gate = heads[:, : 2 * num_heads].unflatten(1, (num_heads, 2)).unbind(dim=2)
+    return torch.cat([queries, heads[:, 2 * num_heads :]], dim=1).flatten(1), gate
+
+
+def join_gate(qkv: Tensor, gate: Tensor, head_dim: int) -> Tensor:
+    """The inverse of `split_gate`, of a gate (N, H · D)."""
+    size = gate.shape[1]
+    queries = torch.stack([x.unflatten(1, (-1, head_dim)) for x in (qkv[:, :size], gate)], dim=2)
+    return torch.cat([queries.flatten(1), qkv[:, size:]], dim=1)
+
+
+def gate_backward(grad: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients for x and gate of x · sigmoid(gate); and the product once more."""
+    share = gate.sigmoid()
+    out = x * share
+    return grad * share, torch.ops.aten.sigmoid_backward(grad * x, share), out
+
+
 class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated here
     @staticmethod
-    def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, eps, dtype):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return rms_norm(x, weight, eps)
+        return rms_norm(x, weight, eps, dtype)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
-        return rms_norm_backward(grad, x, weight, ctx.eps)[0], None, None
+        grad_x, _ = rms_norm_backward(grad, x, weight, ctx.eps, dtype=x.dtype)
+        return grad_x, None, None, None
+
+
+def _heads_of(x: Tensor, weight: Tensor) -> Tensor:
+    """(N · H, V) in float32."""
+    return x.reshape(-1, len(weight)).float()
 
 
 def _split_by(qkv: Tensor, norms: Norms) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,13 +248,15 @@ def _inverse(x: Tensor, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, rotation: Rotation, out: Tensor | None = None) -> Tensor:
-    """Each pair (i, i + D/2) of the last dimension of x (N, heads, D) rotated by its angle."""
-    cos, sin = rotation
+    """Each pair of the last dimension of x (N, heads, D) rotated by its angle."""
+    distance = rotation.distance
+    cos, sin = (part[..., :distance] for part in (rotation.cos, rotation.sin))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    left, right = x.chunk(2, dim=-1)
-    to_left, to_right = out.chunk(2, dim=-1)
+    left, right, plain = x.tensor_split((distance, 2 * distance), dim=-1)
+    to_left, to_right, to_plain = out.tensor_split((distance, 2 * distance), dim=-1)
     torch.mul(left, cos, out=to_left).addcmul_(right, sin, value=-1)
     torch.mul(right, cos, out=to_right).addcmul_(left, sin)
+    to_plain.copy_(plain)
     return out
 
 

@@ -10,12 +10,32 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.errors import EngineError
+
+
+class Rotation(NamedTuple):
+    """How queries and keys of size D are turned: a pair of dimensions by its angle.
+
+    Where only the first R dimensions of a head turn, a pair is (i, i + R/2); the pairs of the
+    others have angles of zero.
+    """
+
+    cos: Tensor
+    """(N, 1, D / 2)."""
+
+    sin: Tensor
+    distance: int
+    """R/2: how far apart the two of a pair are."""
+
+    @property
+    def inverse(self) -> Rotation:
+        return self._replace(sin=-self.sin)
 
 
 class UnsupportedModelError(EngineError):
@@ -28,6 +48,14 @@ class Rope:
 
     theta: float
     head_dim: int
+    """Dimensions of a head that are rotated, its first ones."""
+
+    num_plain: int = 0
+    """Those behind, which are not."""
+
+    sections: tuple[int, ...] = ()
+    """Where positions have three axes: how many frequencies each has."""
+
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -38,7 +66,7 @@ class Rope:
     attention_factor: float = 1.0
 
     def inverse_frequencies(self) -> Tensor:
-        """One frequency per pair of head dimensions, (head_dim / 2,) float32."""
+        """One frequency per pair of rotated dimensions, (head_dim / 2,) float32."""
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
         frequencies = 1.0 / (self.theta**exponents)
         if self.kind == "linear":
@@ -48,6 +76,26 @@ class Rope:
         if self.kind == "yarn":
             return self._yarn(frequencies)
         return frequencies
+
+    def rotation(self, frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """By its frequencies, of positions (N,), or (3, N) on axes of their own."""
+        if positions.ndim == 2:
+            positions = positions[self._axes(frequencies.device)].t()
+        else:
+            positions = positions[:, None]
+        angles = (positions.float() * frequencies)[:, None]
+        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        if self.num_plain:
+            behind = (0, self.num_plain // 2)
+            cos, sin = F.pad(cos, behind, value=1.0), F.pad(sin, behind)
+        return Rotation(cos.to(dtype), sin.to(dtype), self.head_dim // 2)
+
+    def _axes(self, device: torch.device) -> Tensor:
+        """(head_dim / 2,): each frequency's axis. They take turns, as long as there are some."""
+        axes = torch.zeros(self.head_dim // 2, dtype=torch.int64)
+        for axis in (1, 2):
+            axes[axis : 3 * self.sections[axis] : 3] = axis
+        return axes.to(device)
 
     def _llama3(self, frequencies: Tensor) -> Tensor:
         """Long waves are stretched by `factor`, short ones kept, those between blended."""
@@ -75,11 +123,28 @@ class Rope:
         return (1 - stretched) * frequencies + stretched * frequencies / self.factor
 
 
+_PARTLY_ROTATING = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""Families that rotate the first dimensions of a head only."""
+
+_WITH_AXES = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Families whose positions may have three axes."""
+
+
 def read_rope(family: str, values: Mapping[str, Any], head_dim: int, kind: str) -> Rope:
     """The rope of a kind of layer, from the settings of a `config.json` with defaults filled in."""
     settings = _settings(family, values, kind)
     name = settings.get("rope_type", settings.get("type", "default"))
-    rope = Rope(theta=_number(settings, "rope_theta"), head_dim=head_dim)
+    rotated = int(head_dim * _number(settings, "partial_rotary_factor"))
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise UnsupportedModelError(
+            f"a partial_rotary_factor that rotates {rotated} of {head_dim} dimensions is not known"
+        )
+    rope = Rope(
+        theta=_number(settings, "rope_theta"),
+        head_dim=rotated,
+        num_plain=head_dim - rotated,
+        sections=_sections(settings) if family in _WITH_AXES else (),
+    )
     match name:
         case "default":
             return rope
@@ -123,9 +188,18 @@ def _settings(family: str, values: Mapping[str, Any], kind: str) -> Mapping[str,
         settings = {**_table(parameters, kind), **scaling}
         if scaling and parameters and kind not in parameters:
             raise UnsupportedModelError(f"rope_scaling beside rope_parameters without {kind!r}")
-    if settings.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1.0:
+    part = values.get("partial_rotary_factor", 1.0)
+    settings = {"rope_theta": theta, "partial_rotary_factor": part, **settings}
+    if family not in _PARTLY_ROTATING and settings["partial_rotary_factor"] != 1.0:
         raise UnsupportedModelError("a partial_rotary_factor is not known")
-    return {"rope_theta": theta, **settings}
+    return settings
+
+
+def _sections(settings: Mapping[str, Any]) -> tuple[int, ...]:
+    sections = settings.get("mrope_section", (11, 11, 10))
+    if len(sections) != 3 or not all(isinstance(size, int) and size >= 0 for size in sections):
+        raise EngineError(f"mrope_section in config.json must be three numbers, got {sections!r}")
+    return tuple(sections)
 
 
 def _original_context(family: str, values: Mapping[str, Any], settings: Mapping[str, Any]) -> int:

@@ -138,8 +138,10 @@ class TargetLogprobs:
         normalizers = self._normalizers[part]
         if self._is_fused:
             scores = kernels.module("scores")
-            scores.overwrite_with_gradient(logits, targets[:, 0], normalizers[:, 0], grad[:, 0])
-            return self._decoder.unembed_backward(hidden, logits, logits, adapters)
+            logits_grad = scores.gradient(
+                logits, targets[:, 0], normalizers[:, 0], grad[:, 0], self._decoder.dtype
+            )
+            return self._decoder.unembed_backward(hidden, logits, logits_grad, adapters)
         # d log p(target) / d logits = [this is the target] - p; logits are overwritten if they may.
         factor = -grad.sum(dim=1, keepdim=True)
         logits_grad = logits.clone() if self._is_capped else logits

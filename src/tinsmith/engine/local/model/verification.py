@@ -95,8 +95,11 @@ def compare(folder: Path, config: DecoderConfig) -> float:
     # One layer of each kind of attention and MLP, the first of its kind.
     experts = config.experts
     kinds = [
-        (spec, experts is not None and layer in experts.layers)
-        for layer, spec in enumerate(config.layers)
+        (
+            None if layer in config.recurring else config.layers[config.place(layer)],
+            experts is not None and layer in experts.layers,
+        )
+        for layer in range(config.num_blocks)
     ]
     layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     with tempfile.TemporaryDirectory() as name:
@@ -128,10 +131,23 @@ def _compare_kinds(folder: Path, config: DecoderConfig) -> None:
     if kinds is None:
         kinds = ["sliding_attention" if window else "full_attention"] * theirs.num_hidden_layers
     expected = [window if kind == "sliding_attention" else None for kind in kinds]
-    if (found := [spec.window for spec in config.layers]) != expected:
+    if (found := _windows(config)) != expected:
         raise EngineError(
             f"transformers reads the attention windows of its layers as {expected}, we as {found}"
         )
+    recurring = [layer for layer, kind in enumerate(kinds) if kind == "linear_attention"]
+    if list(config.recurring) != recurring:
+        raise EngineError(
+            f"transformers takes the layers {recurring} for recurrent ones, we {config.recurring}"
+        )
+
+
+def _windows(config: DecoderConfig) -> list[int | None]:
+    """Of all layers; recurrent ones have none."""
+    return [
+        None if layer in config.recurring else config.layers[config.place(layer)].window
+        for layer in range(config.num_blocks)
+    ]
 
 
 def _reference_logits(folder: Path, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -171,7 +187,7 @@ def _cut(
         text["sliding_window"] = min([_NUM_TOKENS // 3, *windows])
     if text.get("layer_types") is not None:
         text["layer_types"] = [text["layer_types"][layer] for layer in layers]
-    elif len(layers) > 1:
+    elif len(layers) > 1 or config.recurring:
         kinds = _kinds(folder)
         text["layer_types"] = [kinds[layer] for layer in layers]
     num_experts = 0
@@ -195,7 +211,12 @@ def _cut(
 def _kinds(folder: Path) -> list[str]:
     config = read_config(folder)
     return [
-        "full_attention" if spec.window is None else "sliding_attention" for spec in config.layers
+        "linear_attention"
+        if layer in config.recurring
+        else "full_attention"
+        if window is None
+        else "sliding_attention"
+        for layer, window in enumerate(_windows(config))
     ]
 
 

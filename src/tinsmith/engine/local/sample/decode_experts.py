@@ -57,8 +57,8 @@ class ExpertAdapters(NamedTuple):
         matrices = self._matrices(self.down, 0)
         kernels.shrink(x, matrices, Sorted(routing, self.token_adapters), narrow, scales=False)
         # (S, R) to (B, R), as a sum over one share of the inputs, for one module.
-        inner = routing.weighed_sums(narrow, shares)[None, :, None]
-        self.tiled.expand(y, inner.contiguous(), index, projection)
+        inner = routing.weighed_sums(narrow, shares)[None, :, None].contiguous()
+        self.tiled.expand(y, inner, index, projection)
 
     def _matrices(self, placed: Placed, place: int) -> Matrices:
         """Those at a place of the table of addresses: A, or a module's B."""
@@ -81,8 +81,9 @@ def run_experts(
     activation: Activation,
     adapters: ExpertAdapters | None,
     steer: Steer | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """(B, d) of x (B, d), without the shared expert."""
+    """(B, d) of x (B, d), where asked in float32; without the shared expert."""
     _, choices, shares = mlp.router.forward(x, steer)
     routing = Routing(choices, len(mlp.router.weight))
     # Up: (B, d) to (S, 2 I), sorted by expert, to (S, I).
@@ -91,7 +92,7 @@ def run_experts(
         adapters.add_up(z, x, routing)
     z = swiglu(z, activation)
     # Down: (S, I) to (S, d), summed to (B, d).
-    y = routing.weighed_sums(mlp.down.gathered_product(z, routing, None), shares)
+    y = routing.weighed_sums(mlp.down.gathered_product(z, routing, None), shares, dtype)
     if adapters is not None:
         adapters.add_down(y, z, routing, shares)
     return y

@@ -4,7 +4,8 @@ At the sizes of decoding a GPU finishes its kernels faster than a program can as
 the whole step, from token ids to chosen tokens, is a fixed list of kernels over buffers that never
 move (`decode_tables`), captured once for each number of rows, rounded up, and then replayed. It
 reads the same weights as `Decoder` and rounds where that does. Prompts, other devices,
-deterministic mode and foreign models take the plain path in `mixed_step`.
+deterministic mode and foreign models take the plain path in `mixed_step`. The states of recurrent
+layers are changed where they lie in the cache.
 
 Nor does the GPU wait for the program between steps. A step is launched without being read, and the
 next one may be launched before it is: a row whose last token the program does not know yet finds
@@ -22,21 +23,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinsmith.engine.local.kernels.decode_attention import Heads, attend, prepare
+from tinsmith.engine.local.kernels import decode_joins
+from tinsmith.engine.local.kernels.decode_attention import Heads, attend
 from tinsmith.engine.local.kernels.decode_choice import Drawn, draw
-from tinsmith.engine.local.kernels.decode_lora import TILE_ROWS, TiledAdapters
+from tinsmith.engine.local.kernels.decode_lora import TILE_ROWS, Part, TiledAdapters
 from tinsmith.engine.local.kernels.ordered_attention import append, attend_cached, tiles_of_rows
 from tinsmith.engine.local.kernels.pointwise import add_rms_norm
 from tinsmith.engine.local.kernels.scores import target_logprobs
 from tinsmith.engine.local.model import pointwise
-from tinsmith.engine.local.model.blocks import DenseMlp
+from tinsmith.engine.local.model.blocks import DenseMlp, Layer
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.experts.mlp import ExpertMlp, SharedExpert
 from tinsmith.engine.local.model.experts.routing import TokenAdapters
 from tinsmith.engine.local.model.experts.steering import Steer
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import Adapter
-from tinsmith.engine.local.model.rope import Rope
+from tinsmith.engine.local.model.recurrent.delta_mixer import DeltaMixer
+from tinsmith.engine.local.model.recurrent.delta_rule import step_in_place
 from tinsmith.engine.local.sample.decode_experts import ExpertAdapters, run_experts
 from tinsmith.engine.local.sample.decode_tables import AdapterTable, StepTable
 from tinsmith.engine.local.sample.kvcache import KVCache
@@ -162,13 +165,17 @@ class DecodeStep:
     def _capture(self, shape: StepShape) -> tuple[torch.cuda.CUDAGraph, StepOutput]:
         """Run the step once by itself, which compiles kernels, and once into a graph.
 
-        A step may run again: it writes the same keys and values to the same places.
+        A step may run again: it writes the same keys and values to the same places. States would
+        be a token further, so that the first time there are none.
         """
         stream = torch.cuda.Stream(self._decoder.device)
+        states = self._table.states.clone()
+        self._table.states.fill_(-1)
         stream.wait_stream(torch.cuda.current_stream(self._decoder.device))
         with torch.cuda.stream(stream):
             self._forward(shape)
         torch.cuda.current_stream(self._decoder.device).wait_stream(stream)
+        self._table.states.copy_(states)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = self._forward(shape)
@@ -178,7 +185,10 @@ class DecodeStep:
         decoder, config, count = self._decoder, self._decoder.config, shape.num_rows
         rows = self._table.rows(count)
         positions = self._table.positions[:count]
-        rotations = {rope: self._rotation(rope, positions) for rope in self._frequencies}
+        rotations = {
+            rope: rope.rotation(frequencies, positions, decoder.dtype)
+            for rope, frequencies in self._frequencies.items()
+        }
         # Embedding: tokens (B,), from the table or else the row's seat, to the residual stream x
         # (B, hidden).
         tokens = self._table.tokens[:count]
@@ -186,48 +196,62 @@ class DecodeStep:
         x = F.embedding(tokens, decoder.embedding)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
+        stream = decoder.stream_dtype
+        x = x.to(stream)
         tiles = tiles_of_rows(rows, self._group) if decoder.is_invariant else None
         token_adapters = (
             TokenAdapters(self._table.adapters[:count], count) if shape.num_tiles else None
         )
         choices = self._table.choices(count)
         y: Tensor | None = None
+        part: Part | None = None
         for index, layer in enumerate(decoder.layers):
-            spec = config.layers[index]
-            assert spec.rope is not None, "our own decoder rotates"
+            place = config.place(index)
             # Attention: add the last block's y to x, normalize, project to (B, (H + 2K) · D).
-            z = self._add_and_norm(x, y, layer.input_norm)
-            z, norms = self._product(z, layer.qkv, index, "qkv", shape), layer.qk_norms
-            if norms is not None and config.has_wide_qk_norm:
-                z, norms = pointwise.wide_norm(z, norms, config.norm_eps), None
-            # Rotate queries and keys, append keys and values to the KV cache, attend: (B, H · D).
-            rotation = rotations[spec.rope]
-            if tiles is None:
-                prepare(z, rows, rotation, norms, config.norm_eps, index, self._heads)
-                z = attend(z, rows, spec, index, self._heads)
+            z = self._add_and_norm(x, y, part, layer.input_norm)
+            if layer.delta is not None:
+                z = self._recur(z, layer, layer.delta, index, shape)
             else:
-                q, k, v = pointwise.apply_rope(
-                    z, norms, rotation, config.num_kv_heads, config.norm_eps
-                )
-                append(k, v, rows, index)
-                z = attend_cached(spec, q, rows.keys, rows.values, rows.blocks, index, tiles)
-                z = z.flatten(1)
+                spec, gate = config.layers[place], None
+                assert spec.rope is not None, "our own decoder rotates"
+                z, norms = self._product(z, layer.qkv, index, "qkv", shape), layer.qk_norms
+                if config.has_output_gate:
+                    z, gate = pointwise.split_gate(z, config.num_heads, config.head_dim)
+                if norms is not None and config.has_wide_qk_norm:
+                    z, norms = pointwise.wide_norm(z, norms, config.norm_eps), None
+                # Rotate queries and keys, append keys and values to the cache, attend: (B, H · D).
+                rotation = rotations[spec.rope]
+                if tiles is None:
+                    eps = config.norm_eps
+                    z = attend(z, rows, rotation, norms, eps, spec, place, self._heads)
+                else:
+                    q, k, v = pointwise.apply_rope(
+                        z, norms, rotation, config.num_kv_heads, config.norm_eps
+                    )
+                    append(k, v, rows, place)
+                    z = attend_cached(spec, q, rows.keys, rows.values, rows.blocks, place, tiles)
+                    z = z.flatten(1)
+                if gate is not None:
+                    z = z * gate.sigmoid().flatten(1)
             # Output projection: back to (B, hidden).
-            y = self._product(z, layer.o, index, "o", shape)
+            y, part = self._open_product(z, layer.o, index, "o", shape, stream)
             if layer.post_attention_norm is not None:
+                y, part = _whole(y, part), None
                 y = pointwise.rms_norm(y, layer.post_attention_norm, config.norm_eps)
             # MLP, or experts: (B, hidden) to (B, hidden).
-            z = self._add_and_norm(x, y, layer.mlp_norm)
+            z = self._add_and_norm(x, y, part, layer.mlp_norm)
             if isinstance(layer.mlp, ExpertMlp):
                 steer = None if choices is None else functools.partial(choices, index)
                 y = self._experts(z, layer.mlp, index, shape, token_adapters, steer)
+                part = None
             else:
-                y = self._mlp(z, layer.mlp, index, shape)
+                y, part = self._mlp(z, layer.mlp, index, shape)
             if layer.post_mlp_norm is not None:
+                y, part = _whole(y, part), None
                 y = pointwise.rms_norm(y, layer.post_mlp_norm, config.norm_eps)
         # Unembedding: (B, hidden) to logits (B, V).
-        z = self._add_and_norm(x, y, decoder.final_norm)
-        logits = self._product(z, decoder.head, None, "lm_head", shape)
+        z = self._add_and_norm(x, y, part, decoder.final_norm)
+        logits = self._product(z, decoder.head, None, "lm_head", shape, stream)
         if config.final_softcap is not None:
             logits = torch.tanh(logits.float() / config.final_softcap) * config.final_softcap
         # Draw a token per row.
@@ -240,11 +264,38 @@ class DecodeStep:
             drawn.facts[1].copy_(torch.where(is_plain, logprobs.double(), drawn.facts[1]))
         return StepOutput(logits, drawn)
 
-    def _mlp(self, x: Tensor, mlp: DenseMlp | SharedExpert, index: int, shape: StepShape) -> Tensor:
+    def _recur(
+        self, x: Tensor, layer: Layer, mixer: DeltaMixer, index: int, shape: StepShape
+    ) -> Tensor:
+        """A recurrent layer up to its output projection: (B, hidden) to (B, H · V)."""
+        with self._beside():
+            b, a = mixer.ba.product(x).chunk(2, dim=1)
+        mixed = self._product(x, layer.qkv, index, "qkv", shape)
+        if mixer.z is None:
+            mixed, gate = mixer.split(mixed)
+        else:
+            gate = self._product(x, mixer.z, index, "z", shape)
+        if self._side is not None:
+            torch.cuda.current_stream(x.device).wait_stream(self._side)
+        place = self._decoder.config.place(index)
+        states, rows = self._table.cache.states[place], self._table.states[: len(x)]
+        y = step_in_place(mixed, a, b, mixer.core, states, rows)
+        return pointwise.gated_norm(y.flatten(1), gate, mixer.norm, self._decoder.config.norm_eps)
+
+    def _mlp(
+        self, x: Tensor, mlp: DenseMlp | SharedExpert, index: int, shape: StepShape
+    ) -> tuple[Tensor, Part | None]:
         # (B, hidden) to gate and up (B, 2 · inner), to (B, inner), to (B, hidden).
-        z = self._product(x, mlp.gate_up, index, "gate_up", shape)
-        z = pointwise.swiglu(z, self._decoder.config.activation)
-        return self._product(z, mlp.down, index, "down", shape)
+        activation, stream = self._decoder.config.activation, self._decoder.stream_dtype
+        z, part = self._open_product(x, mlp.gate_up, index, "gate_up", shape)
+        if part is None:
+            z = pointwise.swiglu(z, activation)
+            return self._open_product(z, mlp.down, index, "down", shape, stream)
+        place, down = self._projections[index, "down"]
+        z, part = decode_joins.swiglu(z, part, activation == "silu", place, down)
+        if part is None:
+            return self._open_product(z, mlp.down, index, "down", shape, stream)
+        return mlp.down.product(z, stream), part
 
     def _experts(
         self,
@@ -260,40 +311,80 @@ class DecodeStep:
         if token_adapters is not None:
             up, down = (self._projections[index, name] for name in ("experts_up", "experts_down"))
             adapters = ExpertAdapters(self._tiled(shape), token_adapters, up, down)
-        y = run_experts(x, mlp, self._decoder.config.activation, adapters, steer)
+        activation, stream = self._decoder.config.activation, self._decoder.stream_dtype
+        y = run_experts(x, mlp, activation, adapters, steer, stream)
         if mlp.shared is None:
             return y
-        return torch.addcmul(y, self._mlp(x, mlp.shared, index, shape), mlp.shared.shares(x))
+        shared = _whole(*self._mlp(x, mlp.shared, index, shape))
+        return torch.addcmul(y, shared, mlp.shared.shares(x).to(stream))
 
-    def _add_and_norm(self, x: Tensor, y: Tensor | None, weight: Tensor) -> Tensor:
-        """Add y to the residual stream x, in place, and return the RMS norm of the sum."""
-        eps = self._decoder.config.norm_eps
+    def _add_and_norm(
+        self, x: Tensor, y: Tensor | None, part: Part | None, weight: Tensor
+    ) -> Tensor:
+        """Add y and what belongs to it to the residual stream x, in place, and return the RMS norm
+        of the sum."""
+        eps, dtype = self._decoder.config.norm_eps, self._decoder.dtype
         if y is None:
-            return pointwise.rms_norm(x, weight, eps)
-        return add_rms_norm(x, y, weight, eps)
+            return pointwise.rms_norm(x, weight, eps, dtype)
+        if part is None:
+            return add_rms_norm(x, y, weight, eps, dtype)
+        return decode_joins.add_rms_norm(x, y, part, weight, eps)
 
     def _product(
-        self, x: Tensor, linear: Linear, layer: int | None, name: str, shape: StepShape
+        self,
+        x: Tensor,
+        linear: Linear,
+        layer: int | None,
+        name: str,
+        shape: StepShape,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
+        return _whole(*self._begin_product(x, linear, layer, name, shape, dtype))
+
+    def _open_product(
+        self,
+        x: Tensor,
+        linear: Linear,
+        layer: int,
+        name: str,
+        shape: StepShape,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Part | None]:
+        """For a kernel that adds the adapters' part itself; in the exact mode all of the product,
+        since its bits are those of the kernel that the trainer has."""
+        y, part = self._begin_product(x, linear, layer, name, shape, dtype)
+        return (_whole(y, part), None) if self._decoder.is_invariant else (y, part)
+
+    def _begin_product(
+        self,
+        x: Tensor,
+        linear: Linear,
+        layer: int | None,
+        name: str,
+        shape: StepShape,
+        dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Part | None]:
+        """x Wᵀ + bias, and what adapters add to it, where there are any."""
         if not shape.num_tiles:
-            return linear.product(x)
+            return linear.product(x, dtype), None
         index, projection = self._projections[layer, name]
         adapters = self._tiled(shape)
-        # LoRA: shrink x to the rank beside the base product, then expand onto its result.
+        # LoRA: shrink x to the rank beside the base product.
         inner = adapters.new_inner(x, projection)
         with self._beside():
             adapters.shrink(inner, x, index, projection)
-        y = linear.product(x)
+        y = linear.product(x, dtype)
         if self._side is not None:
             torch.cuda.current_stream(x.device).wait_stream(self._side)
-        adapters.expand(y, inner, index, projection)
-        return y
+        return y, Part(adapters, inner, index, projection)
 
     def _tiled(self, shape: StepShape) -> TiledAdapters:
         return TiledAdapters(
             self._table.tiles[:, : shape.num_tiles],
+            self._table.adapters[: shape.num_rows],
             self._adapters.addresses,
             self._adapters.facts,
+            self._decoder.dtype,
             shape.max_rank,
             shape.is_aligned,
         )
@@ -308,11 +399,10 @@ class DecodeStep:
         with torch.cuda.stream(self._side):
             yield
 
-    def _rotation(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (B, D / 2)."""
-        angles = positions[:, None].float() * self._frequencies[rope]
-        cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
-        return cos.to(self._decoder.dtype), sin.to(self._decoder.dtype)
+
+def _whole(y: Tensor, part: Part | None) -> Tensor:
+    """A product with its adapters' part, in the place of y."""
+    return y if part is None else part.add_to(y)
 
 
 def _by_adapter(running: list[Sequence]) -> list[Sequence]:

@@ -14,7 +14,12 @@ import numpy as np
 import torch
 
 from tinsmith.engine.local.kernels.decode_attention import RowBlocks
-from tinsmith.engine.local.kernels.decode_lora import NUM_ADDRESSES, NUM_TILE_FIELDS, TILE_ROWS
+from tinsmith.engine.local.kernels.decode_lora import (
+    NO_ADAPTER,
+    NUM_ADDRESSES,
+    NUM_TILE_FIELDS,
+    TILE_ROWS,
+)
 from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.lora import Adapter, LowRank
 from tinsmith.engine.local.sample.cached_choices import CachedChoices, places_of_rows
@@ -26,9 +31,9 @@ _SMALLEST_RANK = 16
 """The matrix units take no smaller products."""
 
 
-_NUM_FIELDS = 8
+_NUM_FIELDS = 9
 """Of a row: token, position, temperature, number drawn, seat, length, where its blocks begin, the
-number of its adapter."""
+number of its adapter, and its state."""
 
 
 class StepTable:
@@ -43,12 +48,12 @@ class StepTable:
         max_width = _power_of_two(cache.shape.max_blocks)
         num_numbers = self._num_fixed + max_rows * max_width // 2 + 1
         self._device = torch.zeros(num_numbers, dtype=torch.int64, device=device)
-        self._cache = cache
+        self.cache = cache
         # A field per row of the buffer, a sequence per column; floats are stored by their bits.
         fields = self._device[: self._num_fixed].view(self._size)
         self.tokens, self.positions = fields[:2]
         self.temperatures, self.uniforms = fields[2:4].view(torch.float64)
-        self.seats, self._lengths, self._firsts, self.adapters = fields[4:8]
+        self.seats, self._lengths, self._firsts, self.adapters, self.states = fields[4:9]
         self.tiles = fields[_NUM_FIELDS:]
         self._on_device = self._device[self._num_fixed :].view(torch.int32)
         self._blocks = np.zeros((max_rows, 1), dtype=np.int32)
@@ -57,13 +62,13 @@ class StepTable:
 
     def rows(self, count: int) -> RowBlocks:
         """Where attention finds the first so many rows."""
-        keys, values = self._cache.keys, self._cache.values
+        keys, values = self.cache.keys, self.cache.values
         lengths, firsts = self._lengths[:count], self._firsts[:count]
         return RowBlocks(keys, values, lengths, firsts, self._on_device)
 
     def choices(self, count: int) -> CachedChoices | None:
         """What notes the experts of the first so many rows, where the cache keeps them."""
-        cached, routed = self._cache.choices, self._cache.shape.routed
+        cached, routed = self.cache.choices, self.cache.shape.routed
         if cached is None or routed is None:
             return None
         lengths, firsts = self._lengths[:count], self._firsts[:count]
@@ -86,9 +91,9 @@ class StepTable:
         used = self._num_fixed + blocks.size // 2 + 1
         host = torch.zeros(used, dtype=torch.int64, pin_memory=self._device.is_cuda)
         numbers = host[: self._num_fixed].view(self._size).numpy()
-        # The token to read, unless it is in the seat, and its position: behind what the cache has.
-        numbers[0, :count] = [-1 if s.num_ahead else s.tokens[-1] for s in rows]
-        numbers[1, :count] = [sequence.num_past for sequence in rows]
+        # The token to read, unless it is in the seat, and its position.
+        numbers[0, :count] = [-1 if s.num_ahead else s.last_token for s in rows]
+        numbers[1, :count] = [sequence.position for sequence in rows]
         # How the next token is drawn.
         drawn = numbers[2:4].view(np.float64)
         drawn[0, :count] = [sequence.request.job.params.temperature for sequence in rows]
@@ -99,15 +104,18 @@ class StepTable:
         )
         numbers[4, :count] = seats
         # Which blocks of the KV cache it reads, the new token's included.
-        numbers[5, :count] = numbers[1, :count] + 1
+        numbers[5, :count] = [sequence.num_past + 1 for sequence in rows]
         numbers[6, :count] = np.arange(count) * blocks.shape[1]
         host[self._num_fixed :].view(torch.int32).numpy()[: blocks.size] = blocks.ravel()
         # Whose rows they are: of no adapter, or those of its tiles.
-        numbers[7] = -1
+        numbers[7] = NO_ADAPTER
         for first, num_rows, number in tiles:
             numbers[7, first : first + num_rows] = number
         if tiles:
             numbers[_NUM_FIELDS:, : len(tiles)] = np.array(tiles, dtype=np.int64).T
+        # Its state in the cache, of models that have some; none where a row is padding.
+        numbers[8] = -1
+        numbers[8, :count] = [_state_of(sequence) for sequence in rows]
         self._device[:used].copy_(host, non_blocking=True)
 
     def _blocks_of(self, rows: SequenceOf[Sequence]) -> np.ndarray:
@@ -126,6 +134,11 @@ class StepTable:
         return self._blocks[: len(rows)]
 
 
+def _state_of(sequence: Sequence) -> int:
+    table = sequence.table
+    return -1 if table is None or table.state is None else table.state
+
+
 def _power_of_two(number: int) -> int:
     """The smallest that is not below a positive number."""
     return 1 << (number - 1).bit_length()
@@ -136,8 +149,11 @@ class AdapterTiles:
     """How the adapters of a step are to be computed."""
 
     tiles: list[tuple[int, int, int]]
+    """(first row, rows, number of the adapter or -1) until each row is in one; none when no row
+    has an adapter."""
+
     max_rank: int
-    """Rounded up to what kernels are made for; zero when no row has an adapter."""
+    """Rounded up to what kernels are made for."""
 
     is_aligned: bool
 
@@ -166,23 +182,22 @@ class AdapterTable:
         """Tiles for rows of which those of one adapter lie together."""
         adapters = [sequence.request.adapter for sequence in rows]
         used = {adapter for adapter in adapters if adapter is not None}
+        if not used:
+            return AdapterTiles([], 0, True)
         residents = {adapter: self._resident_of(adapter, used) for adapter in used}
         tiles: list[tuple[int, int, int]] = []
-        # Cut each adapter's run of rows into tiles: (first row, rows, number of the adapter).
+        # Cut each adapter's run of rows into tiles.
         start = 0
         for row in range(1, len(rows) + 1):
             if row < len(rows) and adapters[row] is adapters[start]:
                 continue
             adapter = adapters[start]
-            if adapter is not None:
-                number = residents[adapter].number
-                for first in range(start, row, TILE_ROWS):
-                    tiles.append((first, min(TILE_ROWS, row - first), number))
+            number = NO_ADAPTER if adapter is None else residents[adapter].number
+            for first in range(start, row, TILE_ROWS):
+                tiles.append((first, min(TILE_ROWS, row - first), number))
             start = row
-        largest = max((adapter.rank for adapter in used), default=0)
-        max_rank = _SMALLEST_RANK if largest else 0
-        while max_rank < largest:
-            max_rank *= 2
+        largest = max(adapter.rank for adapter in used)
+        max_rank = max(_SMALLEST_RANK, _power_of_two(largest))
         is_aligned = all(resident.is_aligned for resident in residents.values())
         return AdapterTiles(tiles, max_rank, is_aligned)
 

@@ -171,7 +171,8 @@ class KVCache:
         self._readers = Readers(self._blocks, self._states)
         self.keys = shape.zero_blocks(self._blocks.count)
         self.values = shape.zero_blocks(self._blocks.count)
-        self.states = shape.zero_states(self._states.count)
+        self.states = shape.zero_states(self._states.count + 1)
+        """The last state is for rows that are padding."""
         self.choices = shape.zero_choices(self._blocks.count + 1)
         """Where they are kept; the last block is for rows that are padding."""
         self._remembered: Prefixes | WholePrompts

@@ -1,6 +1,8 @@
 """How much a micro-batch of training holds: tokens, and rows of logits at a time.
 
-What the settings leave open goes by the device and the size of the model.
+What the settings leave open goes by the device, the size of the model and the share of memory that
+passes have. A single sequence that does not fit into it with all its activations keeps only each
+layer's input, and the backward pass computes the rest again.
 """
 
 from __future__ import annotations
@@ -14,9 +16,16 @@ from tinsmith.engine.local.model.decoder import Decoder
 CPU_WORK = 2**33
 """Tokens times bytes of weights that make a micro-batch on the CPU..."""
 
+MOST_KEPT = 0.9
+"""Part of the memory for passes that activations may take which the backward pass needs."""
+
 FEWEST_TOKENS = 512
 """... and how many it has at least: with two threads 256 take a tenth longer than 2,048, token by
 token, and 512 as long."""
+
+SHARED_PART = 4
+"""A micro-batch whose end others may wait for is so many times smaller. Token by token it takes a
+tenth longer then (128 tokens of SmolLM2-135M), and a sixth with a tiny model (256 tokens)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +40,14 @@ class BatchLimits:
     score_rows: int
     """Most rows whose log-probabilities and losses are worked out together, logits kept."""
 
-    checkpoint_layers: bool
+    kept_tokens: int | None
+    """Most tokens whose activations are kept for the backward pass, where there is a limit."""
 
     @classmethod
-    def of(cls, config: LocalEngineConfig, decoder: Decoder) -> BatchLimits:
+    def of(
+        cls, config: LocalEngineConfig, decoder: Decoder, pass_bytes: int | None = None
+    ) -> BatchLimits:
+        """`pass_bytes` is the memory for passes, where it was planned."""
         is_cuda = decoder.device.type == "cuda"
         logits_bytes = config.logits_bytes or (2**31 if is_cuda else 2**28)
         logits_rows = max(1, logits_bytes // (4 * decoder.config.vocab_size))
@@ -42,16 +55,30 @@ class BatchLimits:
         if is_cuda and config.logits_bytes is None:
             # Losses are worked out on the CPU: the fewer times the device waits for it, the better.
             unused = int(min(decoder.ranks.numbers(device_memory.unused(decoder.device))))
-            row_bytes = decoder.dtype.itemsize * decoder.config.vocab_size
+            row_bytes = decoder.stream_dtype.itemsize * decoder.config.vocab_size
             score_rows = max(logits_rows, min(4 * logits_bytes, unused // 4) // row_bytes)
-        fixed = config.micro_batch_tokens or (16_384 if is_cuda else None)
+        kept = _kept_tokens(decoder, pass_bytes)
+        usual = 16_384 if kept is None else max(1, min(kept, 16_384))
+        fixed = config.micro_batch_tokens or (usual if is_cuda else None)
         return cls(
             batch_tokens=fixed or _cpu_tokens(decoder),
-            shared_tokens=fixed or _cpu_tokens(decoder) // 2,
+            shared_tokens=fixed or _cpu_tokens(decoder) // SHARED_PART,
             logits_rows=logits_rows,
             score_rows=score_rows,
-            checkpoint_layers=config.checkpoint_layers,
+            kept_tokens=0 if config.checkpoint_layers else kept,
         )
+
+    def keeps(self, num_tokens: int) -> bool:
+        """Whether the activations of so many tokens are kept."""
+        return self.kept_tokens is None or num_tokens <= self.kept_tokens
+
+
+def _kept_tokens(decoder: Decoder, pass_bytes: int | None) -> int | None:
+    """Tokens whose activations fit into the memory for passes, of all ranks' the fewest."""
+    bytes_a_token = decoder.kept_bytes_a_token
+    if pass_bytes is None or bytes_a_token is None:
+        return None
+    return int(min(decoder.ranks.numbers(int(MOST_KEPT * pass_bytes) // bytes_a_token)))
 
 
 def _cpu_tokens(decoder: Decoder) -> int:

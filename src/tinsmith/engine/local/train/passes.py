@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from tinsmith.engine.base import FinishedPass, Pass
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.model.adapted_linear import finish_gradients
 from tinsmith.engine.local.model.batch import Item, PackedAttention, plan
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.experts.steering import GivenChoices
@@ -48,6 +48,7 @@ def run_passes(
     max_tokens: int | None = None,
     *,
     is_shared: Callable[[], bool] = lambda: False,
+    pass_bytes: int | None = None,
 ) -> Iterator[FinishedPass | None]:
     """Run passes of adapters on `decoder`; yield each as it is finished.
 
@@ -58,9 +59,10 @@ def run_passes(
     mode they are added datum by datum, so that cutting a pass into several changes no bit.
     `max_tokens` is given when memory ran out before: a micro-batch then holds no more than that.
     `is_shared` says whether others may wait for the end of a micro-batch, which is short then.
+    `pass_bytes` is the memory that was planned for passes.
     """
     progress = {index: PassProgress(p, adapters[p.adapter_id]) for index, p in enumerate(passes)}
-    yield from _finished(progress, adapters, decoder, config)
+    yield from _finished(progress, adapters, decoder, config, pass_bytes)
     items = [
         Item(
             index,
@@ -73,7 +75,7 @@ def run_passes(
         for index, p in enumerate(passes)
         for number, datum in enumerate(p.data)
     ]
-    limits = BatchLimits.of(config, decoder)
+    limits = BatchLimits.of(config, decoder, pass_bytes)
 
     def batch_tokens() -> int:
         return max_tokens or (limits.shared_tokens if is_shared() else limits.batch_tokens)
@@ -86,7 +88,7 @@ def run_passes(
         if wanted[0].keeps_apart:
             yield from compiling(involved[0], config.custom_loss_seconds, decoder.ranks)
             if involved[0].is_done:
-                yield from _finished(progress, adapters, decoder, config)
+                yield from _finished(progress, adapters, decoder, config, pass_bytes)
                 continue
         is_to_split = False
         seconds, start = 0.0, time.perf_counter()
@@ -110,6 +112,8 @@ def run_passes(
                 for state in involved:
                     if is_unreadable:  # an image, as its own sequence says
                         state.fail(str(error), "user")
+                    elif _is_out_of_memory(error):
+                        state.fail(_does_not_fit(wanted, pass_bytes, error), "server")
                     else:
                         state.fail(f"the engine failed during the pass: {error}", "server")
         if decoder.device.type == "cuda" and any(state.is_done for state in involved):
@@ -120,9 +124,10 @@ def run_passes(
             # Outside the handler, which holds on to all that the failed micro-batch had made.
             again = {index: progress.pop(index) for index in {i.pass_index for i in wanted}}
             num_tokens = sum(item.length for item in wanted)
-            yield from _one_by_one(again, adapters, decoder, config, max(1, num_tokens // 2))
+            smaller = max(1, num_tokens // 2)
+            yield from _one_by_one(again, adapters, decoder, config, smaller, pass_bytes)
             continue
-        yield from _finished(progress, adapters, decoder, config)
+        yield from _finished(progress, adapters, decoder, config, pass_bytes)
         yield None
 
 
@@ -132,15 +137,22 @@ def _one_by_one(
     decoder: Decoder,
     config: LocalEngineConfig,
     max_tokens: int,
+    pass_bytes: int | None,
 ) -> Iterator[FinishedPass | None]:
-    """Run passes from the start, in order; what they had done so far took no effect."""
+    """Run passes from the start, in order; what they had done so far took no effect.
+
+    Now activations are computed again and not kept: a sequence cannot be divided.
+    """
+    config = replace(config, checkpoint_layers=True)
     for state in states.values():
         state.gradient = None
     for index in sorted(states):
         if decoder.device.type == "cuda":
             torch.cuda.empty_cache()
         state = states[index]
-        for finished in run_passes([state.request], adapters, decoder, config, max_tokens):
+        for finished in run_passes(
+            [state.request], adapters, decoder, config, max_tokens, pass_bytes=pass_bytes
+        ):
             yield finished and FinishedPass(
                 index, finished.result, state.seconds + finished.seconds
             )
@@ -160,6 +172,15 @@ def _share_time(
         state.loss_seconds = 0.0
 
 
+def _does_not_fit(items: Sequence[Item], pass_bytes: int | None, error: Exception) -> str:
+    longest = max(item.length for item in items)
+    share = "" if pass_bytes is None else f" of {pass_bytes / 2**30:.1f} GiB"
+    return (
+        f"a sequence of {longest:,} tokens does not fit into the memory for passes{share}, "
+        f"although activations were not kept: {error}"
+    )
+
+
 def _is_out_of_memory(error: Exception) -> bool:
     # Except on CUDA torch raises a plain RuntimeError.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
@@ -172,6 +193,7 @@ def _finished(
     adapters: Mapping[str, Adapter],
     decoder: Decoder,
     config: LocalEngineConfig,
+    pass_bytes: int | None,
 ) -> Iterator[FinishedPass]:
     """Take out the passes that are done."""
     for index in [index for index, state in progress.items() if state.is_done]:
@@ -180,7 +202,8 @@ def _finished(
         seconds = state.seconds
         if state.is_gradient_broken and state.had_company:
             # Passes that share products share an overflow, too; alone it shows whose it was.
-            (again,) = filter(None, run_passes([state.request], adapters, decoder, config))
+            alone = run_passes([state.request], adapters, decoder, config, pass_bytes=pass_bytes)
+            (again,) = filter(None, alone)
             result, seconds = again.result, seconds + again.seconds
         yield FinishedPass(index, result, seconds)
 
@@ -212,14 +235,13 @@ def run_batch(
             torch.from_numpy(positions).to(decoder.device),
             attention,
             adapters,
-            checkpoint_layers=limits.checkpoint_layers,
+            checkpoint_layers=not limits.keeps(sum(lengths)),
             seen=seen,
             steering=steering,
         )
     hidden_grad = yield from score(items, progress, hidden.detach(), decoder, adapters, limits)
     if hidden.requires_grad:
         hidden.backward(hidden_grad)
-        finish_gradients(adapters)
 
 
 def _seen(

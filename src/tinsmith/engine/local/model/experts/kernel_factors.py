@@ -1,7 +1,7 @@
 """Low-rank factors of experts on CUDA: every run of a batch in the same few launches.
 
-As in `grouped_linear`, adapters of one layout make a group, whose vectors are stacked; there is one
-(N, ranks) for each group. Rows of other groups hold nothing of meaning in it.
+As in `grouped_linear`, adapters of one layout make a group; there is one (N, ranks) for each. Rows
+of other groups hold nothing of meaning in it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class _Shared:
         by = self._low_rank.shrink_by_a if self._side == "a" else self._low_rank.shrink_by_b
         wide = wide.contiguous()
         return [
-            by(wide, group.stack, group.rows, group.columns(self._key), group.scale)
+            by(wide, group.weights, group.rows, group.columns(self._key), group.scale)
             for group in self._groups
         ]
 
     def expand(self, into: Tensor, narrow: Sequence[Tensor]) -> None:
         by = self._low_rank.expand_by_a if self._side == "a" else self._low_rank.expand_by_b
         for group, low in zip(self._groups, narrow, strict=True):
-            by(low, group.stack, group.rows, group.columns(self._key), into)
+            by(low, group.weights, group.rows, group.columns(self._key), into)
 
     def add_gradients(self, wide: Tensor, narrow: Sequence[Tensor]) -> None:
         own = self._low_rank
@@ -120,10 +120,9 @@ class _Own:
 
     def _matrices(self, group: Group, module: int) -> Matrices:
         offset, size = self._place(group, module)
-        rank, stack = group.layout.rank, group.stack
-        places = (stack.data_ptr(), stack.stride(0) * stack.itemsize, offset * stack.itemsize)
-        is_aligned = rank % 8 == size % 8 == 0 and all(place % 16 == 0 for place in places)
-        return Matrices(group.addresses, offset, group.facts, size, self._is_b, rank, is_aligned)
+        rank, weights = group.layout.rank, group.weights
+        is_aligned = weights.is_aligned and rank % 8 == size % 8 == offset % 8 == 0
+        return Matrices(weights.addresses, offset, group.facts, size, self._is_b, rank, is_aligned)
 
     def _place(self, group: Group, module: int) -> tuple[int, int]:
         """Where the first expert's matrix begins in a vector, and its wide side."""

@@ -100,8 +100,8 @@ class ExpertPass:
         self._adapters = adapters
         self._steer = steer
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
-        """(T, d) of x (T, d)."""
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Kept]:
+        """(T, d) of x (T, d), where asked in float32."""
         mlp = self._mlp
         routed = mlp.router.forward(x, self._steer)
         batch = Batch(Routing(routed.choices, len(mlp.router.weight)), self._adapters)
@@ -109,11 +109,11 @@ class ExpertPass:
         gate_up, gate_up_inner = self._up(x, batch).forward(x)
         active = swiglu(gate_up, self._activation)
         # Down and combine: (S, I) to (T, d).
-        y, down_inner = self._down(active, batch).forward(active, routed.shares)
+        y, down_inner = self._down(active, batch).forward(active, routed.shares, dtype)
         shared = None
         if mlp.shared is not None:
-            shared = self._forward_shared(mlp.shared, x)
-            y = torch.addcmul(y, shared.part, shared.shares)
+            shared = self._forward_shared(mlp.shared, x, dtype)
+            y = torch.addcmul(y, shared.part, shared.shares.to(y.dtype))
         return y, Kept(routed, batch, gate_up, gate_up_inner, down_inner, shared)
 
     def backward(self, grad: Tensor, x: Tensor, kept: Kept) -> Tensor:
@@ -136,13 +136,17 @@ class ExpertPass:
     def _down(self, x: Tensor, batch: Batch) -> Down:
         return Down(x, self._mlp.down, batch, (self._layer, "experts_down"))
 
-    def _forward_shared(self, shared: SharedExpert, x: Tensor) -> _KeptShared:
+    def _forward_shared(
+        self, shared: SharedExpert, x: Tensor, dtype: torch.dtype | None
+    ) -> _KeptShared:
         adapters, layer = self._adapters, self._layer
         gate_up, gate_up_inner = adapted_linear.forward(
             x, shared.gate_up, adapters, (layer, "gate_up")
         )
         active = swiglu(gate_up, self._activation)
-        part, down_inner = adapted_linear.forward(active, shared.down, adapters, (layer, "down"))
+        part, down_inner = adapted_linear.forward(
+            active, shared.down, adapters, (layer, "down"), dtype=dtype
+        )
         return _KeptShared(shared.shares(x), gate_up, gate_up_inner, part, down_inner)
 
     def _backward_shared(
@@ -167,5 +171,5 @@ class ExpertPass:
         adapted_linear.backward_adapters(
             grad_gate_up, x, kept.gate_up_inner, inner_grad, adapters, key
         )
-        along = torch.linalg.vecdot(grad, kept.part)[:, None]
-        return grad_x.addmm_(along * share * (1 - share), shared.share)
+        along = torch.linalg.vecdot(grad.to(kept.part.dtype), kept.part)[:, None]
+        return grad_x.addmm_((along * share * (1 - share)).to(x.dtype), shared.share)

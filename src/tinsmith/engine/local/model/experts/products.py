@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model.experts.factors import Key, factors
 from tinsmith.engine.local.model.experts.routing import Routing
 from tinsmith.engine.local.model.experts.weights import ExpertWeights
@@ -71,14 +72,17 @@ class Down:
         columns = weights.columns
         self._b, self._a = factors(x, adapters, key, "b", self._routing, columns)
 
-    def forward(self, x: Tensor, shares: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """(T, d) of rows x (S, inner) and shares (T, k); and scale · x Aᵀ, summed by shares."""
+    def forward(
+        self, x: Tensor, shares: Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """(T, d) of rows x (S, inner) and shares (T, k), where asked in float32; and scale · x Aᵀ,
+        summed by shares."""
         routing = self._routing
         rows = self._weights.product(x, routing)
         # Of a sum over ranks, the bias is added by one of them.
         if self._weights.bias is not None and self._ranks.index == 0:
             rows += self._weights.bias.index_select(0, routing.experts)
-        y = routing.weighed_sums(rows, shares)
+        y = routing.weighed_sums(rows, shares, dtype)
         inners = [routing.weighed_sums(inner, shares) for inner in self._a.shrink(x)]
         self._b.expand(y, inners)
         self._ranks.sum_(y, *inners)
@@ -90,22 +94,31 @@ class Down:
         """The gradients for x and for the shares, the latter in float32."""
         routing = self._routing
         expanded = routing.expanded(grad)
-        of_rows = routing.of_choices(shares)[:, None].to(x.dtype)
+        of_rows = routing.of_choices(shares).to(x.dtype)
         grad_x = self._weights.product(expanded, routing, back=True)
         inner_grads = self._b.shrink(grad)
         narrow = [routing.expanded(inner_grad) for inner_grad in inner_grads]
         self._a.expand(grad_x, narrow)
         # A share's gradient is the row's product with that of the sum: by the inner columns, which
         # are fewer, and which a rank may have a part of.
-        along = _dots(grad_x, x)
+        along = _weigh(grad_x, x, of_rows)
         self._ranks.sum_(along)
         if self._weights.bias is not None:
             bias = self._weights.bias.index_select(0, routing.experts)
             along += _dots(expanded, bias)
-        grad_x *= of_rows
-        self._a.add_gradients(x, [low * of_rows for low in narrow])
+        self._a.add_gradients(x, [low * of_rows[:, None] for low in narrow])
         self._b.add_gradients(grad, inners)
         return grad_x, routing.restored(along)
+
+
+def _weigh(rows: Tensor, x: Tensor, shares: Tensor) -> Tensor:
+    """Multiply rows (S, n) by shares (S,), in place; before that (S,) `_dots(rows, x)`."""
+    if kernels.are_usable(rows):
+        along: Tensor = kernels.module("routing").weigh(rows, x, shares)
+        return along
+    along = _dots(rows, x)
+    rows *= shares[:, None]
+    return along
 
 
 def _dots(x: Tensor, y: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model.experts.steering import Steer
 
 
@@ -40,7 +41,10 @@ class Router:
 
     def forward(self, x: Tensor, steer: Steer | None = None) -> Routed:
         """From x (T, d). `steer` may have tokens go to other experts, by the shares of these."""
-        probabilities = F.linear(x, self.weight).softmax(dim=-1, dtype=torch.float32)
+        logits = F.linear(x, self.weight)
+        if kernels.are_usable(logits):
+            return self._on_device(logits, steer)
+        probabilities = logits.softmax(dim=-1, dtype=torch.float32)
         shares, choices = probabilities.topk(self.per_token, dim=-1)
         if steer is not None:
             choices = steer(choices)
@@ -48,6 +52,15 @@ class Router:
         if self.is_normalized:
             shares = shares / shares.sum(dim=-1, keepdim=True)
         return Routed(probabilities, choices, shares)
+
+    def _on_device(self, logits: Tensor, steer: Steer | None) -> Routed:
+        """By one kernel, so that among equals sampler and trainer choose the same."""
+        choose, k = kernels.module("routing").choose, self.per_token
+        routed = Routed(*choose(logits, k, self.is_normalized))
+        if steer is None:
+            return routed
+        choices = steer(routed.choices)
+        return Routed(*choose(logits, k, self.is_normalized, choices))
 
     def backward(self, grad: Tensor, routed: Routed) -> Tensor:
         """The gradient for x, from that of the shares (T, k)."""

@@ -10,11 +10,13 @@ Shapes: T tokens, k experts of each, S = k · T rows, E experts.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tinsmith.engine.local import kernels
 
 
 class Tiles(NamedTuple):
@@ -48,12 +50,15 @@ class Routing:
         """`choices` (T, k) are the experts of each token."""
         self.num_experts = num_experts
         self.num_tokens, self.per_token = choices.shape
-        self.experts, self._order = choices.flatten().sort(stable=True)
-        """(S,) The expert of each row; and which choice it is."""
-
-        self.tokens = self._order // self.per_token
-        """(S,) The token of each row."""
-
+        self._is_small = kernels.are_usable(choices) and self.num_rows <= _own().MAX_SORTED
+        if self._is_small:
+            self.experts, self._order, self.tokens, self._places = _own().sort(choices)
+        else:
+            self.experts, self._order = choices.flatten().sort(stable=True)
+            self.tokens = self._order // self.per_token
+            numbers = torch.arange(self.num_rows, device=choices.device)
+            self._places = torch.empty_like(self._order).scatter_(0, self._order, numbers)
+        # (S,) all: of each row its expert, its token and its choice; and of each choice its row.
         self._host_edges: dict[tuple[int, ...], list[list[int]]] = {}
         self._tiles: dict[tuple[int, TokenAdapters | None], Tiles] = {}
 
@@ -76,17 +81,21 @@ class Routing:
 
     def sums(self, rows: Tensor) -> Tensor:
         """(T, …): the sum of each token's rows."""
+        if kernels.are_usable(rows):
+            return _own().sums(rows, self._places, self.per_token)
         return self.restored(rows).sum(dim=1)
 
-    def weighed_sums(self, rows: Tensor, shares: Tensor) -> Tensor:
-        """(T, n): the sum of each token's rows (S, n) by their shares (T, k)."""
-        return torch.bmm(shares.to(rows.dtype)[:, None], self.restored(rows))[:, 0]
-
-    @functools.cached_property
-    def _places(self) -> Tensor:
-        """(S,) Where each choice's row is."""
-        numbers = torch.arange(self.num_rows, device=self._order.device)
-        return torch.empty_like(self._order).scatter_(0, self._order, numbers)
+    def weighed_sums(
+        self, rows: Tensor, shares: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """(T, n): the sum of each token's rows (S, n) by their shares (T, k), which are rounded as
+        the rows are. So is the sum, unless another `dtype` is asked for."""
+        if kernels.are_usable(rows):
+            return _own().sums(rows, self._places, self.per_token, shares, dtype)
+        of_tokens, shares = self.restored(rows), shares.to(rows.dtype)[:, None]
+        if dtype is not None and dtype != rows.dtype:
+            of_tokens, shares = of_tokens.to(dtype), shares.to(dtype)
+        return torch.bmm(shares, of_tokens)[:, 0]
 
     def edges(self, points: Tensor) -> Tensor:
         """(E, P): each expert's first row of token `points` (P,) or a later one."""
@@ -116,12 +125,16 @@ class Routing:
         return self._tiles[key]
 
     def _divided(self, num_rows: int, adapters: TokenAdapters | None) -> Tiles:
-        keys, num_runs = self.experts, 1
-        if adapters is not None:
-            num_runs = adapters.most
-            keys = keys * num_runs + self.expanded(adapters.numbers)
+        num_runs = 1 if adapters is None else adapters.most
         total, num_keys = self.num_rows, min(self.num_rows, self.num_experts * num_runs)
         num_tiles = min(total, total // num_rows + num_keys)
+        if self._is_small:
+            runs = None if adapters is None else (adapters.numbers, num_runs)
+            table = _own().tiles(self.experts, self.tokens, runs, num_rows, num_tiles)
+            return Tiles(table, num_rows)
+        keys = self.experts
+        if adapters is not None:
+            keys = keys * num_runs + self.expanded(adapters.numbers)
         # Every so many rows of a key begin a tile. Each row knows its tile's number, from 1 on.
         row = torch.arange(total, device=keys.device)
         within = row - torch.searchsorted(keys, keys)
@@ -131,3 +144,7 @@ class Routing:
         ends = torch.searchsorted(keys, keys.index_select(0, inside), right=True)
         counts = torch.where(firsts < total, (ends - firsts).clamp(max=num_rows), 0)
         return Tiles(torch.stack([inside, counts]), num_rows)
+
+
+def _own() -> Any:  # a module that is imported where there is Triton
+    return kernels.module("routing")

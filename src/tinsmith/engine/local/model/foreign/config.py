@@ -15,9 +15,6 @@ class ForeignConfig(DecoderConfig):
     attending: tuple[int, ...]
     """The model's own numbers of the layers that attend; `layers` describes these."""
 
-    recurring: tuple[int, ...]
-    """Those of the recurrent layers."""
-
     routers: ForeignRouters | None = None
     """None where the model has none, or routes by itself."""
 

@@ -167,8 +167,17 @@ class ForeignDecoder(Decoder):
         replace_recurrent_layers(model)
 
     @property
+    def kept_bytes_a_token(self) -> None:
+        """What foreign modules keep is theirs to know."""
+
+    @property
     def packed_bytes(self) -> int:
         return 0
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """That of the weights: the modules of `transformers` round after each operation."""
+        return self.dtype
 
     def allow_packing(self) -> None:
         """Nothing: the products are those of `transformers`."""
@@ -216,13 +225,11 @@ class ForeignDecoder(Decoder):
     def _with_images(self, tokens: Tensor, positions: Tensor, seen: Seen) -> dict[str, Any]:
         """Embeddings, with those of images in their places, and positions on three axes."""
         x = self._model.get_input_embeddings()(tokens.clamp(min=0))
-        on_axes = positions.expand(3, -1).clone()
-        on_axes[:, seen.rows] += seen.offsets
-        features, *deep = seen.features
         inputs = {
-            "inputs_embeds": x.index_copy(0, seen.rows, features.to(x.dtype))[None],
-            "position_ids": on_axes[:, None],
+            "inputs_embeds": seen.among(x)[None],
+            "position_ids": seen.on_axes(positions)[:, None],
         }
+        deep = list(seen.features[1:])
         if deep:
             is_seen = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, seen.rows, True)
             inputs |= {"visual_pos_masks": is_seen[None], "deepstack_visual_embeds": deep}

@@ -51,6 +51,11 @@ class Vision:
         """How often the tower ran."""
 
     @property
+    def tower_nbytes(self) -> int:
+        """What the tower takes."""
+        return sum(parameter.nbytes for parameter in self._tower.parameters())
+
+    @property
     def nbytes(self) -> int:
         """What pictures take."""
         return self._bytes.total()

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_MAX_CHUNK = 64
-"""Tokens whose effect on each other is computed at once."""
+CHUNK = 64
+"""Most tokens whose effect on each other is computed at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +128,19 @@ class _Chunks(NamedTuple):
     """(S,): the sequences, those with most chunks first."""
 
 
+class ChunkTables(NamedTuple):
+    """Where rows, chunks and sequences lie, for kernels: all int32."""
+
+    rows: Tensor
+    """(2, N): rows since the sequence began, and which sequence it is."""
+
+    chunks: Tensor
+    """(2, chunks): first row, and number of rows. A sequence's own stand together."""
+
+    sequences: Tensor
+    """(4, S), the longest first: first row, number of rows, which sequence it is, first chunk."""
+
+
 class Walk:
     """Where the sequences of a batch begin and end, and the tables that follow from it.
 
@@ -139,6 +152,7 @@ class Walk:
         self._places: dict[int, _Places] = {}
         self._chunks: _Chunks | None = None
         self._parts: tuple[_Part, _Part] | None = None
+        self._tables: ChunkTables | None = None
 
     @property
     def are_single(self) -> bool:
@@ -180,9 +194,32 @@ class Walk:
             self._chunks = self._cut(device)
         return self._chunks
 
+    def tables(self, device: torch.device) -> ChunkTables:
+        if self._tables is None:
+            self._tables = self._tabulate(device)
+        return self._tables
+
+    def _tabulate(self, device: torch.device) -> ChunkTables:
+        lengths = np.array(self.lengths)
+        starts = np.cumsum(lengths) - lengths
+        # Rows and chunks: how far each is from its sequence's first one.
+        sequence = np.repeat(np.arange(len(lengths)), lengths)
+        since = np.arange(len(sequence)) - starts[sequence]
+        num_chunks = -(-lengths // CHUNK)
+        first_chunks = np.cumsum(num_chunks) - num_chunks
+        owner = np.repeat(np.arange(len(lengths)), num_chunks)
+        done = CHUNK * (np.arange(len(owner)) - first_chunks[owner])
+        order = np.argsort(-lengths, kind="stable")
+        tables = (
+            np.stack([since, sequence]),
+            np.stack([starts[owner] + done, np.minimum(lengths[owner] - done, CHUNK)]),
+            np.stack([starts, lengths, np.arange(len(lengths)), first_chunks])[:, order],
+        )
+        return ChunkTables(*(_on(device, table).int().contiguous() for table in tables))
+
     def _cut(self, device: torch.device) -> _Chunks:
         lengths = np.array(self.lengths)
-        size = min(_MAX_CHUNK, 1 << math.ceil(math.log2(lengths.max())))
+        size = min(CHUNK, 1 << math.ceil(math.log2(lengths.max())))
         num_chunks = -(-lengths // size)
         order = np.argsort(-num_chunks, kind="stable")
         starts = np.cumsum(lengths) - lengths
