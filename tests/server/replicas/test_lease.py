@@ -8,8 +8,10 @@ from typing import Any, cast
 
 import pytest
 
+from tinsmith.server.metrics import Metrics
 from tinsmith.server.replicas import lease as leases
 from tinsmith.server.replicas.lease import Lease, View
+from tinsmith.server.replicas.replica import Replica
 from tinsmith.server.store.errors import StoreUnavailableError
 
 SECONDS = 0.04
@@ -99,3 +101,47 @@ async def test_who_gave_the_lease_back_leaves_it_to_others_for_a_while(
     await asyncio.sleep(0.1)
     assert not table.is_held and table.epoch == 1
     await _until(lambda: table.epoch == 2)
+
+
+async def test_a_lease_that_is_being_given_back_is_not_taken_over_with(
+    table: ScriptedTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database was away when the server took over, and is back when it has tried again: what
+    it began then had an epoch that was no longer its own, and nothing it wrote was taken."""
+    monkeypatch.setattr(leases, "LOOK_SECONDS", SECONDS / 4)
+    monkeypatch.setattr(leases, "REST_SECONDS", 0.1)
+    epochs: list[int] = []
+
+    async def lead(epoch: int) -> Any:
+        epochs.append(epoch)
+        if len(epochs) == 1:
+            table.is_away = True
+            raise StoreUnavailableError("the database is away")
+        table.is_away = False
+        await _until(lambda: not table.is_held or epoch > 1)
+        return Service(), None
+
+    replica = Replica(
+        lambda on_change: Lease(cast(Any, table), SECONDS, on_change), lead, Metrics(), 5.0, _nothing
+    )
+    take, table.take = table.take, lambda: None  # type: ignore[method-assign]
+    await replica.start()
+    table.take = take  # type: ignore[method-assign]
+    try:
+        await _until(lambda: table.num_refused >= 2)
+        table.is_away = False
+        await _until(lambda: table.epoch == 2 and replica.service is not None)
+        assert epochs == [1, 2]
+    finally:
+        await replica.stop()
+
+
+class Service:
+    """One that has begun, and does nothing."""
+
+    def begin_drain(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+def _nothing() -> None: ...

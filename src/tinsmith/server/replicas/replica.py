@@ -79,6 +79,9 @@ class Replica:
         self._looking: asyncio.Task[None] | None = None
         self._life = Starlette(lifespan=self._living)
         self._taking: asyncio.Task[None] | None = None
+        self._given_back = 0
+        """The epoch that this server could not take over with: that lease is about to be another's,
+        however long the database is away before it can be told."""
         self._app: Starlette | None = None
         self._is_draining = False
         self.service: Service | None = None
@@ -151,8 +154,9 @@ class Replica:
         if view.is_lost:
             logger.error("another server has taken over; this one begins anew and follows it")
             self._on_lost()
-        if view.epoch is not None and self.service is None and self._taking is None:
-            self._taking = asyncio.create_task(self._try_to_take_over(view.epoch))
+        is_new = view.epoch is not None and view.epoch > self._given_back
+        if is_new and self.service is None and self._taking is None:
+            self._taking = asyncio.create_task(self._try_to_take_over(self._epoch))
         if self._epoch > self._passing_to:
             # The last holder may never answer: its process may be suspended.
             self._passing_to = self._epoch
@@ -168,6 +172,7 @@ class Replica:
             await self._take_over(epoch)
         except Exception:
             logger.exception("this server could not take over; another may")
+            self._given_back = epoch
             self._lease.rest()
         finally:
             self._taking = None
