@@ -72,6 +72,21 @@ async def test_the_log_is_read_in_order_and_pending_models_are_known(store: Stor
     assert await store.log.models_with_pending() == [MODEL.model_id]
 
 
+async def test_what_waits_under_numbers_that_nobody_waits_for_any_more_has_failed(
+    store: Store,
+) -> None:
+    await store.log.record(operation(0), MODEL)
+    for seq_id in (1, 2, 3):
+        await store.log.record(operation(seq_id))
+    await store.log.finish([Finish(request_id="r0", status="done", finished_at=5.0)])
+    await store.log.close(MODEL.model_id, 2, "too late")
+    model = await store.models.get(MODEL.model_id)
+    assert model is not None and model.closed_seq_id == 2
+    log = await store.log.read(MODEL.model_id, -1)
+    assert [o.status for o in log] == ["done", "failed", "failed", "pending"]
+    assert [o.error for o in log] == [None, "too late", "too late", None]
+
+
 async def test_the_logs_of_models_after_their_snapshots_are_read_together(store: Store) -> None:
     other = dataclasses.replace(MODEL, model_id="s:train:1", model_seq_id=1)
     await store.log.record(operation(0), MODEL)

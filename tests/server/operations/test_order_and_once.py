@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
@@ -11,7 +11,8 @@ import pytest
 from tinsmith.server.operations.kinds import operation_of
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.queue import SequenceQueue
-from tinsmith.server.store.records import OperationRecord
+from tinsmith.server.store.errors import StoreUnavailableError
+from tinsmith.server.store.records import ModelRecord, OperationRecord
 from tinsmith.types import Datum, ForwardBackwardInput, ForwardBackwardRequest, ModelInput
 from tinsmith.wire import proto
 from tinsmith.wire.operation_ids import ids_at_front
@@ -179,6 +180,33 @@ async def test_a_gap_is_waited_for_and_then_fails_the_later_operations(
     late = await api.post_pass(model, 2, [_datum(DATA[0])])
     assert late.status_code == 400 and "too late" in late.json()["detail"]
     assert await api.loss(model, 4) > 0
+
+
+async def test_what_was_recorded_unheard_does_not_run_behind_those_that_waited_for_it(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection to the store was lost after the commit. Whoever asked for its result waited
+    for ever; and the next start carried it out, behind operations with later numbers."""
+    server = await start_server(gap_timeout_seconds=0.5)
+    api, log = server.api, server.service.store.log
+    model = await api.model()
+
+    async def record(operation: OperationRecord, new: ModelRecord | None = None) -> Any:
+        await type(log).record(log, operation, new)
+        raise StoreUnavailableError("the connection was lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log, "record", record)
+        assert (await api.post_pass(model, 1, [_datum(DATA[0])])).status_code == 503
+    await api.failure(await api.send_pass(model, 2))
+    unheard = await api.send_pass(model, 1, _datum(DATA[0]))
+    async with asyncio.timeout(20):
+        error, category = await api.failure(unheard)
+    assert "waited 0.5 s for operation 1" in error and category == "user"
+    await api.output(await api.send_pass(model, 3))
+    await server.stop()
+    server = await start_server()
+    assert await server.api.failure(unheard) == (error, category)
 
 
 async def test_a_gap_that_had_ended_when_the_server_died_is_not_waited_for_again(

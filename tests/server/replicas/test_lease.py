@@ -122,7 +122,11 @@ async def test_a_lease_that_is_being_given_back_is_not_taken_over_with(
         return Service(), None
 
     replica = Replica(
-        lambda on_change: Lease(cast(Any, table), SECONDS, on_change), lead, Metrics(), 5.0, _nothing
+        lambda on_change: Lease(cast(Any, table), SECONDS, on_change),
+        lead,
+        Metrics(),
+        5.0,
+        _nothing,
     )
     take, table.take = table.take, lambda: None  # type: ignore[method-assign]
     await replica.start()

@@ -376,7 +376,7 @@ class Scheduler:
         await model.recorded()
         while True:
             try:
-                await self._store.models.update(model.model_id, {"closed_seq_id": last})
+                await self._store.log.close(model.model_id, last, problem)
                 break
             except StoreUnavailableError as error:
                 logger.warning("%s; trying again in %g s", error, STORE_PAUSE_SECONDS)

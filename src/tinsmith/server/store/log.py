@@ -333,6 +333,28 @@ class Log:
 
         await self._database.write(write)
 
+    async def close(self, model_id: str, seq_id: int, reason: str) -> None:
+        """Note that no number of a model up to this one is waited for any more. What was recorded
+        under one all the same, when the connection was lost in the midst of that, has failed: its
+        turn is over."""
+        models, table = schema.models, schema.operations
+        is_late = sa.and_(
+            table.c.model_id == model_id, table.c.status == "pending", table.c.seq_id <= seq_id
+        )
+        failed = {
+            "status": "failed",
+            "finished_at": time.time(),
+            "error": reason,
+            "category": "user",
+        }
+
+        def write(connection: sa.Connection) -> None:
+            closed = sa.update(models).where(models.c.model_id == model_id)
+            connection.execute(closed.values(closed_seq_id=seq_id))
+            connection.execute(sa.update(table).where(is_late).values(failed))
+
+        await self._database.write(write)
+
     async def models_with_pending(self) -> Sequence[str]:
         table = schema.operations
         query = sa.select(table.c.model_id).where(table.c.status == "pending").distinct()
