@@ -121,13 +121,10 @@ async def test_a_lease_that_is_being_given_back_is_not_taken_over_with(
         await _until(lambda: not table.is_held or epoch > 1)
         return Service(), None
 
-    replica = Replica(
-        lambda on_change: Lease(cast(Any, table), SECONDS, on_change),
-        lead,
-        Metrics(),
-        5.0,
-        _nothing,
-    )
+    def lease(on_change: Callable[[], None]) -> Lease:
+        return Lease(cast(Any, table), SECONDS, on_change)
+
+    replica = Replica(lease, lead, Metrics(), 5.0, lambda: None)
     take, table.take = table.take, lambda: None  # type: ignore[method-assign]
     await replica.start()
     table.take = take  # type: ignore[method-assign]
@@ -146,6 +143,3 @@ class Service:
     def begin_drain(self) -> None: ...
 
     async def stop(self) -> None: ...
-
-
-def _nothing() -> None: ...
