@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+import contextlib
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from tinsmith.server import metadata
 from tinsmith.server.metadata import MetadataRoom, size_of
-from tinsmith.server.store.errors import OverQuotaError
+from tinsmith.server.store.errors import OverQuotaError, StoreUnavailableError
 
 if TYPE_CHECKING:
     import httpx
@@ -72,8 +75,9 @@ async def test_a_request_that_comes_again_is_not_refused_for_the_model_that_it_m
 
 
 async def test_what_an_owner_writes_about_checkpoints_counts_with_it(
-    start_server: StartServer,
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(metadata, "COUNT_PAUSE", 0.0)
     server = await start_server(key_max_metadata_bytes=LIMIT)
     api = server.api
     model = await api.model()
@@ -126,3 +130,59 @@ async def test_what_could_not_be_written_takes_no_room_and_what_is_being_written
             pass
     assert size_of(None, {}, "short", {"a": "short"}) == 0
     assert size_of("x" * 98) == 100
+
+
+class Texts:
+    """Counts how often somebody asks what there is."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.num_asked = 0
+
+    async def text_bytes(self, owner: str, above: int) -> int:
+        self.num_asked += 1
+        await asyncio.sleep(0.02)
+        return self.num_bytes
+
+
+def _room(models: Texts, most: int) -> MetadataRoom:
+    return MetadataRoom(cast(Any, SimpleNamespace(models=models, checkpoints=Texts())), most)
+
+
+async def test_who_has_no_room_has_it_looked_for_now_and_then_however_often_he_asks() -> None:
+    """Each time all that he has was read."""
+    models = Texts()
+    models.num_bytes = 90
+    room = _room(models, 100)
+    for _ in range(50):
+        with pytest.raises(OverQuotaError):
+            async with room.taken("o", 80):
+                raise AssertionError
+    assert models.num_asked <= 2
+    models.num_bytes = 0
+    async with asyncio.timeout(30):
+        while True:
+            await asyncio.sleep(0.1)
+            with contextlib.suppress(OverQuotaError):
+                async with room.taken("o", 80):
+                    break
+
+
+async def test_what_may_have_been_written_is_looked_for() -> None:
+    models = Texts()
+    room = _room(models, 100)
+    with pytest.raises(StoreUnavailableError):
+        async with room.taken("o", 80):
+            models.num_bytes = 80
+            raise StoreUnavailableError("the connection was lost")
+    with pytest.raises(OverQuotaError):
+        async with room.taken("o", 80):
+            raise AssertionError
+
+
+async def test_a_text_counts_as_the_store_has_it(server: TestServer) -> None:
+    about = {"über": "数据" * 50}
+    await _create(server.api, await server.api.session(), 0, cast(Any, about))
+    model, *_ = (await server.service.store.models.page_of_owner("owner", 10, 0)).items
+    assert model.user_metadata == about
+    assert await server.service.store.models.text_bytes("owner", 64) == size_of(about)

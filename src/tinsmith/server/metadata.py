@@ -1,28 +1,32 @@
 """What owners write down about their models and checkpoints, and the bound of it for each of them.
 
 It is counted in memory. What was deleted meanwhile is noticed when an owner has no room left: then
-the store is asked again.
+the store is asked again, now and then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from tinsmith.server.store.errors import OverQuotaError
+from tinsmith.server.store.errors import OverQuotaError, StoreUnavailableError
 from tinsmith.server.store.store import Store
-from tinsmith.wire import json
 
 _FREE_BYTES = 64
 """A text no longer than this counts with what it belongs to."""
 
+COUNT_PAUSE = 20.0
+"""Between two countings for an owner who has no room left pass so many times what one takes: it
+looks at all that he has, and he may ask as often as he likes."""
+
 
 def size_of(*texts: object) -> int:
-    """The bytes of texts, as JSON, of those that count."""
-    sizes = (len(json.encode(text)) for text in texts if text)
+    """The bytes of texts, as JSON as the store writes it, of those that count."""
+    sizes = (len(json.dumps(text)) for text in texts if text)
     return sum(size for size in sizes if size > _FREE_BYTES)
 
 
@@ -41,7 +45,8 @@ class MetadataRoom:
             yield
             return
         held = self._held.setdefault(owner, _Held())
-        if not held.is_known or held.num_bytes + num_bytes > self._most:
+        has_room = held.num_bytes + num_bytes <= self._most
+        if not held.is_known or (not has_room and time.monotonic() >= held.next_count_at):
             await self._count(owner, held)
         if held.num_bytes + num_bytes > self._most:
             raise OverQuotaError(
@@ -53,6 +58,9 @@ class MetadataRoom:
         try:
             yield
             held.written += num_bytes
+        except (StoreUnavailableError, asyncio.CancelledError):
+            held.is_known = False  # it may be there
+            raise
         finally:
             held.under_way -= num_bytes
 
@@ -68,6 +76,8 @@ class MetadataRoom:
             # What was written meanwhile may be in it or not.
             held.written = found + (held.written - before)
             held.counted_at, held.is_known = began_at, True
+            now = time.monotonic()
+            held.next_count_at = now + COUNT_PAUSE * (now - began_at)
 
 
 @dataclass(slots=True)
@@ -76,6 +86,7 @@ class _Held:
     under_way: int = 0
     is_known: bool = False
     counted_at: float = 0.0
+    next_count_at: float = 0.0
     counting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
