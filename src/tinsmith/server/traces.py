@@ -28,11 +28,11 @@ async def session_trace(store: Store, session_id: str) -> AsyncIterator[bytes]:
         name = {"name": "thread_name", "ph": "M", "pid": 0, "tid": track}
         yield separator + json.encode({**name, "args": {"name": model.model_id}})
         separator = b","
-        operations = await store.log.read(model.model_id, -1)
-        for first in range(0, len(operations), _AT_ONCE):
-            some = operations[first : first + _AT_ONCE]
-            yield b"".join(b"," + json.encode(_span(track, each)) for each in some)
-            await asyncio.sleep(0)
+        async for page in store.log.pages(model.model_id, -1):
+            for first in range(0, len(page), _AT_ONCE):
+                some = page[first : first + _AT_ONCE]
+                yield b"".join(b"," + json.encode(_span(track, each)) for each in some)
+                await asyncio.sleep(0)
     yield b"]}"
 
 
