@@ -138,6 +138,26 @@ async def test_a_history_too_large_to_be_kept_is_not(
     assert models.take_history(model) is None, "it is read when the model is rebuilt"
 
 
+async def test_at_a_start_one_owners_requests_take_a_part_of_the_memory_for_them(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits of the first models that are read would leave no room for anybody else's."""
+    await store.sessions.add(SESSION)
+    for number, owner in enumerate(["rude", "rude", "kind"]):
+        model_id = f"s:train:{number}"
+        model = dataclasses.replace(MODEL, model_id=model_id, model_seq_id=number, owner=owner)
+        await store.log.record(operation(0, request_id=f"{number}.0", model_id=model_id), model)
+        for seq_id in range(1, 6):
+            body = {"payload": b"x" * 1000, "payload_bytes": 1000, "owner": owner}
+            name = f"{number}.{seq_id}"
+            await store.log.record(operation(seq_id, request_id=name, model_id=model_id, **body))
+    monkeypatch.setattr(live_models, "KEPT_BYTES", 8 * 3000)
+    models = LiveModels(store, Promises(1))
+    await models.bring_back(0.0, 100)
+    assert 2000 <= models.backlog_of("rude").held_bytes <= 3000
+    assert 2000 <= models.backlog_of("kind").held_bytes <= 3000
+
+
 async def test_a_model_that_two_read_at_once_has_one_queue_and_counts_once(store: Store) -> None:
     await store.sessions.add(SESSION)
     model_id = await _add_model(store, 0, 0)

@@ -26,6 +26,9 @@ _ROWS_AT_A_TIME = 4096
 KEPT_BYTES = 64 * 1024 * 1024
 """Of all histories; and as much of requests that were read with their models and wait."""
 
+_OWNER_PART = 8
+"""One owner's decoded requests take at most this fraction of the memory for all of them."""
+
 _RECORD_BYTES = 1024
 """What an operation takes in memory, about, beside its request."""
 
@@ -64,6 +67,12 @@ class LiveModels:
     def held_bytes(self) -> int:
         """The memory that queued requests take which are kept decoded."""
         return self._together.held_bytes
+
+    def has_room(self, owner: str, num_bytes: int, most: int) -> bool:
+        """Whether so much more of an owner's requests may be held, where there are `most` bytes for
+        everybody's and a part of them for one owner's."""
+        held = self.backlog_of(owner).held_bytes
+        return self.held_bytes + num_bytes <= most and held + num_bytes <= most // _OWNER_PART
 
     def enqueue(self, model: LiveModel, operation: Operation) -> None:
         """Put a recorded operation into its model's queue, and count it until it has ended."""
@@ -195,7 +204,7 @@ class LiveModels:
 
     def _waiting(self, record: OperationRecord) -> Operation:
         """An operation for its model's queue; its request may have been read with it."""
-        if self.held_bytes + record.payload_bytes > KEPT_BYTES:
+        if not self.has_room(record.owner, record.payload_bytes, KEPT_BYTES):
             record = dataclasses.replace(record, payload=None)
         operation = operation_of(record)
         operation.held_bytes = 0 if record.payload is None else record.payload_bytes

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from tinsmith.errors import ValidationError
 from tinsmith.server.edge.workers import LARGE_PASS_BYTES, Workers
 from tinsmith.server.futures import Promises
-from tinsmith.server.operations.codecs import pass_data
+from tinsmith.server.operations.codecs import Codec, pass_data
 from tinsmith.server.operations.kinds import KINDS, REFUSED, operation_of
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.live_models import LiveModels
@@ -28,9 +28,6 @@ from tinsmith.server.tracing import Spans
 from tinsmith.types import Datum
 
 logger = logging.getLogger(__name__)
-
-_OWNER_PART = 8
-"""One owner's decoded requests take at most this fraction of the memory for all of them."""
 
 _PART_BYTES = 600
 """What a datum takes beside its parts, and a chunk, a tensor or a span beside its numbers."""
@@ -75,10 +72,10 @@ class Recorder:
         """
         codec = KINDS[kind].codec
         if len(body) > LARGE_PASS_BYTES:
-            digest = await self._workers.run(owner, codec.digest, request)
-            held_bytes = await self._workers.run(owner, _memory_bytes, len(body), request)
+            looked_at = await self._workers.run(owner, _look_at, codec, len(body), request)
         else:
-            digest, held_bytes = codec.digest(request), _memory_bytes(len(body), request)
+            looked_at = _look_at(codec, len(body), request)
+        digest, held_bytes = looked_at
         operation = OperationRecord(
             request_id=_new_request_id(),
             model_id=model_id,
@@ -219,15 +216,16 @@ class Recorder:
         """The operation for the queue. Its payload is on disk; the decoded request is kept while
         there is memory for it, a part of it for one owner, and read again in its turn otherwise."""
         record = dataclasses.replace(record, payload=None)
-        most = self._max_held_bytes
-        is_held = (
-            self._models.held_bytes + num_bytes <= most
-            and self._models.backlog_of(record.owner).held_bytes + num_bytes <= most // _OWNER_PART
-        )
+        is_held = self._models.has_room(record.owner, num_bytes, self._max_held_bytes)
         operation = operation_of(record, request if is_held else None)
         operation.held_bytes = num_bytes if is_held else 0
         operation.cause = self._spans.here()
         return operation
+
+
+def _look_at(codec: Codec, payload_bytes: int, request: object) -> tuple[str, int]:
+    """A request's digest, and what it takes in memory."""
+    return codec.digest(request), _memory_bytes(payload_bytes, request)
 
 
 def _memory_bytes(payload_bytes: int, request: object) -> int:
