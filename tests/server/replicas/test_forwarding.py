@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-import uvicorn
 import uvloop
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from uvicorn.server import ServerState
+from starlette.types import Receive, Scope, Send
 
+from tests.support.listening import connections_to
 from tinsmith.server.edge.auth import hash_key
 from tinsmith.server.edge.connections import Connection
 from tinsmith.server.edge.sockets import Sockets
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from tests.support.in_process_server import TestServer
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE"]
+
+PATIENCE_SECONDS = 300.0
+"""For what takes a moment on an idle machine."""
 
 
 class ScriptedLease:
@@ -66,6 +70,8 @@ class Follower:
         self.replica = replica
         self.lease = lease
         self.http = http
+        self.num_requests = 0
+        """That have come here."""
 
     def follow(self, url: str, epoch: int = 1) -> None:
         self.lease.show(View(other=Holder(url, epoch)))
@@ -73,25 +79,9 @@ class Follower:
 
 @contextlib.asynccontextmanager
 async def listening(app: Any, port: int = 0) -> AsyncIterator[str]:
-    config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none")
-    config.load()
-    state = ServerState()
-    sockets = Sockets(1000)
-    listener = await asyncio.get_running_loop().create_server(
-        lambda: Connection(
-            config=config, server_state=state, app_state={}, sockets=sockets, head_seconds=30.0
-        ),
-        "127.0.0.1",
-        port,
-    )
-    try:
-        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-    finally:
-        listener.close()
-        for _ in range(3):  # who was accepted a moment ago is there after these turns
-            await asyncio.sleep(0)
-        for connection in list(state.connections):
-            connection.transport.abort()
+    async with connections_to(app, Sockets(1000), head_seconds=PATIENCE_SECONDS, port=port) as up:
+        (host, port), _ = up
+        yield f"http://{host}:{port}"
 
 
 @contextlib.asynccontextmanager
@@ -104,8 +94,8 @@ async def leading(
         yield url
 
 
-@pytest.fixture
-async def follower() -> AsyncIterator[Follower]:
+@contextlib.asynccontextmanager
+async def following(patience_seconds: float) -> AsyncIterator[Follower]:
     leases: list[ScriptedLease] = []
 
     def lease(on_change: Callable[[], None]) -> Any:
@@ -121,10 +111,33 @@ async def follower() -> AsyncIterator[Follower]:
         service = type("Service", (), {"begin_drain": lambda self: None, "stop": stop})()
         return service, Starlette(routes=[Route("/{path:path}", here, methods=METHODS)])
 
-    replica = Replica(lease, lead, Metrics(), 5.0, lambda: None)
-    async with listening(replica) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
-        yield Follower(replica, leases[0], http)
-    replica.forwarding.drop()
+    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+        there.num_requests += 1
+        await replica(scope, receive, send)
+
+    replica = Replica(lease, lead, Metrics(), patience_seconds, lambda: None)
+    async with (
+        listening(counted) as url,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as http,
+    ):
+        there = Follower(replica, leases[0], http)
+        try:
+            yield there
+        finally:
+            await replica.stop()
+
+
+@pytest.fixture
+async def follower() -> AsyncIterator[Follower]:
+    async with following(PATIENCE_SECONDS) as there:
+        yield there
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    """Wait for something that nobody announces."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not is_so():  # noqa: ASYNC110  # there is no event to wait for
+            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
@@ -139,7 +152,7 @@ async def holding(server: TestServer) -> AsyncIterator[str]:
     async def lead(epoch: int) -> Any:
         return server.service, server.app
 
-    replica = Replica(lease, lead, Metrics(), 5.0, lambda: None)
+    replica = Replica(lease, lead, Metrics(), PATIENCE_SECONDS, lambda: None)
     leases[0].show(View(epoch=1))
     await server.until(lambda: replica.service is not None)
     async with listening(replica) as url:
@@ -222,13 +235,13 @@ async def test_a_request_waits_until_somebody_leads_and_until_it_is_the_follower
     follower: Follower,
 ) -> None:
     asking = asyncio.create_task(follower.http.post("/x", content=b"1"))
-    await asyncio.sleep(0.05)
+    await until(lambda: follower.num_requests == 1)
     async with leading(_echo) as url:
         follower.follow(url)
         assert (await asking).content == b"1"
     # It does not listen any more: the request goes to whoever is next, and that is us.
     asking = asyncio.create_task(follower.http.post("/x", content=b"2"))
-    await asyncio.sleep(0.05)
+    await until(lambda: follower.num_requests == 2)
     follower.lease.show(View(epoch=2))
     assert (await asking).content == b"here: 2"
 
@@ -245,7 +258,7 @@ async def test_what_a_holder_took_and_never_answered_goes_to_the_next(follower: 
     async with leading(never) as stopped, leading(_echo) as url:
         follower.follow(stopped, 1)
         asking = asyncio.create_task(follower.http.post("/x", content=b"again"))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await taken.wait()
         follower.follow(url, 2)
         assert (await asking).content == b"again"
@@ -264,9 +277,7 @@ async def test_a_server_that_does_not_lead_says_so_and_the_request_waits(
     async with leading(not_here) as wrong, leading(_echo) as url:
         follower.follow(wrong, 1)
         asking = asyncio.create_task(follower.http.post("/x", content=b"1"))
-        async with asyncio.timeout(30):
-            while not asked:  # noqa: ASYNC110  # there is no event to wait for
-                await asyncio.sleep(0.01)
+        await until(lambda: asked)
         follower.follow(url, 2)
         assert (await asking).status_code == 207
 
@@ -278,10 +289,9 @@ async def test_a_request_that_was_passed_on_is_not_passed_on_again(follower: Fol
     assert answer.status_code == 503 and answer.headers["x-tinsmith-not-here"] == "1"
 
 
-async def test_when_nobody_leads_for_long_the_client_is_told_to_come_again(
-    follower: Follower,
-) -> None:
-    answer = await follower.http.post("/x", content=b"1")
+async def test_when_nobody_leads_for_long_the_client_is_told_to_come_again() -> None:
+    async with following(patience_seconds=0.5) as follower:
+        answer = await follower.http.post("/x", content=b"1")
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
     assert answer.json() == {"detail": "no server runs the engines now; send this again"}
 
@@ -331,7 +341,7 @@ async def test_the_holder_hears_when_a_client_goes_away(follower: Follower) -> N
     async with leading(held) as url:
         follower.follow(url)
         asking = asyncio.create_task(follower.http.post("/x", content=b"1"))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await taken.wait()
             asking.cancel()
             await gone.wait()
@@ -355,27 +365,33 @@ async def test_many_that_wait_for_a_dead_holder_cost_one_look_at_a_time(
     follower: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each trying by itself was 40,000 connections a second, while the lease ran out."""
-    tried = 0
+    tried: Counter[Any] = Counter()  # by each task: a request is one, and whoever looks for all
     connect = upstream._connect
 
     async def counted(url: str) -> upstream.Link:
-        nonlocal tried
-        tried += 1
+        tried[asyncio.current_task()] += 1
         return await connect(url)
+
+    async def some_looks() -> None:
+        seen = tried.total()
+        await until(lambda: tried.total() >= seen + 3)
 
     monkeypatch.setattr(upstream, "_connect", counted)
     async with leading(_echo) as gone:
         pass
     follower.follow(gone, 1)
     asking = [asyncio.create_task(follower.http.get(f"/{n}")) for n in range(50)]
-    await asyncio.sleep(0.45)
-    assert 50 <= tried <= 50 + 5, "each once, and then one for all"
-    newcomer = asyncio.create_task(follower.http.get("/late"))
-    await asyncio.sleep(0.05)
-    assert tried <= 50 + 6
+    await until(lambda: follower.num_requests == 50)
+    await some_looks()
+    before = set(tried)
+    asking.append(asyncio.create_task(follower.http.get("/late")))
+    await until(lambda: follower.num_requests == 51)
+    await some_looks()
+    assert set(tried) == before, "who comes later waits with the others"
+    assert sum(times > 1 for times in tried.values()) == 1, "each at most once, then one for all"
     async with leading(_echo) as url:
         follower.follow(url, 2)
-        answers = await asyncio.gather(*asking, newcomer)
+        answers = await asyncio.gather(*asking)
     assert {answer.status_code for answer in answers} == {207}
 
 
@@ -384,8 +400,7 @@ async def test_who_waits_for_a_dead_holder_hears_when_it_is_back(follower: Follo
         pass
     follower.follow(url)
     asking = asyncio.create_task(follower.http.get("/x"))
-    while not follower.lease.missed:  # noqa: ASYNC110  # there is no event to wait for
-        await asyncio.sleep(0.01)
+    await until(lambda: follower.lease.missed)
     assert set(follower.lease.missed) == {Holder(url, 1)}, "whoever keeps the lease is told"
     port = int(url.rpartition(":")[2])
     app = Starlette(routes=[Route("/{path:path}", _echo, methods=METHODS)])
@@ -397,39 +412,50 @@ async def test_who_waits_hears_when_a_late_renewal_makes_the_lease_certain_again
     follower: Follower,
 ) -> None:
     follower.lease.show(View(epoch=1))
-    while follower.replica.service is None:  # noqa: ASYNC110  # there is no event to wait for
-        await asyncio.sleep(0.01)
+    await until(lambda: follower.replica.service is not None)
     follower.lease.is_certain = False
     asking = asyncio.create_task(follower.http.post("/x", content=b"1"))
-    await asyncio.sleep(0.05)
+    await until(lambda: follower.num_requests == 1)
     follower.lease.is_certain = True
     assert (await asking).content == b"here: 1"
 
 
-async def test_a_server_that_stops_looks_for_nobody_any_more() -> None:
+async def test_a_server_that_stops_looks_for_nobody_any_more(follower: Follower) -> None:
     """The holder may be slow to refuse a connection; nobody waits for it then."""
-    leases: list[ScriptedLease] = []
+    asking = asyncio.create_task(follower.http.get("/x"))
 
-    def lease(on_change: Callable[[], None]) -> Any:
-        leases.append(ScriptedLease(on_change))
-        return leases[-1]
+    def looking() -> list[asyncio.Task[Any]]:
+        return [task for task in asyncio.all_tasks() if "Replica._look " in repr(task.get_coro())]
 
-    async def lead(epoch: int) -> Any:
-        raise AssertionError("nobody leads here")
+    await until(looking)
+    (look,) = looking()
+    follower.replica.begin_drain()
+    assert (await asking).status_code == 503
+    await follower.replica.stop()
+    assert look.done()
 
-    replica = Replica(lease, lead, Metrics(), 5.0, lambda: None)
-    before = asyncio.all_tasks()
-    async with listening(replica) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
-        asking = asyncio.create_task(http.get("/x"))
-        looking: list[asyncio.Task[Any]] = []
-        while not looking:
-            await asyncio.sleep(0.01)
-            new = asyncio.all_tasks() - before
-            looking = [task for task in new if "_look" in repr(task.get_coro())]
-        replica.begin_drain()
-        assert (await asking).status_code == 503
-        await replica.stop()
-        assert looking[0].done()
+
+async def test_a_connection_under_way_when_all_are_ended_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither kept open for later, nor sent what a suspended server would never answer."""
+    connect = upstream._connect
+    reached = upstream.Upstream()
+    made: list[upstream.Link] = []
+
+    async def dropped_meanwhile(url: str) -> upstream.Link:
+        made.append(await connect(url))
+        reached.drop()
+        return made[-1]
+
+    monkeypatch.setattr(upstream, "_connect", dropped_meanwhile)
+    async with leading(_echo) as url:
+        with pytest.raises(ConnectionError, match="given up"):
+            await reached.reach(url)
+        with pytest.raises(ConnectionError, match="given up"):
+            async with reached.link(url):
+                pass
+        assert [link.is_open for link in made] == [False, False]
 
 
 def test_a_connection_that_ended_before_the_request_is_an_error_of_the_connection() -> None:

@@ -103,11 +103,12 @@ class Upstream:
     def __init__(self) -> None:
         self._idle: dict[str, list[Link]] = {}
         self._busy: set[Link] = set()
+        self._num_drops = 0
 
     @contextlib.asynccontextmanager
     async def link(self, url: str) -> AsyncIterator[Link]:
         """A connection for one request. It is closed unless the answer was read to its end."""
-        link = self._waiting(url) or await _connect(url)
+        link = self._waiting(url) or await self._connect(url)
         self._busy.add(link)
         try:
             yield link
@@ -122,18 +123,28 @@ class Upstream:
 
     async def reach(self, url: str) -> None:
         """Make a connection, for whoever is next to ask; raises where none can be had."""
-        link = await _connect(url)
+        link = await self._connect(url)
         link.reuse()
         self._idle.setdefault(url, []).append(link)
 
     def drop(self, *, only_unanswered: bool = False) -> None:
-        """End the connections: requests on them get no answer any more, or not all of it."""
+        """End the connections: requests on them get no answer any more, or not all of it. Nor is
+        one used that is being made."""
+        self._num_drops += 1
         for link in list(self._busy):
             if not (only_unanswered and link.is_headed):
                 link.abort()
         for link in [each for idle in self._idle.values() for each in idle]:
             link.abort()
         self._idle.clear()
+
+    async def _connect(self, url: str) -> Link:
+        num_drops = self._num_drops
+        link = await _connect(url)
+        if num_drops != self._num_drops:
+            link.abort()
+            raise ConnectionError(f"the connection to {url} was given up")
+        return link
 
     def _waiting(self, url: str) -> Link | None:
         idle = self._idle.get(url, [])

@@ -1,0 +1,37 @@
+"""What the tests' own servers leave behind: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+
+from tests.support.listening import stop_listening
+
+
+@pytest.mark.parametrize("num_turns", range(7))
+async def test_who_connects_as_a_listener_stops_does_not_stay_connected(num_turns: int) -> None:
+    """asyncio alone forgets whom it accepted last: the first garbage collection complains of it,
+    in whichever test it comes."""
+    transports: list[asyncio.BaseTransport] = []
+
+    class Noted(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            transports.append(transport)
+
+    loop = asyncio.get_running_loop()
+    listener = await loop.create_server(Noted, "127.0.0.1", 0)
+    address = listener.sockets[0].getsockname()
+    stopping = asyncio.create_task(stop_listening(listener))
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    with socket.socket() as stranger, contextlib.suppress(ConnectionError):
+        stranger.settimeout(30)
+        stranger.connect(address)
+        await stopping
+        for transport in transports:
+            transport.close()
+        assert await asyncio.to_thread(stranger.recv, 1) == b""
+    await stopping
