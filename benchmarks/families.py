@@ -30,12 +30,12 @@ from sampling import Generate, Side
 from shapes import SHAPES
 from tinsmith.engine.local.config import BaseWeights, LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder, build
-from tinsmith.engine.local.model.families import read_config
 from tinsmith.engine.local.model.foreign.building import transformers_config
 from tinsmith.engine.local.model.foreign.decoder import ForeignDecoder
 from tinsmith.engine.local.model.foreign.describing import read_foreign_config
 from tinsmith.engine.local.model.lora import AdapterPool
 from tinsmith.engine.local.model.rope import UnsupportedModelError
+from tinsmith.engine.local.model.settings import read_config
 from tinsmith.engine.local.sample.kvcache import CacheShape
 from trainers import RANK, Ours, Peft, RandomWeights, make_data
 from training import make_case, peaks_on_cuda

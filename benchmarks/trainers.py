@@ -19,8 +19,8 @@ import torch
 from tinsmith.engine.base import Pass
 from tinsmith.engine.local.config import EMBEDDED_SOURCE, LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder, build
-from tinsmith.engine.local.model.families import read_config
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool
+from tinsmith.engine.local.model.settings import read_config
 from tinsmith.engine.local.model.sources import model_folder
 from tinsmith.engine.local.train.adamw import adamw_step
 from tinsmith.engine.local.train.passes import run_passes

@@ -17,7 +17,7 @@ import torch
 from tests.support import apple_device
 from tests.support.tiny_families import TINY_FAMILIES, save_tiny
 from tinsmith.engine.base import Pass, SampleJob, Shaping, Step
-from tinsmith.engine.local.boundary.worker import Later
+from tinsmith.engine.local.boundary.core import Later
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
 from tinsmith.engine.local.model.recurrent.recurrence import decays

@@ -33,7 +33,7 @@ from tinsmith.engine.base import (
     Step,
     TokensSampled,
 )
-from tinsmith.engine.local.boundary.worker import Later
+from tinsmith.engine.local.boundary.core import Later
 from tinsmith.types import ForwardBackwardOutput, LoraConfig, SampledSequence, SampleResponse
 
 PART_SECONDS = 5.0

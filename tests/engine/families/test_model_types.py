@@ -15,7 +15,7 @@ from tests.engine.families.test_families import FAMILIES
 from tests.support.tiny_families import save_tiny
 from tests.support.tiny_vision import save_tiny_vision
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.model import base_models, checking, families
+from tinsmith.engine.local.model import base_models, checking, settings
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.checking import check_model
 from tinsmith.engine.local.model.images.settings import SEEING_TYPES
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 def test_every_type_of_the_table_is_tested_and_no_tested_one_is_missing() -> None:
     table = {each.name: each for each in MODEL_TYPES}
     own = [name for name, each in table.items() if each.runs_on == "decoder"]
-    assert [name for name in own if name not in SEEING_TYPES] == list(families.FAMILIES)
+    assert [name for name in own if name not in SEEING_TYPES] == list(settings.FAMILIES)
     assert set(table) == {*own, *FAMILIES, *SEEING_TYPES}
     assert {name for name in FAMILIES if "test_families" not in table[name].test} == set()
     assert all((ROOT / each.test).is_file() for each in MODEL_TYPES)

@@ -16,7 +16,8 @@ import torch
 from tinsmith.engine.local.model import pointwise
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
 from tinsmith.engine.local.model.rope import Rotation
-from tinsmith.engine.local.sample.cached_attention import CachedAttention, Rows
+from tinsmith.engine.local.sample.cached_attention import CachedAttention
+from tinsmith.engine.local.sample.cached_rows import Rows
 from tinsmith.engine.local.sample.kvcache import BlockTable, CacheShape, KVCache
 from tinsmith.engine.local.sample.prefixes import NOTHING
 

@@ -18,9 +18,9 @@ from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model.experts.products import Batch, Down, Up
 from tinsmith.engine.local.model.experts.routing import Routing
 from tinsmith.engine.local.model.experts.weights import ExpertWeights
-from tinsmith.engine.local.model.families import decoder_config
 from tinsmith.engine.local.model.lora import AdapterPool, AdapterSegments, GradientBuffer
 from tinsmith.engine.local.model.quantized import QuantizedStack
+from tinsmith.engine.local.model.settings import decoder_config
 from tinsmith.types import LoraConfig
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.families import decoder_config
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.rope import UnsupportedModelError
+from tinsmith.engine.local.model.settings import decoder_config
 from tinsmith.errors import EngineError
 
 TOLERANCE = 1e-5

@@ -22,11 +22,12 @@ from tinsmith.engine.local.model import verification
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.experts.router import Router
 from tinsmith.engine.local.model.experts.routing import Routing, TokenAdapters
-from tinsmith.engine.local.model.families import DecoderConfig, read_config
+from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.foreign.config import is_foreign
 from tinsmith.engine.local.model.foreign.describing import read_foreign_config
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool
 from tinsmith.engine.local.model.rope import UnsupportedModelError
+from tinsmith.engine.local.model.settings import read_config
 from tinsmith.errors import EngineError
 from tinsmith.types import LoraConfig
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from tests.engine.conftest import build_reference
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
-from tinsmith.engine.local.model import families, verification
+from tinsmith.engine.local.model import settings, verification
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.families import read_config
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.rope import Rope
+from tinsmith.engine.local.model.settings import read_config
 from tinsmith.errors import EngineError
 from tinsmith.types import LoraConfig
 
@@ -279,7 +279,7 @@ def test_a_window_larger_than_what_is_compared_is_compared_all_the_same(
 ) -> None:
     """As if Llamas had windows in our reading, and in that of transformers' settings."""
     folder = respelled("llama", {**KINDS, "sliding_window": 100})
-    for module in (families, verification):
+    for module in (settings, verification):
         monkeypatch.setattr(module, "BY_LAYER_TYPES", ("llama",))
     monkeypatch.setattr(verification, "NEVER_SLIDING", ())
     config = read_config(folder)

@@ -31,7 +31,7 @@ from tinsmith.engine.base import (
     SampleJob,
     Step,
 )
-from tinsmith.engine.local.boundary.worker import Later
+from tinsmith.engine.local.boundary.core import Later
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
 from tinsmith.engine.local.engine import LocalEngine

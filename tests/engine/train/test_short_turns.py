@@ -11,7 +11,7 @@ import pytest
 
 from tinsmith.engine.base import Pass, SampleJob
 from tinsmith.engine.local.boundary.company import REMEMBERED_BATCHES
-from tinsmith.engine.local.boundary.worker import PassResults
+from tinsmith.engine.local.boundary.core import PassResults
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
 from tinsmith.engine.local.train import batch_limits

@@ -26,8 +26,9 @@ from gguf.quants import quant_shape_to_byte_shape, quantize
 
 from tinsmith.cli.progress import Tell
 from tinsmith.cli.weights import gguf_tokenizer, k_quants
-from tinsmith.engine.local.model.families import DecoderConfig, read_config
+from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.rope import Rope
+from tinsmith.engine.local.model.settings import read_config
 from tinsmith.engine.stored_tensors import Array, Stored, stored_tensors, weight_files
 from tinsmith.errors import ValidationError
 

@@ -42,7 +42,7 @@ from tinsmith.engine.grammar import Tokens
 from tinsmith.engine.local import device_memory, progress
 from tinsmith.engine.local.adapter_files import checkpoints
 from tinsmith.engine.local.boundary.company import Company
-from tinsmith.engine.local.boundary.worker import Later, PassResults
+from tinsmith.engine.local.boundary.core import Later, PassResults
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.memory_plan import MemoryPlan, plan_memory
 from tinsmith.engine.local.model.base_models import BaseModels, device_of, dtype_of

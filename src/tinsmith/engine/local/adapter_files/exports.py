@@ -20,8 +20,8 @@ from tinsmith.engine.adapter_names import CONFIG, PREFIX, WEIGHTS
 from tinsmith.engine.local.adapter_files.peft_config import read_json
 from tinsmith.engine.local.adapter_files.tensor_files import read_tensors
 from tinsmith.engine.local.model.experts.foreign import Experts
-from tinsmith.engine.local.model.families import read_config
 from tinsmith.engine.local.model.images.settings import model_class, read_image_rules
+from tinsmith.engine.local.model.settings import read_config
 from tinsmith.engine.local.model.sources import quiet_transformers
 from tinsmith.engine.stored_tensors import num_elements, stored_tensors, weight_files
 from tinsmith.errors import ValidationError

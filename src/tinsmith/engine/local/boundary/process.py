@@ -29,9 +29,10 @@ from pathlib import Path
 
 from tinsmith.engine.local import progress
 from tinsmith.engine.local.boundary import frames
+from tinsmith.engine.local.boundary.core import Core
 from tinsmith.engine.local.boundary.garbage import Garbage
 from tinsmith.engine.local.boundary.messages import Reply, Result, Start, Trouble
-from tinsmith.engine.local.boundary.worker import Core, Incoming, Worker, describe
+from tinsmith.engine.local.boundary.worker import Incoming, Worker, describe
 from tinsmith.errors import EngineError
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import torch
 from tinsmith.engine.base import BaseModelInfo
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.families import DecoderConfig, read_config, with_images
+from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.foreign.config import ForeignConfig
 from tinsmith.engine.local.model.foreign.decoder import load_foreign
 from tinsmith.engine.local.model.foreign.describing import read_foreign_config
@@ -27,6 +27,7 @@ from tinsmith.engine.local.model.images.settings import read_image_rules
 from tinsmith.engine.local.model.images.tower import load_tower
 from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.rope import UnsupportedModelError
+from tinsmith.engine.local.model.settings import read_config, with_images
 from tinsmith.engine.local.model.sources import Progress, model_folder, no_progress, weights_nbytes
 from tinsmith.engine.local.model.verification import verify
 from tinsmith.engine.local.ranks.group import ALONE, Ranks

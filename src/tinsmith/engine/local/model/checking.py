@@ -11,12 +11,13 @@ import torch
 
 from tinsmith.engine.local.config import BITS, LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels, device_of, dtype_of
-from tinsmith.engine.local.model.families import DecoderConfig, read_settings
+from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.foreign.config import ForeignConfig, is_foreign
 from tinsmith.engine.local.model.foreign.trial import try_settings
 from tinsmith.engine.local.model.lora import Layout
 from tinsmith.engine.local.model.model_types import Path as RunsOn
 from tinsmith.engine.local.model.packed_files.conversion import PackedFiles
+from tinsmith.engine.local.model.settings import read_settings
 from tinsmith.engine.local.model.sources import full_tensors, weights_nbytes
 from tinsmith.engine.local.ranks.models import why_not
 from tinsmith.engine.local.sample.kvcache import CacheShape

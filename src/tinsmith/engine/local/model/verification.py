@@ -25,15 +25,15 @@ import torch
 
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.families import (
+from tinsmith.engine.local.model.families import DecoderConfig
+from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.model.model_types import Path as RunsOn
+from tinsmith.engine.local.model.settings import (
     BY_LAYER_TYPES,
     NEVER_SLIDING,
-    DecoderConfig,
     read_config,
     read_settings,
 )
-from tinsmith.engine.local.model.lora import AdapterSegments
-from tinsmith.engine.local.model.model_types import Path as RunsOn
 from tinsmith.engine.local.model.sources import quiet_transformers
 from tinsmith.engine.stored_tensors import Entry, encode_header, stored_tensors, weight_files
 from tinsmith.errors import EngineError

@@ -29,7 +29,7 @@ from tinsmith.engine.base import (
     TokensSampled,
 )
 from tinsmith.engine.calls import CALLS
-from tinsmith.engine.local.boundary.worker import PassResults
+from tinsmith.engine.local.boundary.core import PassResults
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
 from tinsmith.engine.local.model.base_models import device_of

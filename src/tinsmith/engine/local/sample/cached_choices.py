@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tinsmith.engine.local.sample.cached_attention import Rows
+    from tinsmith.engine.local.sample.cached_rows import Rows
 
 
 class CachedChoices:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tinsmith.engine.local.model.recurrent.recurrence import Walk
 
 if TYPE_CHECKING:
-    from tinsmith.engine.local.sample.cached_attention import Rows
+    from tinsmith.engine.local.sample.cached_rows import Rows
 
 
 class CachedStates:

@@ -18,8 +18,9 @@ from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.inputs import Seen
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments
 from tinsmith.engine.local.model.stacked_adapters import AdapterStacks
-from tinsmith.engine.local.sample.cached_attention import CachedAttention, Rows
+from tinsmith.engine.local.sample.cached_attention import CachedAttention
 from tinsmith.engine.local.sample.cached_choices import CachedChoices
+from tinsmith.engine.local.sample.cached_rows import Rows
 from tinsmith.engine.local.sample.next_tokens import NextToken, next_tokens
 from tinsmith.engine.local.sample.sequences import Prefill, Request, Sequence
 from tinsmith.errors import ValidationError

@@ -8,9 +8,6 @@ from typing import Any
 import torch
 
 from tinsmith.engine.images import ImageRules
-from tinsmith.engine.local.model.families import (
-    read_settings,
-)
 from tinsmith.engine.local.model.foreign.calls import (
     ATTENTION_NAME,
     attention_function,
@@ -18,6 +15,7 @@ from tinsmith.engine.local.model.foreign.calls import (
     replace_recurrent_layers,
 )
 from tinsmith.engine.local.model.images.settings import model_class
+from tinsmith.engine.local.model.settings import read_settings
 
 
 def build_empty(folder: Path, images: ImageRules | None) -> Any:

@@ -21,10 +21,7 @@ from tinsmith.engine.local.model.adapted_linear import lora_linear
 from tinsmith.engine.local.model.blocks import Attention
 from tinsmith.engine.local.model.experts.foreign import Experts, is_experts
 from tinsmith.engine.local.model.experts.steering import Steering
-from tinsmith.engine.local.model.families import (
-    AttentionSpec,
-    Projection,
-)
+from tinsmith.engine.local.model.families import AttentionSpec, Projection
 from tinsmith.engine.local.model.foreign.config import ForeignConfig
 from tinsmith.engine.local.model.foreign.routers import ForeignRouters, ShareRule
 from tinsmith.engine.local.model.linear import Linear

@@ -13,11 +13,7 @@ import torch
 from torch import nn
 
 from tinsmith.engine.local.model.experts.foreign import Experts, is_experts
-from tinsmith.engine.local.model.families import (
-    Part,
-    Projection,
-    read_settings,
-)
+from tinsmith.engine.local.model.families import Part, Projection
 from tinsmith.engine.local.model.foreign.building import build_empty, text_model
 from tinsmith.engine.local.model.foreign.calls import ProbeCall, calling
 from tinsmith.engine.local.model.foreign.config import ForeignConfig
@@ -27,6 +23,7 @@ from tinsmith.engine.local.model.model_types import nearest_type, needed_transfo
 from tinsmith.engine.local.model.recurrent.layers import recurrent_layer
 from tinsmith.engine.local.model.recurrent.recurrence import StateShape
 from tinsmith.engine.local.model.rope import UnsupportedModelError
+from tinsmith.engine.local.model.settings import read_settings
 
 _PROBE_TOKENS = 8
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.engine.images import ImageRules
-from tinsmith.engine.local.model.families import read_settings
 from tinsmith.engine.local.model.model_types import needed_transformers
 from tinsmith.engine.local.model.rope import UnsupportedModelError
+from tinsmith.engine.local.model.settings import read_settings
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from tinsmith.engine.local.model.families import read_settings
 from tinsmith.engine.local.model.packed_files.layouts import (
     Packed,
     is_of_activations,
@@ -26,6 +25,7 @@ from tinsmith.engine.local.model.packed_files.layouts import (
     packed_weights,
     quantization_of,
 )
+from tinsmith.engine.local.model.settings import read_settings
 from tinsmith.engine.stored_tensors import (
     INDEX,
     Entry,

@@ -1,0 +1,466 @@
+"""From a model folder's `config.json` to the few numbers our decoder needs (`families`).
+
+Every spelling of the settings that `transformers` has used is read. An architecture that is not
+listed, or a setting that the decoder does not know, is refused by name: a model that is almost
+right is worse than none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tinsmith.engine.images import ImageRules
+from tinsmith.engine.local.model.families import (
+    AttentionSpec,
+    DecoderConfig,
+    DeltaSpec,
+    ExpertsSpec,
+)
+from tinsmith.engine.local.model.pointwise import Activation
+from tinsmith.engine.local.model.projections import projections_of
+from tinsmith.engine.local.model.rope import UnsupportedModelError, read_rope
+from tinsmith.errors import EngineError
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """The decoder's configuration for the model in `folder`."""
+    settings = read_settings(folder / "config.json")
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        eos = read_settings(generation).get("eos_token_id")
+        if eos is not None:
+            settings = {**settings, "eos_token_id": eos}
+    try:
+        return decoder_config(settings)
+    except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
+        # A file from anywhere: null, text or a list may stand where a number is meant.
+        raise EngineError(f"config.json has a setting of the wrong kind: {error}") from error
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A model folder's JSON file of settings."""
+    try:
+        settings = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise EngineError(f"no model in {path.parent}: it has no {path.name}") from error
+    except (ValueError, RecursionError) as error:
+        raise EngineError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise EngineError(f"{path} must hold a JSON object")
+    return settings
+
+
+def decoder_config(settings: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder's configuration from the content of a `config.json`.
+
+    A model that also sees images keeps its language part under `text_config`. Of some of these
+    `transformers` has a class for the language part alone, which has other names.
+    """
+    nested = settings.get("text_config")
+    root = "model."
+    if isinstance(nested, Mapping):
+        if nested.get("model_type") not in _OF_DELTA_RULE:
+            root = "model.language_model."
+        inherited = {name: settings[name] for name in _INHERITED if name in settings}
+        settings = {**inherited, **nested}
+    family = str(settings.get("model_type"))
+    if family not in _DEFAULTS:
+        raise UnsupportedModelError(
+            f"model type {family!r} is not one the decoder knows; known: {', '.join(FAMILIES)}"
+        )
+    given = {
+        name: value
+        for name, value in settings.items()
+        if (value is not None or name in _NONE_HAS_MEANING)
+        and family in _READ_BY.get(name, FAMILIES)
+    }
+    values = {**_DEFAULTS[family], **given}
+    config = _Reader(family, values).config()
+    return replace(config, projections=projections_of(config, root))
+
+
+def with_images(config: DecoderConfig, rules: ImageRules) -> DecoderConfig:
+    """A model of `transformers`' class for the language part alone, as the whole that also reads
+    images: there its modules have other names."""
+    projections = tuple(
+        replace(
+            each,
+            modules=tuple(
+                re.sub(r"^model\.(?=layers\.)", "model.language_model.", name)
+                for name in each.modules
+            ),
+        )
+        for each in config.projections
+    )
+    return replace(config, images=rules, projections=projections)
+
+
+_INHERITED = ("eos_token_id", "tie_word_embeddings", "architectures")
+_NONE_HAS_MEANING = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
+
+_GEMMAS = ("gemma2", "gemma3_text")
+_OF_DELTA_RULE = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
+"""Families most of whose layers are recurrent."""
+
+_QWENS_OF_EXPERTS = ("qwen3_moe", "qwen2_moe")
+
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "attn_logit_softcapping": ("gemma2",),
+    "query_pre_attn_scalar": _GEMMAS,
+    "hidden_activation": _GEMMAS,
+    "use_bidirectional_attention": _GEMMAS,
+    "attention_bias": ("llama", "qwen3", "qwen3_moe", "olmoe", *_GEMMAS, *_OF_DELTA_RULE),
+    "mlp_bias": ("llama",),
+    "clip_qkv": ("olmoe",),
+    "norm_topk_prob": (*_QWENS_OF_EXPERTS, "qwen3_next", "olmoe"),
+    "decoder_sparse_step": (*_QWENS_OF_EXPERTS, "qwen3_next"),
+    "mlp_only_layers": (*_QWENS_OF_EXPERTS, "qwen3_next"),
+}
+"""Settings that only some families look at; in the files of others they mean nothing."""
+
+_GEMMA: dict[str, Any] = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+
+_QWEN: dict[str, Any] = {"sliding_window": 4096, "use_sliding_window": False}
+
+_DELTA_RULE: dict[str, Any] = {
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.25,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+
+# What `transformers` assumes where a file leaves a setting out, as far as released models do.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 10_000.0, "max_position_embeddings": 2048},
+    "mistral": {
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+        "num_key_value_heads": 8,
+    },
+    "qwen2": {**_QWEN, "rope_theta": 10_000.0, "max_position_embeddings": 32_768},
+    "qwen3": {**_QWEN, "rope_theta": 10_000.0, "max_position_embeddings": 32_768, "head_dim": 128},
+    "gemma2": {
+        **_GEMMA,
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        **_GEMMA,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262_208,
+        "sliding_window_pattern": 6,
+    },
+    "qwen3_5_text": {
+        **_DELTA_RULE,
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 4,
+    },
+    "qwen3_moe": {
+        **_QWEN,
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "qwen2_moe": {
+        **_QWEN,
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "qkv_bias": True,
+    },
+    "mixtral": {
+        "rope_theta": 1_000_000.0,
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
+    "qwen3_next": {
+        **_DELTA_RULE,
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 2,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    "qwen3_5_moe_text": {
+        **_DELTA_RULE,
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 2,
+        "intermediate_size": 0,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+}
+
+FAMILIES = tuple(_DEFAULTS)
+
+_WITH_QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text", "olmoe", *_OF_DELTA_RULE)
+
+_NO_O_BIAS = ("qwen2", "qwen2_moe", "mixtral")
+
+_WITH_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
+_EXPERTS = ("qwen3_moe", "mixtral", "olmoe", *_WITH_SHARED_EXPERT)
+
+_INNER_SIZE = dict.fromkeys(("qwen3_moe", *_WITH_SHARED_EXPERT), "moe_intermediate_size")
+"""What an expert's inner columns are called, where it is not as of an MLP."""
+
+BY_LAYER_TYPES = (
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "gemma2",
+    "gemma3_text",
+    *_OF_DELTA_RULE,
+)
+"""Families whose layers are what `layer_types` says, where it is there; the others do not look at
+it. `transformers` takes a Mistral that has it for a Ministral."""
+
+NEVER_SLIDING = ("llama", "olmoe")
+"""Families that do not look at `sliding_window` either."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """One file's settings, and what they mean in its family."""
+
+    family: str
+    values: Mapping[str, Any]
+
+    def config(self) -> DecoderConfig:
+        values = self.values
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+            if name not in values:
+                raise EngineError(f"config.json of a {self.family} model has no {name!r}")
+        hidden = int(values["hidden_size"])
+        heads = int(values["num_attention_heads"])
+        is_gemma = self.family.startswith("gemma")
+        is_recurrent = self.family in _OF_DELTA_RULE
+        attention_bias = bool(values.get("attention_bias", False))
+        if values.get("use_bidirectional_attention"):
+            raise UnsupportedModelError("use_bidirectional_attention is not supported")
+        if values.get("clip_qkv") is not None:
+            raise UnsupportedModelError(
+                "bounds of queries, keys and values (clip_qkv) are not known"
+            )
+        eos = values.get("eos_token_id")
+        delta = self._delta() if is_recurrent else None
+        recurring = tuple(
+            layer for layer, kind in enumerate(self._layer_kinds()) if kind == _RECURRENT
+        )
+        return DecoderConfig(
+            architecture=self._architecture(),
+            vocab_size=int(values["vocab_size"]),
+            hidden_size=hidden,
+            intermediate_size=int(values["intermediate_size"]),
+            num_heads=heads,
+            num_kv_heads=int(values.get("num_key_value_heads", heads)),
+            head_dim=self._head_dim(),
+            max_context_length=int(values["max_position_embeddings"]),
+            norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+            layers=tuple(self._layers()),
+            recurring=recurring,
+            delta=delta,
+            state=delta.state(len(recurring)) if delta is not None and recurring else None,
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            activation=self._activation(),
+            norm_weight_offset=1.0 if is_gemma or is_recurrent else 0.0,
+            has_post_norms=is_gemma,
+            has_qk_norm=self.family in _WITH_QK_NORM,
+            has_wide_qk_norm=self.family == "olmoe",
+            has_output_gate=is_recurrent,
+            has_qkv_bias=self._has_qkv_bias(attention_bias),
+            has_o_bias=self.family not in _NO_O_BIAS and attention_bias,
+            has_mlp_bias=bool(values.get("mlp_bias", False)),
+            is_tied=bool(values.get("tie_word_embeddings", False)),
+            embedding_scale=math.sqrt(hidden) if is_gemma else 1.0,
+            final_softcap=values.get("final_logit_softcapping") if is_gemma else None,
+            experts=self._experts() if self.family in _EXPERTS else None,
+        )
+
+    def _delta(self) -> DeltaSpec:
+        values = self.values
+        if (activation := values.get("hidden_act", "silu")) != "silu":
+            raise UnsupportedModelError(
+                f"linear attention with the hidden_act {activation!r} is not known; known: silu"
+            )
+        spec = DeltaSpec(
+            num_key_heads=int(values["linear_num_key_heads"]),
+            num_value_heads=int(values["linear_num_value_heads"]),
+            key_dim=int(values["linear_key_head_dim"]),
+            value_dim=int(values["linear_value_head_dim"]),
+            taps=int(values["linear_conv_kernel_dim"]),
+            is_interleaved=self.family == "qwen3_next",
+        )
+        if spec.num_value_heads % spec.num_key_heads:
+            raise EngineError(
+                f"config.json has {spec.num_value_heads} for linear_num_value_heads, which its "
+                f"linear_num_key_heads, {spec.num_key_heads}, do not divide"
+            )
+        return spec
+
+    def _has_qkv_bias(self, attention_bias: bool) -> bool:
+        match self.family:
+            case "qwen2":
+                return True
+            case "qwen2_moe":
+                return bool(self.values["qkv_bias"])
+            case "mixtral":
+                return False
+        return attention_bias
+
+    def _experts(self) -> ExpertsSpec | None:
+        values = self.values
+        # Two names of one setting; of Qwen3-MoE `transformers` writes the one and reads both.
+        names = ("num_local_experts", "num_experts")
+        num_experts = next(int(values[name]) for name in names if name in values)
+        dense, step = values.get("mlp_only_layers", ()), int(values.get("decoder_sparse_step", 1))
+        layers = frozenset(
+            layer
+            for layer in range(int(values["num_hidden_layers"]))
+            if layer not in dense and (layer + 1) % step == 0
+        )
+        if not num_experts or not layers:
+            return None
+        spec = ExpertsSpec(
+            num_experts=num_experts,
+            per_token=int(values["num_experts_per_tok"]),
+            inner_size=int(values[_INNER_SIZE.get(self.family, "intermediate_size")]),
+            is_normalized=bool(values.get("norm_topk_prob", False)),
+            layers=layers,
+        )
+        if self.family in _WITH_SHARED_EXPERT:
+            return replace(spec, shared_size=int(values["shared_expert_intermediate_size"]))
+        if self.family == "mixtral":
+            return replace(spec, stored_in="block_sparse_moe", stored_as=("w1", "w3", "w2"))
+        return spec
+
+    def _architecture(self) -> str:
+        named = self.values.get("architectures")
+        return str(named[0]) if named else self.family
+
+    def _head_dim(self) -> int:
+        shared = int(self.values["hidden_size"]) // int(self.values["num_attention_heads"])
+        return int(self.values.get("head_dim", shared))
+
+    def _activation(self) -> Activation:
+        name = self.values.get("hidden_activation") or self.values.get("hidden_act", "silu")
+        if name == "silu":
+            return "silu"
+        if name == "gelu_pytorch_tanh":
+            return "gelu_tanh"
+        raise UnsupportedModelError(
+            f"the activation {name!r} (hidden_act) is not known; known: silu, gelu_pytorch_tanh"
+        )
+
+    def _layers(self) -> Iterator[AttentionSpec]:
+        scale_of = float(self.values.get("query_pre_attn_scalar", self._head_dim()))
+        softcap = self.values.get("attn_logit_softcapping")
+        for kind in self._layer_kinds():
+            if kind == _RECURRENT:
+                continue
+            is_sliding = kind == "sliding_attention"
+            yield AttentionSpec(
+                scale=scale_of**-0.5,
+                rope=read_rope(self.family, self.values, self._head_dim(), kind),
+                softcap=float(softcap) if softcap is not None else None,
+                window=self._window() if is_sliding else None,
+            )
+
+    def _window(self) -> int:
+        """Of a layer that slides."""
+        window = self.values.get("sliding_window")
+        if window is None or not self.values.get("use_sliding_window", True):
+            raise EngineError(
+                "config.json has layers of sliding attention and no window for them: see "
+                "layer_types, sliding_window and use_sliding_window"
+            )
+        return int(window)
+
+    def _layer_kinds(self) -> list[str]:
+        """Of each layer, as `layer_types` has them."""
+        values = self.values
+        count = int(values["num_hidden_layers"])
+        kinds = values.get("layer_types") if self.family in BY_LAYER_TYPES else None
+        other = _RECURRENT if self.family in _OF_DELTA_RULE else "sliding_attention"
+        if kinds is None and other == _RECURRENT:
+            interval = int(values["full_attention_interval"])
+            kinds = [
+                other if (layer + 1) % interval else "full_attention" for layer in range(count)
+            ]
+        elif kinds is None:
+            kinds = [other if self._slides(layer) else "full_attention" for layer in range(count)]
+        if len(kinds) != count or not set(kinds) <= {"full_attention", other}:
+            raise UnsupportedModelError(f"layer_types {kinds} do not describe {count} known layers")
+        if set(kinds) == {_RECURRENT}:
+            raise UnsupportedModelError("none of its layers attends (layer_types)")
+        return list(kinds)
+
+    def _slides(self, layer: int) -> bool:
+        values = self.values
+        if self.family in ("mistral", "mixtral"):
+            return values.get("sliding_window") is not None
+        if self.family == "qwen3_moe":
+            return bool(values["use_sliding_window"]) and values["sliding_window"] is not None
+        if self.family == "qwen2_moe":
+            is_early = layer < int(values.get("max_window_layers", 28))
+            return bool(values["use_sliding_window"]) and is_early and layer % 2 == 0
+        if self.family in ("qwen2", "qwen3"):
+            is_late = layer >= int(values.get("max_window_layers", 28))
+            has_window = values["sliding_window"] is not None
+            return bool(values["use_sliding_window"]) and has_window and is_late
+        if self.family == "gemma2":
+            return layer % 2 == 0
+        if self.family == "gemma3_text":
+            return (layer + 1) % int(values["sliding_window_pattern"]) != 0
+        return False
+
+
+_RECURRENT = "linear_attention"
