@@ -22,7 +22,7 @@ from tinsmith.engine.local.model.recurrent import delta_mixer
 from tinsmith.engine.local.model.recurrent.delta_rule import DeltaWeights
 from tinsmith.engine.local.model.recurrent.recurrence import FreshStates
 from tinsmith.engine.local.train import passes as training
-from tinsmith.engine.local.train.batch_limits import MOST_KEPT
+from tinsmith.engine.local.train.batch_limits import MOST_KEPT, BatchLimits
 from tinsmith.types import Datum, ForwardBackwardOutput, ModelInput
 
 CONFIG = LocalEngineConfig(device="cpu", micro_batch_tokens=200)
@@ -172,8 +172,9 @@ def test_a_sequence_beyond_the_memory_for_passes_does_not_keep_activations(
     room = int(50 * tiny_decoder.kept_bytes_a_token / MOST_KEPT) + 1
     is_kept = watch_layers(monkeypatch)
     passes = passes_of(a=[datum(50, 1), datum(51, 2)])
+    limits = BatchLimits.of(EXACT, tiny_decoder, room)
     results = training.run_passes(
-        passes, {"a": new_adapter(tiny_decoder)}, tiny_decoder, EXACT, pass_bytes=room
+        passes, {"a": new_adapter(tiny_decoder)}, tiny_decoder, EXACT, limits
     )
     assert [type(p.result) for p in results if p] == [ForwardBackwardOutput]
     assert is_kept == [True, False]
@@ -189,7 +190,7 @@ def test_what_fits_nowhere_is_refused_with_the_numbers(
         {"a": new_adapter(tiny_decoder)},
         tiny_decoder,
         CONFIG,
-        pass_bytes=3 * 2**30,
+        BatchLimits.of(CONFIG, tiny_decoder, 3 * 2**30),
     )
     (failure,) = [p.result for p in results if p]
     assert isinstance(failure, Failure)

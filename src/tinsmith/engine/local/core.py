@@ -56,6 +56,7 @@ from tinsmith.engine.local.ranks.adapters import adapter_pool
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
 from tinsmith.engine.local.sample.generation import Generator
 from tinsmith.engine.local.train.adamw import adamw_step
+from tinsmith.engine.local.train.batch_limits import BatchLimits
 from tinsmith.engine.local.train.passes import run_passes
 from tinsmith.errors import EngineError, ValidationError
 from tinsmith.memory import process_bytes
@@ -217,13 +218,9 @@ class EngineCore:
 
         with self._passing(), self._models.use(base_model) as decoder:
             yield from refused
+            limits = BatchLimits.of(self._config, decoder, self._planned().pass_bytes)
             for finished in run_passes(
-                passes,
-                self._adapters,
-                decoder,
-                self._config,
-                is_shared=is_shared,
-                pass_bytes=self._planned().pass_bytes,
+                passes, self._adapters, decoder, self._config, limits, is_shared=is_shared
             ):
                 if self._device.type == "cuda" and self.is_sampling:
                     # Turns go by time, and kernels still in the queue have not taken theirs.

@@ -43,11 +43,21 @@ class BatchLimits:
     kept_tokens: int | None
     """Most tokens whose activations are kept for the backward pass, where there is a limit."""
 
+    pass_bytes: int | None
+    """The memory for passes, where it was planned."""
+
+    are_reduced: bool
+    """Whether memory ran out before."""
+
     @classmethod
     def of(
-        cls, config: LocalEngineConfig, decoder: Decoder, pass_bytes: int | None = None
+        cls,
+        config: LocalEngineConfig,
+        decoder: Decoder,
+        pass_bytes: int | None = None,
+        max_tokens: int | None = None,
     ) -> BatchLimits:
-        """`pass_bytes` is the memory for passes, where it was planned."""
+        """`max_tokens` is given when memory ran out before: a micro-batch holds no more then."""
         is_cuda = decoder.device.type == "cuda"
         logits_bytes = config.logits_bytes or (2**31 if is_cuda else 2**28)
         logits_rows = max(1, logits_bytes // (4 * decoder.config.vocab_size))
@@ -59,13 +69,15 @@ class BatchLimits:
             score_rows = max(logits_rows, min(4 * logits_bytes, unused // 4) // row_bytes)
         kept = _kept_tokens(decoder, pass_bytes)
         usual = 16_384 if kept is None else max(1, min(kept, 16_384))
-        fixed = config.micro_batch_tokens or (usual if is_cuda else None)
+        fixed = max_tokens or config.micro_batch_tokens or (usual if is_cuda else None)
         return cls(
             batch_tokens=fixed or _cpu_tokens(decoder),
             shared_tokens=fixed or _cpu_tokens(decoder) // SHARED_PART,
             logits_rows=logits_rows,
             score_rows=score_rows,
             kept_tokens=0 if config.checkpoint_layers else kept,
+            pass_bytes=pass_bytes,
+            are_reduced=max_tokens is not None,
         )
 
     def keeps(self, num_tokens: int) -> bool:

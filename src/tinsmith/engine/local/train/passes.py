@@ -45,10 +45,9 @@ def run_passes(
     adapters: Mapping[str, Adapter],
     decoder: Decoder,
     config: LocalEngineConfig,
-    max_tokens: int | None = None,
+    limits: BatchLimits | None = None,
     *,
     is_shared: Callable[[], bool] = lambda: False,
-    pass_bytes: int | None = None,
 ) -> Iterator[FinishedPass | None]:
     """Run passes of adapters on `decoder`; yield each as it is finished.
 
@@ -57,12 +56,12 @@ def run_passes(
 
     Gradients of a pass are in its adapter's `grad` when its result comes out. In deterministic
     mode they are added datum by datum, so that cutting a pass into several changes no bit.
-    `max_tokens` is given when memory ran out before: a micro-batch then holds no more than that.
-    `is_shared` says whether others may wait for the end of a micro-batch, which is short then.
-    `pass_bytes` is the memory that was planned for passes.
+    Without `limits` they are as if no memory were planned. `is_shared` says whether others may wait
+    for the end of a micro-batch, which is short then.
     """
+    limits = limits or BatchLimits.of(config, decoder)
     progress = {index: PassProgress(p, adapters[p.adapter_id]) for index, p in enumerate(passes)}
-    yield from _finished(progress, adapters, decoder, config, pass_bytes)
+    yield from _finished(progress, adapters, decoder, config, limits)
     items = [
         Item(
             index,
@@ -75,10 +74,9 @@ def run_passes(
         for index, p in enumerate(passes)
         for number, datum in enumerate(p.data)
     ]
-    limits = BatchLimits.of(config, decoder, pass_bytes)
 
     def batch_tokens() -> int:
-        return max_tokens or (limits.shared_tokens if is_shared() else limits.batch_tokens)
+        return limits.shared_tokens if is_shared() else limits.batch_tokens
 
     for batch in plan(items, max_tokens=batch_tokens, one_by_one=config.deterministic):
         wanted = [item for item in batch if item.pass_index in progress]
@@ -88,7 +86,7 @@ def run_passes(
         if wanted[0].keeps_apart:
             yield from compiling(involved[0], config.custom_loss_seconds, decoder.ranks)
             if involved[0].is_done:
-                yield from _finished(progress, adapters, decoder, config, pass_bytes)
+                yield from _finished(progress, adapters, decoder, config, limits)
                 continue
         is_to_split = False
         seconds, start = 0.0, time.perf_counter()
@@ -102,7 +100,7 @@ def run_passes(
                 yield None
                 start = time.perf_counter()
         except Exception as error:  # whatever it is, passes in other micro-batches go on
-            may_split = max_tokens is None or len(wanted) > 1
+            may_split = not limits.are_reduced or len(wanted) > 1
             is_to_split = len(involved) > 1 or (may_split and _is_out_of_memory(error))
             is_unreadable = isinstance(error, ValidationError)
             if not is_unreadable:
@@ -113,7 +111,7 @@ def run_passes(
                     if is_unreadable:  # an image, as its own sequence says
                         state.fail(str(error), "user")
                     elif _is_out_of_memory(error):
-                        state.fail(_does_not_fit(wanted, pass_bytes, error), "server")
+                        state.fail(_does_not_fit(wanted, limits.pass_bytes, error), "server")
                     else:
                         state.fail(f"the engine failed during the pass: {error}", "server")
         if decoder.device.type == "cuda" and any(state.is_done for state in involved):
@@ -125,9 +123,9 @@ def run_passes(
             again = {index: progress.pop(index) for index in {i.pass_index for i in wanted}}
             num_tokens = sum(item.length for item in wanted)
             smaller = max(1, num_tokens // 2)
-            yield from _one_by_one(again, adapters, decoder, config, smaller, pass_bytes)
+            yield from _one_by_one(again, adapters, decoder, config, smaller, limits.pass_bytes)
             continue
-        yield from _finished(progress, adapters, decoder, config, pass_bytes)
+        yield from _finished(progress, adapters, decoder, config, limits)
         yield None
 
 
@@ -150,9 +148,8 @@ def _one_by_one(
         if decoder.device.type == "cuda":
             torch.cuda.empty_cache()
         state = states[index]
-        for finished in run_passes(
-            [state.request], adapters, decoder, config, max_tokens, pass_bytes=pass_bytes
-        ):
+        limits = BatchLimits.of(config, decoder, pass_bytes, max_tokens)
+        for finished in run_passes([state.request], adapters, decoder, config, limits):
             yield finished and FinishedPass(
                 index, finished.result, state.seconds + finished.seconds
             )
@@ -193,7 +190,7 @@ def _finished(
     adapters: Mapping[str, Adapter],
     decoder: Decoder,
     config: LocalEngineConfig,
-    pass_bytes: int | None,
+    limits: BatchLimits,
 ) -> Iterator[FinishedPass]:
     """Take out the passes that are done."""
     for index in [index for index, state in progress.items() if state.is_done]:
@@ -202,7 +199,7 @@ def _finished(
         seconds = state.seconds
         if state.is_gradient_broken and state.had_company:
             # Passes that share products share an overflow, too; alone it shows whose it was.
-            alone = run_passes([state.request], adapters, decoder, config, pass_bytes=pass_bytes)
+            alone = run_passes([state.request], adapters, decoder, config, limits)
             (again,) = filter(None, alone)
             result, seconds = again.result, seconds + again.seconds
         yield FinishedPass(index, result, seconds)
