@@ -8,9 +8,11 @@ from tinsmith.server.store.records import (
     ModelRecord,
     OperationRecord,
     SessionRecord,
+    UsageRecord,
     WeightsRecord,
 )
 
+USAGE = UsageRecord(owner="o", hour=5, base_model="b", session_id="s", kind="training", count=7)
 SESSION = SessionRecord(
     session_id="s", owner="o", created_at=1.5, last_seen_at=1.5, sdk_version="0.36.0", tags=["a"]
 )

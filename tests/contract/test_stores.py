@@ -12,7 +12,7 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from tests.contract.store_rows import AUDIT, MODEL, SESSION, checkpoint, operation, weights
+from tests.contract.store_rows import AUDIT, MODEL, SESSION, USAGE, checkpoint, operation, weights
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import create_engine, sqlite_url
 from tinsmith.server.store.errors import (
@@ -30,7 +30,6 @@ from tinsmith.server.store.records import (
     KeyRecord,
     SamplerRecord,
     StepRecord,
-    UsageRecord,
 )
 from tinsmith.server.store.store import Store
 
@@ -316,10 +315,9 @@ async def test_a_loss_goes_when_it_is_old_and_no_operation_can_refer_to_it(store
 
 
 async def test_usage_adds_up(store: Store) -> None:
-    entry = UsageRecord(owner="o", hour=5, base_model="b", session_id="s", kind="training", count=7)
-    await store.account.add_usage([entry, entry])
-    await store.account.add_usage([entry])
-    assert await store.account.list_usage("o", 5, 6) == [dataclasses.replace(entry, count=21)]
+    await store.account.add_usage([USAGE, USAGE])
+    await store.account.add_usage([USAGE])
+    assert await store.account.list_usage("o", 5, 6) == [dataclasses.replace(USAGE, count=21)]
     assert await store.account.list_usage("o", 6, 9) == []
 
 
@@ -424,20 +422,18 @@ async def test_a_lost_connection_is_replaced_and_the_lock_is_taken_again(
     await first.keep_others_out()
     _disconnect_everybody(postgres_url)
     with pytest.raises(StoreUnavailableError):
-        await first.account.add_audit(AUDIT)
-    await first.account.add_audit(AUDIT)
-    assert len(await first.account.list_audit("o", None, 0.0, 1e12)) == 1, (
-        "readers come back as well"
-    )
+        await first.account.add_usage([USAGE])
+    await first.account.add_usage([USAGE])
+    assert await first.account.list_usage("o", 0, 10) == [USAGE], "readers come back as well"
     with pytest.raises(StoreInUseError):
         await second.keep_others_out()
     _disconnect_everybody(postgres_url)
     third = Store(postgres_url, tmp_path / "c")
     await third.keep_others_out()
     with pytest.raises(StoreUnavailableError):
-        await first.account.add_audit(AUDIT)
+        await first.account.add_usage([USAGE])
     with pytest.raises(StoreInUseError):
-        await first.account.add_audit(AUDIT)
+        await first.account.add_usage([USAGE])
     for each in (first, second, third):
         await each.close()
 

@@ -85,7 +85,7 @@ async def test_an_openai_client_that_leaves_frees_its_place(
     visitor.leave()
     await server.until(lambda: not engine.running_samples, seconds=2)
     await asyncio.wait_for(visitor.task, 10)
-    assert server.service.sampling.num_streams == 0
+    assert not any(slot.num_jobs for slot in server.service.engines.slots)
     assert server.service.admission.requests.total == 0
 
 
@@ -108,7 +108,7 @@ async def test_samples_for_openai_clients_count_among_those_under_way(
     visitor = Visitor(server, "/oai/api/v1/completions")
     body = {"model": "tinsmith/fake", "prompt": ["a", "b"], "max_tokens": 1000}
     visitor.give(orjson.dumps(body))
-    await server.until(lambda: server.service.sampling.num_streams == 2)
+    await server.until(lambda: server.engines[0].running_samples == 2)
     late = Visitor(server, "/oai/api/v1/completions")
     late.give(orjson.dumps(body))
     await asyncio.wait_for(late.task, 10)

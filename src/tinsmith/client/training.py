@@ -87,7 +87,6 @@ class TrainingClient:
     def __init__(self, holder: Uplink, model_seq_id: int, model_id: ModelID) -> None:
         self.holder = holder
         self.model_id = model_id
-        self._model_seq_id = model_seq_id
         self._turns = Turns()
         self._observer = QueueStateLogger(
             f"Training for {model_id}", "limit of concurrent training clients reached"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from tests.engine.sample.sampling_reference import CPU, answer, answers, finish, tokens_of
 from tests.engine.train.training_reference import run, succeed
@@ -13,7 +14,7 @@ from tests.engine.vision.test_models import datum_of, job_of, load
 from tests.support.tiny_vision import image_chunk, save_tiny_vision, with_images
 from tinsmith.engine.base import Failure, Pass
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.images.vision import Vision
+from tinsmith.engine.local.model.images.vision import Picture, Vision
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.generation import Generator
 from tinsmith.types import ForwardBackwardOutput, ImageChunk, SampleResponse
@@ -45,47 +46,64 @@ def broken() -> ImageChunk:
     return ImageChunk(data=data, format="png", expected_tokens=16)
 
 
-def test_an_image_is_looked_at_once_for_each_owner(decoder: Decoder) -> None:
+def looks_of(vision: Vision, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The images at which the tower looks from here on, by their rows and columns."""
+    looks: list[tuple[int, int]] = []
+    look = vision.look
+
+    def counted(patches: Tensor, grid: tuple[int, int]) -> Picture:
+        looks.append(grid)
+        return look(patches, grid)
+
+    monkeypatch.setattr(vision, "look", counted)
+    return looks
+
+
+def test_an_image_is_looked_at_once_for_each_owner(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether another has sent the same can then not be told by the time it takes."""
     vision = vision_of(decoder)
-    before = vision.num_seen
+    looks = looks_of(vision, monkeypatch)
     for owner in ("a", "b", "a", "b"):
         vision.see(image_chunk(2, 2), owner)
-    assert vision.num_seen == before + 2
+    assert len(looks) == 2
     assert vision.see(image_chunk(2, 2), "a") is not vision.see(image_chunk(2, 2), "b")
 
 
 def test_trainer_and_sampler_look_at_an_image_once(
-    decoder: Decoder, new_adapter: NewAdapter
+    decoder: Decoder, new_adapter: NewAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sampling first: what it keeps has to serve a backward pass, too."""
     prompt = with_images(tokens_of(3), image_chunk(2, 3), tokens_of(2))
-    before = vision_of(decoder).num_seen
+    looks = looks_of(vision_of(decoder), monkeypatch)
     answer(Generator(decoder, CPU, prefill_tokens=3), job_of("a", prompt))
     succeed(decoder, [datum_of(prompt, 1)] * 2, new_adapter(decoder))
-    assert vision_of(decoder).num_seen == before + 1
+    assert len(looks) == 1
 
 
-def test_the_owner_with_the_most_gives_way(folder: Path) -> None:
+def test_the_owner_with_the_most_gives_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = vision_of(load(folder)).see(image_chunk(2, 2), "").nbytes
     vision = vision_of(load(folder, image_cache_bytes=3 * size))
     vision.see(image_chunk(2, 2, seed=50), "small")
     for seed in range(10):
         vision.see(image_chunk(2, 2, seed), "greedy")
         assert vision.nbytes <= 3 * size
-    before = vision.num_seen
+    looks = looks_of(vision, monkeypatch)
     vision.see(image_chunk(2, 2, seed=50), "small")
     vision.see(image_chunk(2, 2, seed=9), "greedy")
-    assert vision.num_seen == before
+    assert looks == []
 
 
-def test_an_image_larger_than_all_room_is_kept_while_it_is_the_newest(folder: Path) -> None:
+def test_an_image_larger_than_all_room_is_kept_while_it_is_the_newest(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     vision = vision_of(load(folder, image_cache_bytes=1))
-    before = vision.num_seen
+    looks = looks_of(vision, monkeypatch)
     first = vision.see(image_chunk(3, 3), "a")
     assert vision.see(image_chunk(3, 3), "a") is first
     vision.see(image_chunk(2, 2), "b")
-    assert vision.num_seen == before + 2
+    assert len(looks) == 2
     assert vision.nbytes == vision.see(image_chunk(2, 2), "b").nbytes
 
 

@@ -456,9 +456,11 @@ async def test_the_jobs_of_many_prompts_begin_a_few_at_a_time(server: TestServer
 class SilentEngine(SpeakingEngine):
     """Whose samples never end, and that hears of those given up."""
 
+    num_begun = 0
     num_given_up = 0
 
     async def sample(self, job: SampleJob) -> AsyncIterator[EngineSampleEvent]:
+        type(self).num_begun += 1
         await asyncio.Event().wait()
         yield Failure("never", "server")
 
@@ -483,7 +485,7 @@ async def test_the_jobs_of_many_prompts_are_given_up_a_few_at_a_time(
     body = {"model": MODEL, "prompt": ["ab"] * 300, "max_tokens": 1}
     path = "/oai/api/v1/completions"
     asking = asyncio.create_task(server.api.http.post(path, json=body, headers=server.api.headers))
-    await server.until(lambda: server.service.sampling.num_streams == 300)
+    await server.until(lambda: SilentEngine.num_begun == 300)
     watching = asyncio.create_task(others())
     asking.cancel()
     await server.until(lambda: SilentEngine.num_given_up == 300)

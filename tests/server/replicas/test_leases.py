@@ -23,12 +23,12 @@ from tinsmith.server.store.errors import (
 )
 from tinsmith.server.store.fence import Fence
 from tinsmith.server.store.leases import Leases
-from tinsmith.server.store.records import AuditRecord
+from tinsmith.server.store.records import UsageRecord
 from tinsmith.server.store.store import Store
 
 LONG = 3600.0
 SHORT = 0.2
-AUDIT = AuditRecord(owner="o", at=1.0, area="checkpoints", event="x")
+USAGE = UsageRecord(owner="o", hour=5, base_model="b", session_id="s", kind="training", count=7)
 
 Join = Callable[..., Leases]
 
@@ -208,15 +208,15 @@ async def test_what_the_old_holder_writes_is_refused_and_leaves_nothing(
     a, b = join("a"), join("b")
     assert a.take() == 1
     store = _store(url, tmp_path / "blobs", "a", 1)
-    await store.account.add_audit(AUDIT)
+    await store.account.add_usage([USAGE])
     _let_it_run_out(url)
-    await store.account.add_audit(AUDIT)  # nobody has taken over yet
+    await store.account.add_usage([USAGE])  # nobody has taken over yet
     assert b.take() == 2
     with pytest.raises(LeaseLostError, match="another server has taken over"):
-        await store.account.add_audit(AUDIT)
+        await store.account.add_usage([USAGE])
     with pytest.raises(StoreUnavailableError):
         await store.confirm()
-    assert len(await store.account.list_audit("o", None, 0.0, 10.0)) == 2
+    assert [row.count for row in await store.account.list_usage("o", 0, 10)] == [14]
     await store.close()
     with pytest.raises(LeaseLostError):
         _store(url, tmp_path / "blobs", "a", 1)

@@ -256,7 +256,7 @@ async def live(random: random.Random) -> None:
         assert not engine.jobs, "jobs that nobody waits for are still in the engine"
         assert len(slot.samplers) == len(engine.samplers) <= MAX_LOADED
         assert slot.num_jobs == 0
-    assert world.sampling.num_running == world.sampling.num_streams == 0
+    assert world.sampling.num_running == 0
     await world.sampling.close()
     await world.pool.close()
 

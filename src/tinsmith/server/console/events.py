@@ -40,7 +40,9 @@ _ROUNDS_PER_ALIVE = 15
 
 
 @dataclass(slots=True, eq=False)
-class _Reader:
+class Reader:
+    """Whoever reads the stream, and what waits for them."""
+
     run: str | None
     pending: list[tuple[int | None, bytes]] = field(default_factory=list)
     num_bytes: int = 0
@@ -48,11 +50,18 @@ class _Reader:
     """What need not be told twice of what is pending."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def give(self, run: str | None, number: int | None, message: bytes) -> None:
+        """Nothing once too much waits."""
+        if self.run in (None, run) and self.num_bytes <= MAX_PENDING_BYTES:
+            self.pending.append((number, message))
+            self.num_bytes += len(message)
+            self.wake.set()
+
 
 class Events:
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._readers: dict[str, set[_Reader]] = {}
+        self._readers: dict[str, set[Reader]] = {}
         """By owner; only owners who look."""
         self._is_closed = False
 
@@ -60,20 +69,19 @@ class Events:
     def num_readers(self) -> int:
         return sum(len(readers) for readers in self._readers.values())
 
-    @property
-    def pending_bytes(self) -> int:
-        """What waits to be read."""
-        return sum(r.num_bytes for readers in self._readers.values() for r in readers)
-
     def recorded(self, model: ModelRecord, number: int, step: StepRecord) -> None:
         """An end, or metrics that a client posted, is on disk under a number."""
         if readers := self._readers.get(model.owner):
-            _give(readers, step.model_id, number, _message(number, step))
+            message = _message(number, step)
+            for reader in readers:
+                reader.give(step.model_id, number, message)
 
     def changed(self, owner: str, name: str, data: dict[str, Any]) -> None:
         """Something of an owner's that is no entry of the store is another than before."""
         if readers := self._readers.get(owner):
-            _give(readers, data.get("run"), None, _event(name, data, None))
+            message = _event(name, data, None)
+            for reader in readers:
+                reader.give(data.get("run"), None, message)
 
     def checkpoint_changed(self, checkpoint: CheckpointRecord) -> None:
         about = {"run": checkpoint.model_id, "checkpoint": checkpoint.checkpoint_id}
@@ -84,15 +92,16 @@ class Events:
         together says it once."""
         if readers := self._readers.get(owner):
             message = _event(name, {"run": run}, None)
-            _give({r for r in readers if message not in r.noted}, run, None, message)
             for reader in readers:
-                reader.noted.add(message)
+                if message not in reader.noted:
+                    reader.noted.add(message)
+                    reader.give(run, None, message)
 
     def changed_for_all(self, name: str) -> None:
         """Something that is nobody's own is another than before."""
         message = _event(name, {}, None)
         for reader in itertools.chain.from_iterable(self._readers.values()):
-            _give({reader}, reader.run, None, message)
+            reader.give(reader.run, None, message)
 
     def close(self) -> None:
         """End all streams; those that begin now end at once."""
@@ -107,7 +116,7 @@ class Events:
         """Events of an owner's runs, or of one of them, from now on or after an entry, for so many
         seconds. Yields at least every second, nothing where there is nothing to tell."""
         end = time.monotonic() + seconds
-        reader = _Reader(run)
+        reader = Reader(run)
         self._readers.setdefault(owner, set()).add(reader)
         try:
             yield b"retry: 1000\n\n"
@@ -146,15 +155,7 @@ class Events:
         return newest, _event("reset", {"reason": "read the curves again, and go on here"}, newest)
 
 
-def _give(readers: set[_Reader], run: str | None, number: int | None, message: bytes) -> None:
-    for reader in readers:
-        if reader.run in (None, run) and reader.num_bytes <= MAX_PENDING_BYTES:
-            reader.pending.append((number, message))
-            reader.num_bytes += len(message)
-            reader.wake.set()
-
-
-async def _woken(reader: _Reader, seconds: float) -> None:
+async def _woken(reader: Reader, seconds: float) -> None:
     """Return when there is something to tell, gathered for a moment, or after some seconds."""
     try:
         async with asyncio.timeout(seconds):

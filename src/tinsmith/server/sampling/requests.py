@@ -110,8 +110,6 @@ class Sampling:
         self._prompt_bytes = Shares(config.max_queued_sample_bytes)
         self.patience = Patience()
         """With those who read streams."""
-        self.num_streams = 0
-        """Jobs in the engine, also those that were not started by `submit`."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -219,7 +217,6 @@ class Sampling:
         cause, asked_at = self._spans.here(), time.time()
         engine, generation = await slot.get()
         slot.bases.add(sampler.base_model)
-        self.num_streams += 1
         try:
             async with _weights(slot, engine, generation, sampler) as failure:
                 if failure is not None:
@@ -244,8 +241,6 @@ class Sampling:
         except EngineError as error:
             slot.report(generation, error)
             raise
-        finally:
-            self.num_streams -= 1
 
     async def _events(
         self, engine: Engine, sampler: SamplerRecord, job: SampleJob

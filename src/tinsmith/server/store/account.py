@@ -19,9 +19,6 @@ class Account:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def add_audit(self, entry: AuditRecord) -> None:
-        await self._database.execute(sa.insert(schema.audit).values(row_of(entry)))
-
     async def list_audit(
         self,
         owner: str,

@@ -34,18 +34,6 @@ if TYPE_CHECKING:
 ALPHA = 32
 """LoRA's alpha, whatever the rank: an update is scaled by ALPHA / rank."""
 
-TARGETS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-    "lm_head",
-)
-"""PEFT's names of the modules that may be trained in the families of our own decoder."""
-
 
 class LowRank(NamedTuple):
     """The matrices of one projection with n modules, as views into a flat vector.
@@ -162,21 +150,6 @@ class Adapter:
     def drop_spare(self) -> None:
         """Give back the memory that is kept for the next gradient."""
         self._spare = None
-
-    def ab(self, layer: int | None, target: str) -> tuple[Tensor, Tensor] | None:
-        """A (rank, in) and B (out, rank) of one module as float32 views; None when not trained.
-
-        Those of experts are (1 or experts, rank, in) and (1 or experts, out, rank). `target` is
-        one of `TARGETS`, or the module's whole name.
-        """
-        for (at, _), place in self.layout.places.items():
-            if at != layer:
-                continue
-            for index, module in enumerate(place.projection.modules):
-                if module == target or module.endswith("." + target):
-                    low_rank = self.layout._view(self.flat, place)
-                    return self._split_a(low_rank, index), low_rank.b[index]
-        return None
 
     @property
     def modules(self) -> list[str]:

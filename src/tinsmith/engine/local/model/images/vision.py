@@ -47,8 +47,6 @@ class Vision:
         self._kept: dict[str, OrderedDict[bytes, Picture]] = {}
         """For each owner, the picture used last at the end."""
         self._bytes: Counter[str] = Counter()
-        self.num_seen = 0
-        """How often the tower ran."""
 
     @property
     def tower_nbytes(self) -> int:
@@ -78,7 +76,6 @@ class Vision:
         rows, columns = grid
         merge = self._rules.merge_size
         sizes = torch.tensor([[1, rows * merge, columns * merge]], device=self._tower.device)
-        self.num_seen += 1
         # Also while sampling the outcome is a plain tensor, which training may use later.
         with torch.inference_mode(mode=False), torch.no_grad():
             values = patches.to(self._tower.device, self._tower.dtype)
