@@ -73,12 +73,29 @@ def test_a_fraction_above_one_is_refused() -> None:
         config_of(memory_fraction=1.1)
 
 
+NewCore = Callable[..., EngineCore]
+
+
 @pytest.fixture
-def core(model_folder: Callable[[str], Path]) -> EngineCore:
-    models = {"tiny": str(model_folder("llama"))}
-    core = EngineCore(config_of(models=models, kv_cache_bytes=2**20))
-    assert core.create_adapter("model", "tiny", LoraConfig(rank=8, seed=1)) is None
-    return core
+def new_core(model_folder: Callable[[str], Path]) -> NewCore:
+    """A core with so much memory in all, and in it an adapter called "model"."""
+
+    def new(
+        total_bytes: int | None = None, *, rank: int = 8, kv_cache_bytes: int = 2**20
+    ) -> EngineCore:
+        settings: dict[str, object] = {"models": {"tiny": str(model_folder("llama"))}}
+        if total_bytes is not None:
+            settings["memory_fraction"] = total_bytes / machine_bytes()
+        core = EngineCore(config_of(kv_cache_bytes=kv_cache_bytes, **settings))
+        assert core.create_adapter("model", "tiny", LoraConfig(rank=rank, seed=1)) is None
+        return core
+
+    return new
+
+
+@pytest.fixture
+def core(new_core: NewCore) -> EngineCore:
+    return new_core()
 
 
 def test_a_model_that_does_not_fit_is_refused_and_those_there_go_on(
@@ -92,12 +109,9 @@ def test_a_model_that_does_not_fit_is_refused_and_those_there_go_on(
 
 
 def test_a_sampler_for_which_there_is_no_memory_is_refused_until_another_goes(
-    model_folder: Callable[[str], Path],
+    new_core: NewCore,
 ) -> None:
-    models = {"tiny": str(model_folder("llama"))}
-    fraction = 16 * 2**20 / machine_bytes()
-    core = EngineCore(config_of(models=models, kv_cache_bytes=2**20, memory_fraction=fraction))
-    assert core.create_adapter("model", "tiny", LoraConfig(rank=32, seed=1)) is None
+    core = new_core(16 * 2**20, rank=32)
     frozen = (core.freeze("model", f"weights {number}") for number in range(1000))
     refused = next(failure for failure in frozen if failure is not None)
     assert "bytes are left for it" in refused.message
@@ -109,13 +123,10 @@ def test_a_sampler_for_which_there_is_no_memory_is_refused_until_another_goes(
 
 
 def test_copies_of_adapters_that_are_sampled_side_by_side_are_in_the_plan(
-    model_folder: Callable[[str], Path],
+    new_core: NewCore,
 ) -> None:
     """They count while they are there, and leave when another adapter needs their room."""
-    models = {"tiny": str(model_folder("llama"))}
-    fraction = 16 * 2**20 / machine_bytes()
-    core = EngineCore(config_of(models=models, kv_cache_bytes=2**20, memory_fraction=fraction))
-    assert core.create_adapter("model", "tiny", LoraConfig(rank=8, seed=1)) is None
+    core = new_core(16 * 2**20)
     frozen = [f"weights {number}" for number in range(4)]
     for weights_id in frozen:
         assert core.freeze("model", weights_id) is None
@@ -138,15 +149,10 @@ def test_copies_of_adapters_that_are_sampled_side_by_side_are_in_the_plan(
     assert health.adapter_bytes <= limit
 
 
-def test_memory_for_the_next_gradient_is_kept_only_where_there_is_room(
-    model_folder: Callable[[str], Path],
-) -> None:
-    models = {"tiny": str(model_folder("llama"))}
+def test_memory_for_the_next_gradient_is_kept_only_where_there_is_room(new_core: NewCore) -> None:
     vectors = {}
     for share in (2**28, 2**21):
-        fraction = share / machine_bytes()
-        core = EngineCore(config_of(models=models, kv_cache_bytes=2**10, memory_fraction=fraction))
-        assert core.create_adapter("model", "tiny", LoraConfig(rank=32, seed=1)) is None
+        core = new_core(share, rank=32, kv_cache_bytes=2**10)
         weights = core.health().adapter_bytes
         train(core)
         vectors[share] = core.health().adapter_bytes // weights
@@ -180,6 +186,10 @@ def sample_together(core: EngineCore, weights_ids: list[str]) -> None:
             params=SamplingParams(max_tokens=8, seed=1, stop=[]),
         )
         assert core.submit_sample(job) is None
+    finish_samples(core)
+
+
+def finish_samples(core: EngineCore) -> None:
     while core.is_sampling:
         for _, event in core.sampling_turn():
             assert isinstance(event, SampleResponse), event
@@ -212,9 +222,7 @@ def sample(core: EngineCore, job_id: str, weights_id: str | None) -> None:
         num_samples=2,
     )
     assert core.submit_sample(job) is None
-    while core.is_sampling:
-        for _, event in core.sampling_turn():
-            assert isinstance(event, SampleResponse), event
+    finish_samples(core)
 
 
 def test_a_loop_of_reinforcement_learning_leaves_memory_flat(core: EngineCore) -> None:
