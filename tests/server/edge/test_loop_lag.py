@@ -176,9 +176,12 @@ async def test_a_long_trace_is_streamed_in_pieces_that_leave_the_loop_free() -> 
 
         return give
 
+    async def pages(*_: Any) -> AsyncIterator[list[OperationRecord]]:
+        yield operations
+
     store: Any = SimpleNamespace(
         models=SimpleNamespace(of_session=gives([SimpleNamespace(model_id="m")] * 2)),
-        log=SimpleNamespace(read=gives(operations)),
+        log=SimpleNamespace(pages=pages),
     )
     turns = 0
 
