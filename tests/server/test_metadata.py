@@ -180,6 +180,23 @@ async def test_what_may_have_been_written_is_looked_for() -> None:
             raise AssertionError
 
 
+async def test_what_is_written_while_others_ask_for_the_first_time_counts_once() -> None:
+    models = Texts()
+    room = _room(models, 100)
+
+    async def write() -> None:
+        async with room.taken("o", 40):
+            models.num_bytes += 40
+            await asyncio.sleep(0.01)
+
+    first = asyncio.create_task(write())
+    while not models.num_asked:
+        await asyncio.sleep(0)
+    await asyncio.gather(first, write())
+    async with room.taken("o", 20):
+        assert models.num_asked == 1
+
+
 async def test_a_text_counts_as_the_store_has_it(server: TestServer) -> None:
     about = {"über": "数据" * 50}
     await _create(server.api, await server.api.session(), 0, cast(Any, about))

@@ -47,7 +47,7 @@ class MetadataRoom:
         held = self._held.setdefault(owner, _Held())
         has_room = held.num_bytes + num_bytes <= self._most
         if not held.is_known or (not has_room and time.monotonic() >= held.next_count_at):
-            await self._count(owner, held)
+            await self._look_for(num_bytes, owner, held)
         if held.num_bytes + num_bytes > self._most:
             raise OverQuotaError(
                 f"user_metadata: has {num_bytes} bytes, and that of this owner's models and "
@@ -64,20 +64,23 @@ class MetadataRoom:
         finally:
             held.under_way -= num_bytes
 
-    async def _count(self, owner: str, held: _Held) -> None:
-        """Ask the store; those who ask together share one answer."""
+    async def _look_for(self, num_bytes: int, owner: str, held: _Held) -> None:
+        """Room for so much, in the store; those who look together share one answer."""
         asked_at = time.monotonic()
         async with held.counting:
-            if held.counted_at > asked_at:
-                return
-            began_at, before = time.monotonic(), held.written
-            found = await self._store.models.text_bytes(owner, _FREE_BYTES)
-            found += await self._store.checkpoints.text_bytes(owner, _FREE_BYTES)
-            # What was written meanwhile may be in it or not.
-            held.written = found + (held.written - before)
-            held.counted_at, held.is_known = began_at, True
-            now = time.monotonic()
-            held.next_count_at = now + COUNT_PAUSE * (now - began_at)
+            has_room = held.is_known and held.num_bytes + num_bytes <= self._most
+            if not has_room and held.counted_at <= asked_at:
+                await self._count(owner, held)
+
+    async def _count(self, owner: str, held: _Held) -> None:
+        began_at, before = time.monotonic(), held.written
+        found = await self._store.models.text_bytes(owner, _FREE_BYTES)
+        found += await self._store.checkpoints.text_bytes(owner, _FREE_BYTES)
+        # What was written meanwhile may be in it or not.
+        held.written = found + (held.written - before)
+        held.counted_at, held.is_known = began_at, True
+        now = time.monotonic()
+        held.next_count_at = now + COUNT_PAUSE * (now - began_at)
 
 
 @dataclass(slots=True)
