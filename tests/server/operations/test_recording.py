@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from tests.support.in_process_server import PROBE
 from tinsmith.server.operations import recorded_pass
 from tinsmith.server.operations.codecs import PassCodec
 from tinsmith.server.operations.gaps import GapWatch
@@ -30,6 +31,8 @@ from tinsmith.wire import proto
 from tinsmith.wire.limits import DEFAULT_LIMITS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tests.support.in_process_server import Api, StartServer, TestServer
 
 
@@ -237,6 +240,39 @@ async def test_a_gap_that_is_given_up_writes_no_rows(start_server: StartServer) 
     async with asyncio.timeout(30):
         assert await server.api.loss(model, 1001) > 0
     assert (await server.api.post_pass(model, 5, [_datum(1, 2, 3)])).status_code == 400
+
+
+async def test_what_comes_just_as_a_gap_ends_comes_too_late(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was recorded and ran, though the store said by then that it had failed."""
+    server = await start_server(gap_timeout_seconds=0.5)
+    api, models = server.api, server.service.models
+    model = await api.model()
+    get, over, is_over = models.get, GapWatch.over, asyncio.Event()
+    num_asked = 0
+
+    async def get_until_then(model_id: str) -> LiveModel | None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 2:  # it was checked; it is about to be recorded
+            await is_over.wait()
+        return await get(model_id)
+
+    def over_just_then(watch: GapWatch, those: Iterable[LiveModel]) -> list[LiveModel]:
+        found = over(watch, those)
+        if found:
+            is_over.set()
+        return found
+
+    waiting = await api.send_pass(model, 2)
+    monkeypatch.setattr(models, "get", get_until_then)
+    monkeypatch.setattr(GapWatch, "over", over_just_then)
+    late = await api.post_pass(model, 1, PROBE)
+    assert late.status_code == 400 and "too late" in late.json()["detail"]
+    assert "operation 1" in (await api.failure(waiting))[0]
+    assert await server.service.store.log.find(model, 1) is None
+    assert await api.loss(model, 3) == await api.loss(await api.model(), 1), "nothing took effect"
 
 
 async def test_a_clock_that_is_set_forward_gives_up_no_gap(

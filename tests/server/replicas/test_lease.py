@@ -137,6 +137,35 @@ async def test_a_lease_that_is_being_given_back_is_not_taken_over_with(
         await replica.stop()
 
 
+async def test_a_server_that_begins_takes_over_once_though_the_database_is_away_meanwhile(
+    table: ScriptedTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began a second service beside the first, with engines of its own and the same epoch, so
+    that both could write."""
+    monkeypatch.setattr(leases, "LOOK_SECONDS", SECONDS / 4)
+    epochs: list[int] = []
+    kept: list[Lease] = []
+
+    async def lead(epoch: int) -> Any:
+        epochs.append(epoch)
+        table.is_away = True
+        await _until(lambda: kept[0].view.trouble is not None)
+        table.is_away = False
+        await _until(lambda: kept[0].view.trouble is None)
+        return Service(), None
+
+    def lease(on_change: Callable[[], None]) -> Lease:
+        kept.append(Lease(cast(Any, table), SECONDS, on_change))
+        return kept[-1]
+
+    replica = Replica(lease, lead, Metrics(), 5.0, lambda: None)
+    await replica.start()
+    try:
+        assert epochs == [1] and replica.service is not None
+    finally:
+        await replica.stop()
+
+
 class Service:
     """One that has begun, and does nothing."""
 

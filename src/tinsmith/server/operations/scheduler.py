@@ -122,7 +122,7 @@ class Scheduler:
                 timer.cancel()
                 timer = self._wake_later(self.housekeeping_seconds + _EARLY_SECONDS)
                 for model in self._gaps.over(self._slot.models):
-                    self._start(None, self._end_gap(model), [model])
+                    self._end_gap(model)
                 self._residents.put_away_excess()
                 for model in self._slot.models:  # time alone makes snapshots due
                     if not model.is_held or self._is_waiting(model):
@@ -362,8 +362,9 @@ class Scheduler:
         if not (is_step and any(map(_holds_steps, own))):
             self._wake.set()
 
-    async def _end_gap(self, model: LiveModel) -> None:
-        """Fail what waited in vain. What it waited for is refused if it comes after all."""
+    def _end_gap(self, model: LiveModel) -> None:
+        """Fail what waited in vain. What it waited for is refused from now on, if it comes after
+        all: nothing of the model is being recorded, and nothing may begin to be."""
         numbers = ", ".join(str(n) for n in model.queue.missing())
         waited = self._config.gap_timeout_seconds
         problem = f"waited {waited:g} s for operation {numbers}, which never arrived"
@@ -371,6 +372,9 @@ class Scheduler:
         model.record = dataclasses.replace(model.record, closed_seq_id=last)
         self._endings.end_all(model, Failure(problem, "user"))
         model.queue.close(last)
+        self._start(None, self._close_gap(model, last, problem), [model])
+
+    async def _close_gap(self, model: LiveModel, last: int, problem: str) -> None:
         # In this order: an operation that is still pending after a crash waits again, and does
         # not run without those before it.
         await model.recorded()

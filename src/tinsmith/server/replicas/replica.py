@@ -95,11 +95,15 @@ class Replica:
         """Returns when the server has taken the lease and leads, or knows that another does."""
         await self._lease.start()
         if self._lease.view.epoch is not None:
+            # Nobody begins it a second time meanwhile, whatever becomes of the lease.
+            self._taking = asyncio.create_task(self._take_over(self._lease.view.epoch))
             try:
-                await self._take_over(self._lease.view.epoch)
+                await self._taking
             except BaseException:
                 await self._lease.close()
                 raise
+            finally:
+                self._taking = None
 
     def begin_drain(self) -> None:
         """No longer hold questions open; called when the server has been asked to stop."""
