@@ -91,6 +91,20 @@ def test_the_models_of_one_owner_take_turns_by_time() -> None:
     assert _names(choose_passes(models, shares, 30, 60.0)) == ["short"] * 3
 
 
+@pytest.mark.parametrize("seconds", [0.1, 0.7, 1e-4, 3.0])
+def test_of_models_that_had_as_much_one_goes_first_whose_request_is_at_hand(seconds: float) -> None:
+    """Also when it was left out of a batch, and so given back what it had been charged with: what
+    rounding leaves of that had the requests of all others read, too, one batch after the other."""
+    shares = Shares()
+    shares.charge("o", "before", 0.3)
+    shares.advance("o", "before")
+    models = [_candidate(name, "forward_backward", owner="o") for name in "abc"]
+    shares.charge("o", "b", seconds)
+    shares.charge("o", "b", -seconds)
+    models[1].front[0].request = object()
+    assert _names(choose_passes(models, shares, 10, 60.0)) == ["b"]
+
+
 def test_who_was_idle_does_not_save_up_turns() -> None:
     shares = Shares()
     for _ in range(10):

@@ -278,9 +278,8 @@ class _Turns(Generic[M]):
         self._order = {c.model_id: (not _is_at_hand(c), n) for n, c in enumerate(candidates)}
         self._had: dict[str, float] = {}
         for c in candidates:
-            had = self._had[c.model_id] = shares.of_model(c.owner, c.model_id)
-            entry = (had, self._order[c.model_id], c)
-            heapq.heappush(self._of_owner.setdefault(c.owner, []), entry)
+            self._had[c.model_id] = shares.of_model(c.owner, c.model_id)
+            heapq.heappush(self._of_owner.setdefault(c.owner, []), self._entry(c))
         self._owners = [(shares.of_owner(owner), owner) for owner in self._of_owner]
         heapq.heapify(self._owners)
 
@@ -297,7 +296,10 @@ class _Turns(Generic[M]):
         """The one just taken may have another turn, after the time that this one takes."""
         had, owner = self._owners[0]
         heapq.heapreplace(self._owners, (had + seconds, owner))
+        self._had[candidate.model_id] += seconds
+        heapq.heappush(self._of_owner[owner], self._entry(candidate))
+
+    def _entry(self, candidate: Candidate[M]) -> tuple[float, tuple[bool, int], Candidate[M]]:
+        """To the microsecond: of what was charged and given back, rounding leaves something."""
         key = candidate.model_id
-        self._had[key] += seconds
-        entry = (self._had[key], self._order[key], candidate)
-        heapq.heappush(self._of_owner[owner], entry)
+        return round(self._had[key], 6), self._order[key], candidate
