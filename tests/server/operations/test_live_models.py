@@ -16,7 +16,7 @@ from tinsmith.server.operations import live_models
 from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import Database, row_of, sqlite_url
-from tinsmith.server.store.records import OperationRecord
+from tinsmith.server.store.records import Finish, OperationRecord
 from tinsmith.server.store.store import Store
 
 if TYPE_CHECKING:
@@ -170,3 +170,26 @@ async def test_a_model_that_two_read_at_once_has_one_queue_and_counts_once(store
     for waiting in found.queue.drop_all():
         models.ended(found, waiting)
     assert models.held_bytes == 0 and not models.backlog_of(found.owner).num_operations
+
+
+async def test_what_was_recorded_unheard_is_not_carried_out_once_its_turn_is_over(
+    store: Store,
+) -> None:
+    """Earlier releases left it waiting when they gave up the gap in which it belonged, and its
+    commit may have come after that; the next start carried it out."""
+    await store.sessions.add(SESSION)
+    model_id = await _add_model(store, 0, 0)
+    for seq_id in (1, 4):
+        name = f"0.{seq_id}"
+        await store.log.record(operation(seq_id, request_id=name, model_id=model_id))
+    await store.log.finish([Finish(request_id="0.0", status="done", finished_at=4.0)])
+    await store.models.update(model_id, {"closed_seq_id": 3})
+    models = LiveModels(store, Promises(1))
+    await models.bring_back(0.0, 100)
+    model = models.find(model_id)
+    assert model is not None
+    assert [each.seq_id for each in model.queue.operations()] == [4]
+    assert model.queue.next_seq_id == 4 and models.backlog_of(model.owner).num_operations == 1
+    late = await store.log.get("0.1")
+    assert late is not None and (late.status, late.category) == ("failed", "user")
+    assert await store.log.models_with_pending() == [model_id]

@@ -29,6 +29,8 @@ KEPT_BYTES = 64 * 1024 * 1024
 _OWNER_PART = 8
 """One owner's decoded requests take at most this fraction of the memory for all of them."""
 
+_LATE = "it was recorded too late: later operations no longer waited for it"
+
 _RECORD_BYTES = 1024
 """What an operation takes in memory, about, beside its request."""
 
@@ -177,6 +179,8 @@ class LiveModels:
     async def _make(self, record: ModelRecord, log: _LogAfterSnapshot) -> LiveModel:
         """A model of its record and its log, unless another reader has made it meanwhile."""
         model_id = record.model_id
+        if log.drop_late(record.closed_seq_id):
+            await self._store.log.close(model_id, record.closed_seq_id, _LATE)
         closed_seq_id = log.closed_seq_id(record)
         if closed_seq_id != record.closed_seq_id:
             await self._store.models.update(model_id, {"closed_seq_id": closed_seq_id})
@@ -252,6 +256,14 @@ class _LogAfterSnapshot:
                 self.history.append(operation)
                 if not self.has_history:
                     self.history = []
+
+    def drop_late(self, closed_seq_id: int) -> bool:
+        """Leave out what is pending under a number that nobody waits for any more; whether there
+        was any. It was recorded as the connection was lost, and nobody heard of it."""
+        pending = [each for each in self.pending if each.seq_id > closed_seq_id]
+        is_any = len(pending) < len(self.pending)
+        self.pending = pending
+        return is_any
 
     def closed_seq_id(self, record: ModelRecord) -> int:
         """The last number up to which none is waited for.
