@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from tests.contract.store_rows import MODEL, SESSION, operation, weights
 from tinsmith.server.store import schema
+from tinsmith.server.store.database import row_of
 from tinsmith.server.store.errors import (
     ExpiredOperationError,
     StoreDamagedError,
@@ -259,6 +262,33 @@ async def test_a_log_is_trimmed_behind_its_snapshots_and_results(store: Store) -
     assert await store.log.trim(keep=5, ended_before=6.0) == 0
     model = await store.models.get(MODEL.model_id)
     assert model is not None and model.trimmed_seq_id == 15
+
+
+async def test_a_long_log_is_trimmed_a_part_at_a_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others write waited for all of it."""
+    await store.log.record(operation(0), MODEL)
+    ended = {"status": "done", "finished_at": 5.0, "payload": None}
+    step = {"metrics": "{}", "wait_seconds": 0.0, "run_seconds": 0.0}
+    rows = [row_of(operation(n, **ended)) | step | {"entry_id": n} for n in range(1, 5001)]
+    await store.database.execute_many(sa.insert(schema.operations), rows)
+    snapshots = {"snapshot_seq_id": 5000, "previous_snapshot_seq_id": 4999}
+    await store.models.update(MODEL.model_id, snapshots)
+    write, parts = store.database.write, list[int]()
+
+    async def counted(work: Callable[[sa.Connection], Any]) -> Any:
+        parts.append(await write(work))
+        return parts[-1]
+
+    monkeypatch.setattr(store.database, "write", counted)
+    assert await store.log.trim(keep=99, ended_before=6.0) == 4900
+    assert sum(parts) == 4900 and max(parts) <= 2000
+    assert [o.seq_id for o in await store.log.read(MODEL.model_id, -1)] == [0, *range(4901, 5001)]
+    assert len(await store.steps.newest(MODEL.model_id, 10_000, 10_000)) == 5000
+    model = await store.models.get(MODEL.model_id)
+    assert model is not None and (model.trimmed_seq_id, model.trimmed_entry_id) == (4900, 4900)
+    assert await store.log.trim(keep=99, ended_before=6.0) == 0
 
 
 async def test_a_trimmed_number_that_comes_again_is_refused_for_ever(

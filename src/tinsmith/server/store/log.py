@@ -60,6 +60,9 @@ _ENDED_COLUMNS = (
 
 _DROPPED_AT_ONCE = 500
 
+TRIMMED_AT_ONCE = 2000
+"""Operations of one model that one transaction deletes: others' writes wait for it."""
+
 # Made once: building a statement and its cache key costs more than carrying it out.
 _OF_MODEL = sa.select(*_LIGHT_COLUMNS).where(
     schema.operations.c.model_id == sa.bindparam("of_model")
@@ -421,8 +424,9 @@ class Log:
         num_trimmed = 0
         for model_id, after, last in await self._trimmable(keep):
             mark = await self._removable_up_to(model_id, after, last, ended_before)
-            if mark > after:
-                num_trimmed += await self._trim_model(model_id, mark)
+            for done in range(max(after, 0), mark, TRIMMED_AT_ONCE):
+                part = done + 1, min(done + TRIMMED_AT_ONCE, mark)
+                num_trimmed += await self._trim_model(model_id, *part)
         return num_trimmed
 
     async def _trimmable(self, keep: int) -> list[tuple[str, int, int]]:
@@ -466,17 +470,17 @@ class Log:
 
         return await self._database.in_thread(read)
 
-    async def _trim_model(self, model_id: str, mark: int) -> int:
+    async def _trim_model(self, model_id: str, first: int, last: int) -> int:
         operations, models = schema.operations, schema.models
 
         def write(connection: sa.Connection) -> int:
             connection.execute(
-                sa.update(models).where(models.c.model_id == model_id).values(trimmed_seq_id=mark)
+                sa.update(models).where(models.c.model_id == model_id).values(trimmed_seq_id=last)
             )
-            move_steps(connection, model_id, 1, mark)
+            move_steps(connection, model_id, first, last)
             return connection.execute(
                 sa.delete(operations).where(
-                    operations.c.model_id == model_id, operations.c.seq_id.between(1, mark)
+                    operations.c.model_id == model_id, operations.c.seq_id.between(first, last)
                 )
             ).rowcount
 
