@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -36,8 +37,14 @@ def serving_app(app: Any, service: Service) -> AbstractAsyncContextManager[Liste
 
 @contextlib.asynccontextmanager
 async def connections_to(
-    app: Any, sockets: Sockets, *, head_seconds: float, host: str = "127.0.0.1", port: int = 0
+    app: Any,
+    sockets: Sockets,
+    *,
+    head_seconds: float,
+    host: str = "127.0.0.1",
+    at: socket.socket | None = None,
 ) -> AsyncIterator[Listening]:
+    """`at` is a socket that has an address, where that is settled before anybody listens."""
     config = uvicorn.Config(
         app, lifespan="off", log_config=None, ws="none", timeout_keep_alive=3600
     )
@@ -51,8 +58,7 @@ async def connections_to(
             sockets=sockets,
             head_seconds=head_seconds,
         ),
-        host,
-        port,
+        sock=at or socket.create_server((host, 0)),
         backlog=4096,
     )
     try:
@@ -70,8 +76,8 @@ async def stop_listening(listener: asyncio.Server) -> None:
     (github.com/python/cpython/issues/109564). So first nobody is accepted any more.
     """
     loop = asyncio.get_running_loop()
-    for socket in listener.sockets:
-        loop.remove_reader(socket.fileno())
+    for each in listener.sockets:
+        loop.remove_reader(each.fileno())
     for _ in range(4):  # a task, its transport, the protocol's `connection_made`, and its task
         await asyncio.sleep(0)
     listener.close()

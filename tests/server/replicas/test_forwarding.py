@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -78,10 +79,19 @@ class Follower:
 
 
 @contextlib.asynccontextmanager
-async def listening(app: Any, port: int = 0) -> AsyncIterator[str]:
-    async with connections_to(app, Sockets(1000), head_seconds=PATIENCE_SECONDS, port=port) as up:
+async def listening(app: Any, at: socket.socket | None = None) -> AsyncIterator[str]:
+    async with connections_to(app, Sockets(1000), head_seconds=PATIENCE_SECONDS, at=at) as up:
         (host, port), _ = up
         yield f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[tuple[str, socket.socket]]:
+    """An address that nobody listens at; nor can another program take it meanwhile."""
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        host, port = place.getsockname()
+        yield f"http://{host}:{port}", place
 
 
 @contextlib.asynccontextmanager
@@ -377,16 +387,15 @@ async def test_many_that_wait_for_a_dead_holder_cost_one_look_at_a_time(
         await until(lambda: tried.total() >= seen + 3)
 
     monkeypatch.setattr(upstream, "_connect", counted)
-    async with leading(_echo) as gone:
-        pass
-    follower.follow(gone, 1)
-    asking = [asyncio.create_task(follower.http.get(f"/{n}")) for n in range(50)]
-    await until(lambda: follower.num_requests == 50)
-    await some_looks()
-    before = set(tried)
-    asking.append(asyncio.create_task(follower.http.get("/late")))
-    await until(lambda: follower.num_requests == 51)
-    await some_looks()
+    with nobody() as (gone, _):
+        follower.follow(gone, 1)
+        asking = [asyncio.create_task(follower.http.get(f"/{n}")) for n in range(50)]
+        await until(lambda: follower.num_requests == 50)
+        await some_looks()
+        before = set(tried)
+        asking.append(asyncio.create_task(follower.http.get("/late")))
+        await until(lambda: follower.num_requests == 51)
+        await some_looks()
     assert set(tried) == before, "who comes later waits with the others"
     assert sum(times > 1 for times in tried.values()) == 1, "each at most once, then one for all"
     async with leading(_echo) as url:
@@ -396,16 +405,14 @@ async def test_many_that_wait_for_a_dead_holder_cost_one_look_at_a_time(
 
 
 async def test_who_waits_for_a_dead_holder_hears_when_it_is_back(follower: Follower) -> None:
-    async with leading(_echo) as url:
-        pass
-    follower.follow(url)
-    asking = asyncio.create_task(follower.http.get("/x"))
-    await until(lambda: follower.lease.missed)
-    assert set(follower.lease.missed) == {Holder(url, 1)}, "whoever keeps the lease is told"
-    port = int(url.rpartition(":")[2])
-    app = Starlette(routes=[Route("/{path:path}", _echo, methods=METHODS)])
-    async with listening(app, port):
-        assert (await asking).status_code == 207
+    with nobody() as (url, place):
+        follower.follow(url)
+        asking = asyncio.create_task(follower.http.get("/x"))
+        await until(lambda: follower.lease.missed)
+        assert set(follower.lease.missed) == {Holder(url, 1)}, "whoever keeps the lease is told"
+        app = Starlette(routes=[Route("/{path:path}", _echo, methods=METHODS)])
+        async with listening(app, place):
+            assert (await asking).status_code == 207
 
 
 async def test_who_waits_hears_when_a_late_renewal_makes_the_lease_certain_again(
