@@ -77,6 +77,7 @@ def test_a_broken_download_is_continued(stub: Any, rest: RestClient, tmp_path: P
     assert (tmp_path / "model.safetensors").read_bytes() == CONTENT
     _, second = stub.seen("/files/model")
     assert second.headers["range"] == "bytes=500000-"
+    assert second.headers["if-range"] == '"1"', "servers give the rest of that version only"
 
 
 def test_a_part_of_an_earlier_process_is_continued(
@@ -133,6 +134,20 @@ def test_whole_files_of_another_version_are_fetched_anew(
     stub.on("/files/model", lambda request: serve(request, etag='"2"'))
     rest.download_checkpoint(PATH, tmp_path).result(10)
     assert (tmp_path / "model.safetensors").read_bytes() == CONTENT
+
+
+def test_files_that_only_another_version_had_do_not_appear(
+    stub: Any, rest: RestClient, tmp_path: Path
+) -> None:
+    """As when a checkpoint was deleted and saved again under its name, encrypted."""
+    begun(tmp_path, b"")
+    beside = unfinished(tmp_path, PATH)
+    (beside / "b").mkdir()
+    for name in ("optimizer.safetensors", "b/config.json", "optimizer.part", "b/config.version"):
+        (beside / name).write_bytes(b"of the checkpoint that was here before")
+    rest.download_checkpoint(PATH, tmp_path).result(10)
+    found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    assert found == {"model.safetensors", "a", "a/config.json"}
 
 
 def test_a_file_without_a_strong_etag_is_fetched_from_the_start(
@@ -193,13 +208,16 @@ def test_names_that_lead_outside_are_refused(tmp_path: Path, name: str) -> None:
     assert confined(folder, "a/b.json") == folder / "a" / "b.json"
 
 
+@pytest.mark.parametrize(("start", "etag"), [(500, '"1"'), (1000, '"2"')])
 def test_a_part_that_does_not_fit_is_not_continued(
-    stub: Any, rest: RestClient, tmp_path: Path
+    stub: Any, rest: RestClient, tmp_path: Path, start: int, etag: str
 ) -> None:
-    """A server that answers with another range than the one asked for would damage the file."""
+    """A server that answers with another range or version than the one that was asked for would
+    damage the file."""
     begun(tmp_path, CONTENT[:1000])
-    other = {"content-range": f"bytes 500-{len(CONTENT) - 1}/{len(CONTENT)}"}
-    stub.on("/files/model", Answer(206, CONTENT[500:], other), Answer(200, CONTENT))
+    end = f"{len(CONTENT) - 1}/{len(CONTENT)}"
+    other = {"content-range": f"bytes {start}-{end}", "etag": etag}
+    stub.on("/files/model", Answer(206, bytes(len(CONTENT) - start), other), Answer(200, CONTENT))
     rest.download_checkpoint(PATH, tmp_path).result(10)
     assert (tmp_path / "model.safetensors").read_bytes() == CONTENT
     assert "range" not in stub.seen("/files/model")[1].headers

@@ -228,6 +228,38 @@ async def test_results_are_dropped_by_age_and_by_size(store: Store) -> None:
     assert left == [0, 0, 100, 0]
 
 
+async def test_the_owner_whose_results_take_most_loses_the_oldest(store: Store) -> None:
+    """One who leaves large results behind costs nobody else a result that was not fetched yet."""
+    for owner, size, num_results in (("small", 30, 1), ("even", 60, 1), ("crowd", 50, 4)):
+        model = dataclasses.replace(
+            MODEL, session_id=None, model_seq_id=None, model_id=owner, owner=owner
+        )
+        for seq_id in range(num_results):
+            request_id = f"{owner}{seq_id}"
+            record = dataclasses.replace(
+                operation(seq_id), request_id=request_id, model_id=owner, owner=owner
+            )
+            await store.log.record(record, model if seq_id == 0 else None)
+            # The others' ended first: by age alone they would go.
+            at = 10.0 + seq_id + 10.0 * (owner == "crowd")
+            end = Finish(
+                request_id=request_id,
+                status="done",
+                finished_at=at,
+                result_type="json",
+                result=b"x" * size,
+            )
+            await store.log.finish([end])
+    for max_bytes, left in ((300, 4), (200, 2), (160, 1)):
+        await store.log.drop_results(retrieved_before=0.0, finished_before=0.0, max_bytes=max_bytes)
+        kept = [f"crowd{n}" for n in range(4)][4 - left :]
+        for request_id in ("small0", "even0", *(f"crowd{n}" for n in range(4))):
+            found = await store.log.get(request_id)
+            assert found is not None
+            is_kept = request_id in (*kept, "small0", "even0")
+            assert bool(found.result_bytes) == is_kept, (max_bytes, request_id)
+
+
 async def _ended(store: Store, numbers: range, snapshots: tuple[int, int]) -> None:
     """A log whose results were fetched and dropped, with two snapshots."""
     for seq_id in numbers:

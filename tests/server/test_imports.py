@@ -225,6 +225,9 @@ async def test_what_was_deleted_can_be_imported_and_copied_again_by_the_same_req
     copy = {"source_path": path, "destination_project_id": "p"}
     key = {"x-idempotency-key": "k"}
     copied = (await api.ok("/copy_weights", copy, **key))["tinker_path"]
+    for change in ({"ttl_seconds": 3600}, {"destination_project_id": "q"}):
+        other = await api.ok("/copy_weights", copy | change, **key)
+        assert other["tinker_path"] != copied, "another request"
     await _delete(api, copied)
     assert (await api.ok("/copy_weights", copy, **key))["tinker_path"] == copied
     await _delete(api, path)

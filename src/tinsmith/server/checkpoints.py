@@ -144,11 +144,11 @@ class Checkpoints:
     ) -> CheckpointRecord:
         """A checkpoint of the owner's with the same weights, under a training run of its own.
 
-        The same idempotency key again gives the same copy.
+        The same request with the same idempotency key again gives the same copy.
         """
         check_ttl(ttl_seconds)
         request = idempotency_key or uuid.uuid4().hex
-        copy_id = f"copy-{id_of(owner, request, source.tinker_path)}"
+        copy_id = f"copy-{id_of(owner, request, source.tinker_path, project_id, ttl_seconds)}"
         existing = await self.owned(copy_id, source.checkpoint_id, owner)
         if existing is not None:
             return existing

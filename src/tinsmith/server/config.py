@@ -271,7 +271,8 @@ class ServerConfig:
     """How long a sampling result waits to be fetched."""
 
     training_result_bytes: int = 4 * 1024**3
-    """Most disk for results of training operations; the oldest go first."""
+    """Most disk for results of training operations; the owner with the most loses the oldest
+    first."""
 
     training_retention_seconds: float = 7 * 24 * 3600.0
     """How long a result of a training operation waits to be fetched."""

@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 
 from tests.support import byte_tokenizer
 from tests.support.in_process_server import MODEL, StartServer, TestServer
-from tinsmith.engine.base import EngineSampleEvent, Failure, SampleJob
+from tinsmith.engine.base import EngineSampleEvent, Failure, FinishedPass, Pass, SampleJob
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig
 from tinsmith.errors import EngineError
 
@@ -43,6 +43,20 @@ class SpeakingEngine(FakeEngine):
         (model,) = config.models
         model = dataclasses.replace(model, tokenizer_folder=self.folder)
         super().__init__(dataclasses.replace(config, models=(model,)))
+
+
+class ListeningEngine(SpeakingEngine):
+    """Notes for whom it was asked to work."""
+
+    scopes: list[str]
+
+    def sample(self, job: SampleJob) -> AsyncIterator[EngineSampleEvent]:
+        self.scopes.append(job.scope)
+        return super().sample(job)
+
+    def run_passes(self, passes: Sequence[Pass]) -> AsyncIterator[FinishedPass]:
+        self.scopes.extend(each.scope for each in passes)
+        return super().run_passes(passes)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +85,40 @@ async def client(server: TestServer) -> AsyncIterator[openai.AsyncOpenAI]:
 
 def named(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+async def test_whatever_is_asked_the_engine_keeps_it_apart_by_owner(
+    start_server: StartServer, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its scope: what is remembered of a prompt is found by jobs of the same one only."""
+    monkeypatch.setattr(ListeningEngine, "folder", tokenizer_folder, raising=False)
+    monkeypatch.setattr(ListeningEngine, "scopes", [], raising=False)
+    server = await start_server(engine=ListeningEngine)
+    chat, few = {"model": MODEL, "messages": ASK["messages"]}, {"max_tokens": 2}
+    for api, owner in ((server.api, "owner"), (await server.other_user(), "somebody-else")):
+        session = {"session_id": await api.session(), "sampling_session_seq_id": 0}
+        made = await api.ok("/create_sampling_session", {**session, "base_model": MODEL})
+        sample = api.sample_body(str(made["sampling_session_id"]))
+        promise = await api.ok("/asample", sample)
+        await api.result(promise["request_id"])
+        await api.result(await api.send_pass(await api.model(), 1))
+        requests: dict[str, dict[str, Any]] = {
+            "/api/v1/sample_stream": sample,
+            "/oai/api/v1/chat/completions": chat | few,
+            "/oai/api/v1/completions": {"model": MODEL, "prompt": ["a", "b"]} | few,
+            "/oai/api/v1/responses": {"model": MODEL, "input": "a", "max_output_tokens": 2},
+            "/oai/api/inference/v1/generate": {
+                "model": MODEL,
+                "token_ids": [3, 4],
+                "sampling_params": few,
+            },
+            "/anthropic/v1/messages": chat | few,
+        }
+        for path, body in requests.items():
+            answer = await api.http.post(path, json=body, headers=api.headers)
+            assert answer.status_code == 200, (path, answer.text)
+        assert len(ListeningEngine.scopes) == 9 and set(ListeningEngine.scopes) == {owner}
+        ListeningEngine.scopes.clear()
 
 
 async def test_a_chat_answer_has_the_form_that_was_asked_for(client: openai.AsyncOpenAI) -> None:

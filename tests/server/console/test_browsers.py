@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -47,6 +48,14 @@ async def test_a_key_is_exchanged_for_a_cookie_that_may_look(api: Api) -> None:
 async def test_a_wrong_key_gets_no_cookie(api: Api) -> None:
     response = await api.http.post("/console/login", json={"key": "tml-" + "x" * 40})
     assert response.status_code == 401 and "set-cookie" not in response.headers
+
+
+async def test_a_token_gets_no_cookie(api: Api) -> None:
+    """With a cookie it could revoke the key that it was made from."""
+    token = (await api.ok("/auth/token", {}))["jwt"]
+    response = await api.http.post("/console/login", json={"key": token})
+    assert response.status_code == 403 and "send the key" in response.json()["detail"]
+    assert "set-cookie" not in response.headers
 
 
 async def test_a_cookie_survives_a_restart_and_ends_with_a_logout(
@@ -140,6 +149,10 @@ async def test_the_link_that_the_server_prints_lets_one_browser_in_once(
     assert run in (await _look(api, first.cookies["tinsmith_session"])).text
     again = await api.http.get(link)
     assert again.headers["location"] == "/login?reason=link" and "set-cookie" not in again.headers
+    later = time.time() + browsers.LINK_SECONDS + 1
+    monkeypatch.setattr(time, "time", lambda: later)
+    shown = await _look(api, first.cookies["tinsmith_session"])
+    assert shown.status_code == 200, "the link is short-lived, the browser's session is not"
     monkeypatch.setattr(browsers, "LINK_SECONDS", -1)
     late = await api.http.get(str(await console_link(server.service)))
     assert late.headers["location"] == "/login?reason=link" and "set-cookie" not in late.headers

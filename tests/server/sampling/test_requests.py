@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from tests.support.in_process_server import MODEL
+
 if TYPE_CHECKING:
     from tests.support.in_process_server import Api, StartServer
 
@@ -21,6 +25,66 @@ async def test_a_sample_sent_twice_runs_once(api: Api) -> None:
     first, second = await api.ok("/asample", body), await api.ok("/asample", body)
     assert first == second
     assert len(first["sample_sequence_ids"]) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"num_samples": 2},
+        {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 4]}]}},
+        {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [7] * 20_000}]}},
+        {"sampling_params": {"max_tokens": 4, "seed": 6, "stop": []}},
+        {"prompt_logprobs": True},
+    ],
+)
+async def test_a_number_used_again_for_another_sample_is_a_conflict(
+    api: Api, other: dict[str, Any]
+) -> None:
+    sampler = await _base_sampler(api)
+    first = await api.ok("/asample", api.sample_body(sampler, 1))
+    await api.retrieve(first["request_id"])
+    refused = await api.post("/asample", api.sample_body(sampler, 1, **other))
+    assert refused.status_code == 400 and "number 1" in refused.json()["detail"]
+    assert await api.ok("/asample", api.sample_body(sampler, 1)) == first
+    assert (await api.post("/asample", api.sample_body(sampler, 2, **other))).status_code == 200
+
+
+async def test_a_large_sample_sent_twice_at_once_runs_once(api: Api) -> None:
+    sampler = await _base_sampler(api)
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [7] * 20_000}]}
+    body = api.sample_body(sampler, 1, prompt=prompt)
+    first, second = await asyncio.gather(api.ok("/asample", body), api.ok("/asample", body))
+    assert first == second
+
+
+async def test_a_number_used_again_for_another_sampler_is_a_conflict(api: Api) -> None:
+    """Whoever sampled from it would sample from other weights than it has asked for."""
+    session = await api.session()
+    model = await api.create_model(session)
+    for seq_id, name in enumerate(("a", "b"), 1):
+        save = {"model_id": model, "seq_id": seq_id, "path": name}
+        await api.result((await api.ok("/save_weights_for_sampler", save))["request_id"])
+    unnamed = {"model_id": model, "seq_id": 3, "sampling_session_seq_id": 7}
+    await api.result((await api.ok("/save_weights_for_sampler", unnamed))["request_id"])
+    of_model = {"model_path": f"tinker://{model}/sampler_weights/a"}
+    wanted: list[tuple[int, dict[str, str]]] = [(0, of_model), (1, {"base_model": MODEL})]
+    path = "/create_sampling_session"
+    made = []
+    for number, source in wanted:
+        body = {"session_id": session, "sampling_session_seq_id": number, **source}
+        made.append(await api.ok(path, body))
+        assert await api.ok(path, body) == made[-1], "a true repeat"
+    others: list[tuple[int, dict[str, str]]] = [
+        (0, {"model_path": f"tinker://{model}/sampler_weights/b"}),
+        (0, {"base_model": MODEL}),
+        (1, of_model),
+        (7, {"base_model": MODEL}),
+    ]
+    for number, source in others:
+        body = {"session_id": session, "sampling_session_seq_id": number, **source}
+        refused = await api.post(path, body)
+        assert refused.status_code == 400
+        assert "sampling_session_seq_id" in refused.json()["detail"]
 
 
 async def test_samples_beyond_the_bound_are_told_to_wait(start_server: StartServer) -> None:

@@ -41,8 +41,7 @@ async def download(
                 return await download(uplink, source, sign, folder, on_progress)
             signed = fresh
         await fetch(uplink, signed.urls[name], name, confined(beside, name), on_progress)
-    for name in signed.urls:
-        forget_version(confined(beside, name))
+    _keep_only(beside, {confined(beside, name) for name in signed.urls})
     put_in_place(beside, folder)
     return [confined(folder, name) for name in signed.urls]
 
@@ -77,6 +76,17 @@ def unfinished(folder: Path, source: str) -> Path:
 def _places(signed: ExternalWeightsUrlsResponse) -> dict[str, str]:
     """Where the files are, without the signatures."""
     return {name: urlsplit(url).path for name, url in signed.urls.items()}
+
+
+def _keep_only(beside: Path, wanted: set[Path]) -> None:
+    """Remove the notes of versions, and what an earlier attempt has left of a checkpoint that had
+    other files and was saved under the same path."""
+    for path in sorted(beside.rglob("*"), reverse=True):
+        if path.is_dir() and not path.is_symlink():
+            if not any(path.iterdir()):
+                path.rmdir()
+        elif path not in wanted:
+            path.unlink()
 
 
 def _forget(tar: Path) -> None:

@@ -38,18 +38,18 @@ class Browsers:
         key_id, until = self._links.pop(hash_key(token), (0, 0.0))
         if until < time.time():
             return None
-        caller = await self._auth.of_key(key_id, int(until))
+        caller = await self._auth.of_key(key_id, None)
         return None if caller is None else await self.let_in(caller)
 
     async def let_in(self, caller: Caller) -> str:
-        """A fresh cookie that stands for the caller's key; one for a token ends when that does."""
+        """A fresh cookie that stands for the caller's key."""
         cookie, now = secrets.token_urlsafe(32), time.time()
         await self._store.browsers.add(
             BrowserSessionRecord(
                 cookie_hash=hash_key(cookie),
                 key_id=caller.key_id,
                 created_at=now,
-                expires_at=min(now + SESSION_SECONDS, caller.token_expires_at or now * 2),
+                expires_at=now + SESSION_SECONDS,
             )
         )
         # The store may have ended the key's oldest one for it.

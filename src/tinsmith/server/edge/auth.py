@@ -93,8 +93,9 @@ class Auth:
             await self._refresh()
         return _caller(self._by_hash.get(digest), None)
 
-    async def of_key(self, key_id: int, expires_at: int) -> Caller | None:
-        """The caller behind what was given out for a key until a moment, while the key is good."""
+    async def of_key(self, key_id: int, expires_at: int | None) -> Caller | None:
+        """The caller behind what was given out for a key, while the key is good; a moment is the
+        end of what was given out."""
         if key_id not in self._by_id or not self._is_fresh(time.monotonic()):
             await self._refresh()
         return _caller(self._by_id.get(key_id), expires_at)

@@ -54,6 +54,9 @@ async def login(service: Service, request: Request) -> Response:
     request.scope[OWNER], request.scope[HAS_DATA] = "", False
     body = await read_body(service, request)
     message = dialects.decode(ConsoleLoginRequest, body, service.limits)
+    if message.key.startswith(TOKEN_PREFIX):
+        # A cookie lasts longer than a token, and may revoke keys.
+        raise Refusal(403, "a token signs no browser in; send the key that it was made from")
     caller = await service.auth.resolve(message.key)
     if caller is None:
         raise Refusal(401, "this key is not known to this server, or was revoked")

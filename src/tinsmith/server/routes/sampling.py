@@ -16,7 +16,8 @@ from tinsmith.engine.images import ImageRules, count_images, has_images, with_jo
 from tinsmith.errors import EngineError, ValidationError
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal, not_found, while_known
-from tinsmith.server.edge.routing import bare_route, route
+from tinsmith.server.edge.routing import IN_THREAD_BYTES, bare_route, route
+from tinsmith.server.operations.codecs import JsonCodec
 from tinsmith.server.routes.sessions import active_session
 from tinsmith.server.routes.training import check_base_model, tokenizer_location
 from tinsmith.server.sampling.requests import sample_job
@@ -44,6 +45,7 @@ from tinsmith.types.sampling import SamplerInfo
 from tinsmith.wire import endpoints, json
 
 _RETRY_AFTER_MS = "1000"
+_CODEC = JsonCodec(SampleRequest)
 MAX_CHUNKS_ON_LOOP = 16
 """A prompt of more chunks is put together in a thread: 65,000 of a token each would hold up the
 event loop for a third of a second."""
@@ -69,6 +71,12 @@ async def create_sampling_session(
     )
     if sampler is None:
         raise not_found("checkpoint", str(message.model_path))
+    if not _is_for(sampler, message, base_model):
+        raise ValidationError(
+            f"{message.sampling_session_seq_id} is the number of another sampler of this session; "
+            "take the next one",
+            "sampling_session_seq_id",
+        )
     return CreateSamplingSessionResponse(sampling_session_id=sampler.sampler_id)
 
 
@@ -102,12 +110,13 @@ async def asample(
 ) -> UntypedAPIFuture:
     sampler = await _sampler_of(service, caller, message)
     message = await _counted(service, sampler, message)
-    promise = None
+    promise, digest = None, ""
     if message.seq_id is not None:
-        promise = service.sampling.find(sampler.sampler_id, message.seq_id)
+        digest = await _digest(service, caller, message)
+        promise = service.sampling.find(sampler.sampler_id, message.seq_id, digest)
     if promise is None:
         _check_room(service, caller, message)
-        promise = service.sampling.submit(sampler, message)
+        promise = service.sampling.submit(sampler, message, digest)
     ids = [f"{promise.request_id}:{index}" for index in range(message.num_samples)]
     return UntypedAPIFuture(request_id=promise.request_id, sample_sequence_ids=ids)
 
@@ -174,6 +183,14 @@ async def _source(
     return weights.base_model, weights.weights_id
 
 
+def _is_for(sampler: SamplerRecord, message: CreateSamplingSessionRequest, base_model: str) -> bool:
+    """Whether this is what was asked for, now or before. An unnamed sampler, which a save has made,
+    is not; one of a checkpoint that was saved again since is."""
+    is_unnamed = sampler.model_path is None and sampler.weights_id is not None
+    asked = message.model_path, base_model
+    return not is_unnamed and (sampler.model_path, sampler.base_model) == asked
+
+
 async def _run_of(service: Service, caller: Caller, path: str | None) -> str | None:
     """The caller's run that a checkpoint belongs to."""
     if path is None:
@@ -215,6 +232,12 @@ async def _counted(
 
 def _prepared(prompt: ModelInput, rules: ImageRules | None) -> ModelInput:
     return with_joined_texts(count_images(prompt, rules, "prompt"))
+
+
+async def _digest(service: Service, caller: Caller, message: SampleRequest) -> str:
+    if message.prompt.nbytes < IN_THREAD_BYTES:
+        return _CODEC.digest(message)
+    return await service.workers.run(caller.owner, _CODEC.digest, message)
 
 
 def _check_room(service: Service, caller: Caller, message: SampleRequest) -> None:

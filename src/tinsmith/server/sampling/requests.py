@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.engine.base import Engine, ExpertsChosen, Failure, SampleEvent, SampleJob
-from tinsmith.errors import EngineError
+from tinsmith.errors import EngineError, ValidationError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.console.sample_examples import SampledExamples
 from tinsmith.server.edge.shares import Shares
@@ -99,7 +99,8 @@ class Sampling:
         self._config = config
         self.promises = Promises(config.sample_result_bytes)
         self._running: dict[str, _Running] = {}
-        self._by_key: dict[tuple[str, int], Promise] = {}
+        self._by_key: dict[tuple[str, int], tuple[Promise, str]] = {}
+        """Promises of numbered requests, and the digests of these."""
         journal = Path(config.data_dir) / JOURNAL if config.sample_use_retrieve_futures else None
         self.completions = Completions(journal)
         self.experts: KeptExperts | None = None
@@ -120,16 +121,24 @@ class Sampling:
         """Whether so much more is within the owner's share of what may be under way."""
         return self._jobs.fits(owner, num_jobs) and self._prompt_bytes.fits(owner, num_bytes)
 
-    def find(self, sampler_id: str, seq_id: int) -> Promise | None:
-        """The promise of a request that was sent before."""
-        return self._by_key.get((sampler_id, seq_id))
+    def find(self, sampler_id: str, seq_id: int, digest: str) -> Promise | None:
+        """The promise of a request that was sent before; another one with its number is refused."""
+        promise, first = self._by_key.get((sampler_id, seq_id), (None, digest))
+        if digest != first:
+            raise ValidationError(
+                f"number {seq_id} of {sampler_id} was used for another request before; give each "
+                "request a number of its own",
+                "seq_id",
+            )
+        return promise
 
-    def submit(self, sampler: SamplerRecord, request: SampleRequest) -> Promise:
+    def submit(self, sampler: SamplerRecord, request: SampleRequest, digest: str = "") -> Promise:
+        """`digest` tells it, where it has a number, from others that come with the same one."""
         request_id = REQUEST_PREFIX + uuid.uuid4().hex
         promise = self.promises.open(request_id, sampler.owner)
         key = (sampler.sampler_id, request.seq_id if request.seq_id is not None else -1)
         if request.seq_id is not None:
-            self._by_key[key] = promise
+            self._by_key[key] = promise, digest
         running = self._running[request_id] = _Running(promise, sampler, key, request.prompt.nbytes)
         self._enter(sampler.owner, running.num_bytes)
         self.completions.promise(running.client, request_id)
@@ -275,7 +284,8 @@ class Sampling:
             retrieved_before=now - 60.0, finished_before=now - self._config.sample_retention_seconds
         )
         alive = self.promises.get
-        self._by_key = {k: p for k, p in self._by_key.items() if alive(p.request_id) is p}
+        known = self._by_key.items()
+        self._by_key = {key: (p, d) for key, (p, d) in known if alive(p.request_id) is p}
         retention = self._config.sample_retention_seconds
         self.completions.expire(lambda request_id: alive(request_id) is not None, retention)
 

@@ -376,33 +376,35 @@ class Log:
     async def drop_results(
         self, *, retrieved_before: float, finished_before: float, max_bytes: int
     ) -> int:
-        """Forget results that were fetched, or ended, before a moment, and the oldest beyond
-        `max_bytes`; how many there were."""
+        """Forget results that were fetched, or ended, before a moment; how many there were. Beyond
+        `max_bytes` the owners whose results take most lose their oldest ones."""
         table = schema.operations
         is_old = sa.or_(
             table.c.finished_at < finished_before,
             sa.func.coalesce(table.c.retrieved_at, math.inf) < retrieved_before,
         )
         kept = sa.and_(table.c.result_bytes > 0, ~is_old)
-        newest_first = sa.func.sum(table.c.result_bytes).over(
-            order_by=[table.c.finished_at.desc(), table.c.request_id]
+        num_bytes = sa.func.sum(table.c.result_bytes)
+        newest_first = num_bytes.over(
+            partition_by=table.c.owner,
+            order_by=[table.c.finished_at.desc(), table.c.request_id],
         )
         sized = sa.select(
             table.c.request_id, table.c.result_file, newest_first.label("together")
         ).where(kept)
+        by_owner = sa.select(num_bytes).where(kept).group_by(table.c.owner)
 
         def read() -> list[tuple[str, str | None]]:
             # Outside of the writing thread: whole tables are looked at, and others want to write.
             with self._database.connect() as connection:
                 old = sa.select(table.c.request_id, table.c.result_file)
                 drop = [*connection.execute(old.where(table.c.result_bytes > 0, is_old))]
-                held = connection.execute(
-                    sa.select(sa.func.coalesce(sa.func.sum(table.c.result_bytes), 0)).where(kept)
-                ).scalar_one()
-                if held > max_bytes:
+                held = [int(each) for each in connection.execute(by_owner).scalars()]
+                if sum(held) > max_bytes:
                     beyond = sized.subquery()
                     excess = sa.select(beyond.c.request_id, beyond.c.result_file)
-                    drop += connection.execute(excess.where(beyond.c.together > max_bytes))
+                    most = _most_for_each(held, max_bytes)
+                    drop += connection.execute(excess.where(beyond.c.together > most))
             return [(row.request_id, row.result_file) for row in drop]
 
         drop = await self._database.in_thread(read)
@@ -498,6 +500,18 @@ class Log:
     def _first(self, connection: sa.Connection, operation: OperationRecord) -> OperationRecord:
         numbered = {"of_model": operation.model_id, "number": operation.seq_id}
         return OperationRecord(**connection.execute(_WITH_NUMBER, numbered).one()._mapping)
+
+
+def _most_for_each(held: Sequence[int], most: int) -> int:
+    """What each owner may keep of more than `most` bytes: who has no more than an even part of what
+    the others leave keeps all of it."""
+    left = most
+    for index, num_bytes in enumerate(sorted(held)):
+        part = left // (len(held) - index)
+        if num_bytes > part:
+            return part
+        left -= num_bytes
+    return most
 
 
 def _storable(text: str | None) -> str | None:
