@@ -18,6 +18,7 @@ import pytest
 from tinsmith.engine.base import Failure
 from tinsmith.engine.fake import FakeEngine
 from tinsmith.server.operations import scheduler
+from tinsmith.server.operations.shares import Shares
 from tinsmith.types import Datum, ModelInput
 
 if TYPE_CHECKING:
@@ -150,6 +151,28 @@ async def test_a_pass_costs_what_it_takes_not_what_its_tokens_say(
     await asyncio.sleep(0.5)  # one has been measured
     _, longest = await _train(kind, model)
     assert longest < 1.2, "the neighbour waits for one of them at most, not for ten"
+
+
+async def test_an_owner_is_charged_what_the_engine_has_measured(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many tokens there were, and whatever was expected of them before."""
+    charged: dict[str, float] = {}
+    charge = Shares.charge
+
+    def noted(shares: Shares, owner: str, model_id: str, seconds: float) -> None:
+        charged[owner] = charged.get(owner, 0.0) + seconds
+        charge(shares, owner, model_id, seconds)
+
+    monkeypatch.setattr(Shares, "charge", noted)
+    server = await start_server(engine=TimedEngine)
+    rude, kind = await server.other_user(), server.api
+    costly, model = await rude.model(), await kind.model()
+    for number in (1, 2):
+        await rude.output(await rude.send_pass(costly, number, _datum(5, target=99)))
+        await kind.output(await kind.send_pass(model, number, _datum(500)))
+    assert charged["somebody-else"] == pytest.approx(2 * 0.4)
+    assert charged["owner"] == pytest.approx(2 * 500 * TimedEngine.TOKEN_SECONDS)
 
 
 async def test_a_pass_that_does_not_end_is_waited_for_by_its_owner_alone(
