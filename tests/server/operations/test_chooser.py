@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from tinsmith.server.operations.chooser import (
+    BYTES_AT_ONCE,
     COSTLY,
+    PASSES_AT_ONCE,
     SAVING_AT_ONCE,
     SINGLES_OF_OWNER,
     STEPS_AT_ONCE,
@@ -26,7 +28,9 @@ from tinsmith.server.operations.shares import Shares
 from tinsmith.server.store.records import OperationRecord
 
 
-def _operation(seq_id: int, kind: str, num_tokens: int = 10, attempts: int = 0) -> Operation:
+def _operation(
+    seq_id: int, kind: str, num_tokens: int = 10, attempts: int = 0, num_bytes: int = 0
+) -> Operation:
     operation = operation_of(
         OperationRecord(
             request_id=str(seq_id),
@@ -36,6 +40,7 @@ def _operation(seq_id: int, kind: str, num_tokens: int = 10, attempts: int = 0) 
             kind=kind,
             content_type="",
             num_tokens=num_tokens,
+            payload_bytes=num_bytes,
             created_at=0.0,
         )
     )
@@ -44,14 +49,21 @@ def _operation(seq_id: int, kind: str, num_tokens: int = 10, attempts: int = 0) 
 
 
 def _candidate(
-    name: str, *kinds: str, owner: str = "", num_tokens: int = 10, **facts: Any
+    name: str,
+    *kinds: str,
+    owner: str = "",
+    num_tokens: int = 10,
+    num_bytes: int = 0,
+    **facts: Any,
 ) -> Candidate[str]:
     return Candidate(
         model=name,
         model_id=name,
         owner=owner or name,
         base_model=facts.pop("base_model", "base"),
-        front=[_operation(1 + n, kind, num_tokens) for n, kind in enumerate(kinds)],
+        front=[
+            _operation(1 + n, kind, num_tokens, num_bytes=num_bytes) for n, kind in enumerate(kinds)
+        ],
         **facts,
     )
 
@@ -131,6 +143,25 @@ def test_a_pass_beyond_the_budget_runs_alone_and_is_not_overtaken_for_ever() -> 
     assert _names(choose_passes([large, small], shares, 1000, 60.0)) == ["small"]
     shares.charge("small", "small", 0.002)
     assert _names(choose_passes([large, small], shares, 1000, 60.0)) == ["large"]
+
+
+def test_the_requests_of_a_batch_have_a_bound_in_bytes() -> None:
+    """All of them are in memory while it runs, and few tokens may come with very many bytes."""
+    third = BYTES_AT_ONCE // 3
+    many = _candidate("many", *["forward"] * 9, num_tokens=1, num_bytes=third)
+    assert _names(choose_passes([many], Shares(), 1000, 60.0)) == ["many"] * 3
+    huge = _candidate("huge", "forward", "forward", num_tokens=1, num_bytes=4 * BYTES_AT_ONCE)
+    assert _names(choose_passes([huge], Shares(), 1000, 60.0)) == ["huge"], "alone"
+    shares = Shares()
+    shares.charge("huge", "huge", 1.0)
+    other = _candidate("other", "forward", num_tokens=1)
+    assert _names(choose_passes([huge, other], shares, 1000, 60.0)) == ["other"]
+
+
+def test_a_batch_has_so_many_passes() -> None:
+    kinds = ["forward"] * (PASSES_AT_ONCE + 1)
+    tiny = _candidate("tiny", *kinds, num_tokens=1)
+    assert len(choose_passes([tiny], Shares(), 10**6, 1e6)) == PASSES_AT_ONCE
 
 
 def test_a_batch_is_expected_to_take_no_longer_than_it_may() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from tinsmith.engine.base import FinishedPass, Pass
+from tinsmith.engine.fake import FakeEngine
+from tinsmith.server.operations import chooser
 from tinsmith.types import (
     Datum,
     EncodedTextChunk,
@@ -20,6 +24,19 @@ from tinsmith.wire import json
 
 if TYPE_CHECKING:
     from tests.support.in_process_server import Api, StartServer
+
+
+class WeighingEngine(FakeEngine):
+    """Notes the bytes of the passes that it gets in a call."""
+
+    @functools.cached_property
+    def weights(self) -> list[int]:
+        return []
+
+    def run_passes(self, passes: Sequence[Pass]) -> AsyncIterator[FinishedPass]:
+        self.weights.append(sum(datum.nbytes for each in passes for datum in each.data))
+        return super().run_passes(passes)
+
 
 PASSES = 8
 TENSOR = np.ones(1, np.float32)
@@ -116,3 +133,25 @@ async def test_what_an_owner_has_no_room_for_waits_on_disk(start_server: StartSe
     assert 0 < held <= 2**20, "an eighth is one owner's"
     await _send_some_that_wait(kind, _one_token(), 1)
     assert server.service.models.held_bytes > held, "others have their own part"
+
+
+async def test_requests_of_few_tokens_and_many_bytes_are_read_a_few_at_a_time(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their tokens alone, all that an owner may queue would be in memory at once."""
+    monkeypatch.setattr(chooser, "BYTES_AT_ONCE", 3 * 2**20)
+    server = await start_server(engine=WeighingEngine, max_queued_memory_bytes=8)
+    api, weights = server.api, np.ones(2**18, np.float32)  # 1 MiB
+    model_id = await api.model()
+    datum = Datum(
+        model_input=ModelInput.from_ints([1]),
+        loss_fn_inputs={"target_tokens": [2], "weights": [1.0], "beside it": weights},
+    )
+    promises = [await api.post_pass(model_id, seq_id, [datum]) for seq_id in (2, 3, 4, 5, 6, 1)]
+    for promise in promises:
+        error, category = await api.failure(promise.json()["request_id"])
+        assert "beside it" in error and category == "user"
+    (engine,) = server.engines
+    assert isinstance(engine, WeighingEngine)
+    assert sum(engine.weights) > 6 * 2**20 and max(engine.weights) < 3 * 2**20
+    assert len(engine.weights) == 3, "as many as fit go together"

@@ -38,6 +38,14 @@ SHORT_BATCH_SECONDS = 0.05
 """A batch that is expected to take less, and has not taken more, is waited for: those who come
 meanwhile gather, and the next batch is the more efficient."""
 
+PASSES_AT_ONCE = 1024
+"""Passes in one batch: far more would be no more efficient, and to choose them takes a moment of
+everybody's."""
+
+BYTES_AT_ONCE = 64 * 1024 * 1024
+"""Of the requests in one batch, which are all in memory while it runs. A few tokens may come with
+very many bytes; a larger request runs alone."""
+
 STEPS_AT_ONCE = 32
 """Steps in one call; the answers come together."""
 
@@ -205,9 +213,9 @@ def choose_passes(
     turns = _Turns(ready, shares)
     chosen: list[Candidate[M]] = []
     num_taken: Counter[str] = Counter()
-    tokens_left, seconds_left = max_tokens, 0.0
+    tokens_left, bytes_left, seconds_left = max_tokens, BYTES_AT_ONCE, 0.0
     is_batch_costly = False
-    while (candidate := turns.take()) is not None:
+    while len(chosen) < PASSES_AT_ONCE and (candidate := turns.take()) is not None:
         position = num_taken[candidate.model_id]
         if position >= len(candidate.front) or not candidate.front[position].is_pass:
             continue
@@ -223,12 +231,14 @@ def choose_passes(
                 continue
             if (is_costly or is_batch_costly) and candidate.owner != first.owner:
                 continue
-            if operation.num_tokens > tokens_left or seconds > seconds_left or operation.attempts:
+            is_too_large = operation.num_tokens > tokens_left or operation.num_bytes > bytes_left
+            if is_too_large or seconds > seconds_left or operation.attempts:
                 break
         chosen.append(candidate)
         num_taken[candidate.model_id] += 1
         is_batch_costly |= is_costly
         tokens_left -= operation.num_tokens
+        bytes_left -= operation.num_bytes
         seconds_left -= seconds
         if operation.attempts:
             break

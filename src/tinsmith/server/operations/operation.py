@@ -97,3 +97,8 @@ class Operation:
     @property
     def num_tokens(self) -> int:
         return self.record.num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its request, as it was recorded."""
+        return self.record.payload_bytes

@@ -49,9 +49,10 @@ class SequenceQueue:
     def head(self) -> Operation | None:
         return self._waiting.get(self.next_seq_id)
 
-    def front(self, max_tokens: int) -> list[Operation]:
+    def front(self, max_tokens: int, most: int) -> list[Operation]:
         """The operations that may run now, in order: the first; and where that is a pass, the
-        passes that follow it without a gap, until they have more than `max_tokens`."""
+        passes that follow it without a gap, until they are `most` or have more than `max_tokens`.
+        """
         found: list[Operation] = []
         number, num_tokens = self.next_seq_id, 0
         while (operation := self._waiting.get(number)) is not None or number in self._used:
@@ -60,7 +61,7 @@ class SequenceQueue:
                 continue
             found.append(operation)
             num_tokens += operation.num_tokens
-            if not operation.is_pass or num_tokens > max_tokens:
+            if not operation.is_pass or num_tokens > max_tokens or len(found) >= most:
                 break
         return found
 

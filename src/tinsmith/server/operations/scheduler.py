@@ -22,6 +22,7 @@ from tinsmith.server.metrics import Metrics
 from tinsmith.server.operations.batches import PassBatch, Single, StepBatch
 from tinsmith.server.operations.chooser import (
     BATCHES_AT_ONCE,
+    PASSES_AT_ONCE,
     SHORT_BATCH_SECONDS,
     Candidate,
     Choice,
@@ -161,7 +162,7 @@ class Scheduler:
             and other.queue.head() is not None
             and self._had(other) < had
         ]
-        ready = [each for other in ahead for each in other.queue.front(0)]
+        ready = [each for other in ahead for each in other.queue.front(0, 1)]
         return len(ahead), sum(operation.num_tokens for operation in self.running() + ready)
 
     def running(self) -> list[Operation]:
@@ -195,16 +196,21 @@ class Scheduler:
             self._awake = {}
             return
         under_way = self._under_way(ready)
-        # Where no batch may begin, there is no need to look at all that waits.
-        max_tokens = self._config.max_gathered_tokens if under_way.may_pass else 0
+        max_tokens = self._config.max_gathered_tokens
+
+        def tokens_of(model: LiveModel) -> int:
+            """Where no batch may begin, there is no need to look at all that waits."""
+            may_pass = under_way.may_pass and model.owner not in under_way.owners_passing
+            return max_tokens if may_pass else 0
+
         in_batch = {
             model for batch in self._pass_batches() if _holds_steps(batch) for model in batch.models
         }
         choice = choose(
-            [self._candidate(model, max_tokens, model in in_batch) for model in ready],
+            [self._candidate(model, tokens_of(model), model in in_batch) for model in ready],
             under_way,
             self._shares,
-            max_tokens=self._config.max_gathered_tokens,
+            max_tokens=max_tokens,
             max_seconds=self._config.max_gathered_seconds,
             max_attempts=self._config.engine_attempts,
         )
@@ -219,7 +225,7 @@ class Scheduler:
             model_id=model.model_id,
             owner=model.owner,
             base_model=model.record.base_model,
-            front=model.queue.front(max_tokens),
+            front=model.queue.front(max_tokens, PASSES_AT_ONCE),
             is_failed=model.failure is not None,
             is_loaded=model.is_loaded,
             is_snapshot_due=self._snapshots.is_due(model),
