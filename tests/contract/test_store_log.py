@@ -67,6 +67,21 @@ async def test_an_operation_ends_once(store: Store) -> None:
     assert found is not None and found.status == "done" and found.error is None
 
 
+async def test_an_end_that_quotes_what_no_database_takes_is_recorded(store: Store) -> None:
+    """Errors quote names that clients chose. Were one refused, its operation could never end."""
+    problem = "no input called 'a\0b\ud800'"
+    step = StepRecord(model_id="m", seq_id=0, at=5.0, kind="forward_backward", error=problem)
+    end = Finish(request_id="r0", status="failed", finished_at=5.0, error=problem, step=step)
+    await store.log.record(operation(0), MODEL)
+    ((_, told),) = await store.log.finish([end])
+    refused = dataclasses.replace(operation(1), status="failed", finished_at=5.0, error=problem)
+    await store.log.record(refused)
+    for request_id in ("r0", "r1"):
+        found = await store.log.get(request_id)
+        assert found is not None and found.status == "failed"
+        assert found.error == told.error == r"no input called 'a\0b\ud800'"
+
+
 async def test_the_log_is_read_in_order_and_pending_models_are_known(store: Store) -> None:
     await store.log.record(operation(0), MODEL)
     for seq_id in (3, 1, 2):

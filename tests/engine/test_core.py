@@ -5,6 +5,7 @@ What every engine promises is in `tests/contract/test_engine_*.py`.
 
 from __future__ import annotations
 
+import json
 import queue
 import shutil
 from collections.abc import Callable, Iterator
@@ -320,6 +321,26 @@ def test_passes_given_up_half_way_have_no_effect(new_core: Any) -> None:
     np.testing.assert_array_equal(logprobs(core, "a"), logprobs(core, "once"))
 
 
+def test_a_pass_that_cannot_even_be_checked_fails_alone(
+    new_core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = new_core()
+    for name in "ab":
+        core.create_adapter(name, "llama", LORA)
+    (expected,) = run(core, passes("b", forward_only=True))
+    check = core_module.checks.check_pass
+
+    def broken(item: Pass, **facts: Any) -> Pass:
+        if item.adapter_id == "a":
+            raise OverflowError("it broke")
+        return check(item, **facts)
+
+    monkeypatch.setattr(core_module.checks, "check_pass", broken)
+    found = {p.index: p.result for p in core.run_passes(passes("a", "b", forward_only=True)) if p}
+    assert isinstance(found[0], Failure) and "it broke" in found[0].message
+    assert found[1] == expected
+
+
 def test_an_adapter_in_doubt_is_refused_until_it_is_restored(
     new_core: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,6 +401,40 @@ def test_a_base_model_without_files_does_not_hide_the_others(
         assert isinstance(failure, Failure)
         assert failure.category == "server"
         assert "lost" in failure.message
+
+
+@pytest.mark.parametrize("value", [None, "x", [], {"rope_type": None, "rope_theta": None}])
+@pytest.mark.parametrize("name", ["rope_parameters", "hidden_size", "torch_dtype", "model_type"])
+def test_whatever_is_in_one_models_settings_the_others_are_served(
+    model_folder: Callable[[str], Path], tmp_path: Path, name: str, value: object
+) -> None:
+    folder = tmp_path / "odd"
+    shutil.copytree(model_folder("llama"), folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), name: value}))
+    models = {"odd": str(folder), "good": str(model_folder("qwen3"))}
+    core = EngineCore(LocalEngineConfig(models=models, device="cpu", verify_models=False))
+    capabilities = core.capabilities()
+    served = [model.name for model in capabilities.models]
+    refused = [model.name for model in capabilities.refused]
+    assert "good" in served and sorted(served + refused) == ["good", "odd"]
+
+
+def test_what_no_reader_of_settings_expects_is_that_models_trouble(
+    new_core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = BaseModels.info
+
+    def odd(models: BaseModels, name: str) -> Any:
+        if name == "llama":
+            raise TypeError("unsupported operand")
+        return info(models, name)
+
+    monkeypatch.setattr(BaseModels, "info", odd)
+    capabilities = new_core().capabilities()
+    assert [model.name for model in capabilities.models] == ["qwen3"]
+    ((name, reason),) = [(model.name, model.reason) for model in capabilities.refused]
+    assert name == "llama" and "unsupported operand" in reason
 
 
 def test_stop_strings_need_a_tokenizer(

@@ -20,7 +20,8 @@ from tests.engine.sample.sampling_reference import (
     tokens_in,
     tokens_of,
 )
-from tinsmith.engine.base import Failure, SampleEvent
+from tinsmith.engine.base import Failure, Grammar, SampleEvent, Shaping
+from tinsmith.engine.grammar import CompiledGrammar, Tokens
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter
@@ -243,6 +244,48 @@ def test_a_turn_that_breaks_fails_its_requests_and_leaves_the_sampler_usable(
     assert (failure.category, "out of memory" in failure.message) == ("server", True)
     assert not generator.busy
     assert len(answer(generator, job_of("b", tokens_of(9))).sequences[0].tokens) == 8
+
+
+def _break(*_: Any) -> str:
+    raise RuntimeError("it broke")
+
+
+class _BrokenTokens(Tokens):
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        raise RuntimeError("it broke")
+
+
+def _break_beyond_the_prompt(tokens: list[int]) -> str:
+    return "x" if len(tokens) <= 3 else _break()
+
+
+@pytest.mark.parametrize(
+    ("fields", "detokenize"),
+    [
+        ({"stop": ["a"], "num_samples": 3}, _break),
+        ({"stop": ["a"], "num_samples": 3}, _break_beyond_the_prompt),
+        ({"shaping": Shaping(grammar=Grammar(kind="regex", text="a*"))}, None),
+    ],
+    ids=["prompt cannot be decoded", "answer cannot be decoded", "grammar breaks the compiler"],
+)
+def test_what_breaks_for_one_request_leaves_those_in_its_step_alone(
+    tiny_decoder: Decoder, fields: dict[str, Any], detokenize: Any
+) -> None:
+    """Not only the model is run for all of them together: so are the looks at what it said."""
+    generator = Generator(tiny_decoder, CPU, detokenize, _BrokenTokens(None, 97))
+    neighbours = [job_of(name, tokens_of(9, seed), seed=seed) for seed, name in enumerate("bc")]
+    jobs = [neighbours[0], job_of("a", tokens_of(3), **fields), neighbours[1]]
+    for job in jobs:
+        generator.submit(job, None)
+    events = finish(generator)
+    (failure,) = events.pop("a")
+    assert isinstance(failure, Failure)
+    assert failure.category == "server" and "it broke" in failure.message
+    alone = answers(Generator(tiny_decoder, CPU), [(job, None) for job in neighbours])
+    for name, (response,) in events.items():
+        assert isinstance(response, SampleResponse), response
+        assert tokens_in(response) == tokens_in(alone[name])
+    assert len(events) == 2 and not generator.num_running and not generator.num_waiting
 
 
 def _run_out_of_memory(*_: Any, **__: Any) -> Tensor:

@@ -33,6 +33,7 @@ from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.train import pass_progress
 from tinsmith.engine.local.train.passes import run_passes
 from tinsmith.types import (
     CustomLossGraph,
@@ -339,6 +340,30 @@ def test_an_exception_in_a_shared_micro_batch_fails_the_pass_that_raises_it_and_
     assert result == succeed(tiny_decoder, [good], alone)
     assert healthy.grad is not None and alone.grad is not None
     assert torch.equal(healthy.grad, alone.grad)
+
+
+def test_what_breaks_at_the_end_of_a_pass_fails_it_without_effect_and_no_other(
+    tiny_decoder: Decoder, new_adapter: Callable[..., Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A result is put together for each pass by itself, in one call for all of them."""
+    adapters = {name: new_adapter(tiny_decoder, fill_seed=3) for name in ("broken", "healthy")}
+    alone = succeed(tiny_decoder, RAGGED, new_adapter(tiny_decoder, fill_seed=3))
+    combine = pass_progress.combine_metrics
+    left = iter([True])
+
+    def break_once(stats: Any) -> dict[str, float]:
+        if next(left, False):
+            raise RuntimeError("it broke")
+        return combine(stats)
+
+    monkeypatch.setattr(pass_progress, "combine_metrics", break_once)
+    passes = [Pass(adapter_id=name, data=RAGGED, loss_fn="cross_entropy") for name in adapters]
+    failure, result = run(tiny_decoder, passes, adapters)
+    assert isinstance(failure, Failure)
+    assert failure.category == "server" and "it broke" in failure.message
+    assert isinstance(result, ForwardBackwardOutput)
+    assert result.metrics["loss:sum"] == pytest.approx(alone.metrics["loss:sum"], rel=1e-5)
+    assert adapters["broken"].grad is None and adapters["healthy"].grad is not None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])

@@ -188,6 +188,11 @@ class EngineCore:
                 _check_choices(checked, config)
             except (ValidationError, EngineError) as error:
                 refused.append(FinishedPass(index, _failure(error), 0.0))
+            except Exception as error:  # whatever is wrong with one pass, others run
+                self._ranks.give_up(error)
+                logger.exception("a pass of adapter %r could not be checked", item.adapter_id)
+                failure = Failure(f"the pass could not be checked: {error}", "server")
+                refused.append(FinishedPass(index, failure, 0.0))
             else:
                 by_model.setdefault(adapter.base_model, {})[index] = checked
         if not by_model:

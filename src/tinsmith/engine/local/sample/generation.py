@@ -186,6 +186,10 @@ class Generator:
         except ValidationError as error:
             self._events.append((job.job_id, Failure(str(error), "user")))
             return
+        except Exception as error:
+            self._broke(error, 1)
+            self._events.append((job.job_id, Failure(f"sampling failed: {error}", "server")))
+            return
         self._requests[job.job_id] = request
         self._scheduler.submit(request)
 
@@ -256,11 +260,13 @@ class Generator:
                 yield MixedStep(self._decoder, chunks, running, self._stacks)
 
     def _looked_at(self, chunks: list[Chunk]) -> list[Chunk]:
-        """With what is seen in them; a request whose image cannot be decoded fails by itself."""
+        """With what is seen in them, and with the sequences of their requests; one whose image
+        cannot be decoded fails by itself."""
         kept = []
         for chunk in chunks:
             request = chunk.prefill.request
             with self._failing(request):
+                request.prepare()
                 try:
                     kept.append(chunk.looked_at(self._decoder.vision))
                 except ValidationError as error:
@@ -296,16 +302,19 @@ class Generator:
             self._fail(request, str(error))
 
     def _take(self, choice: NextToken) -> None:
-        """Give a sequence its next token."""
+        """Give a sequence its next token. What goes wrong is its own request's."""
         request = choice.sequence.request
-        if not choice.is_finite:
-            self._fail(request, NOT_FINITE)
-        elif (problem := choice.sequence.problem) is not None:
-            self._fail(request, problem, "user")
-        elif request.job.job_id in self._requests:
-            choice.sequence.add(choice.token, choice.logprob, choice.top)
-            self.num_decoded += 1
-            self._report(choice.sequence)
+        try:
+            if not choice.is_finite:
+                self._fail(request, NOT_FINITE)
+            elif (problem := choice.sequence.problem) is not None:
+                self._fail(request, problem, "user")
+            elif request.job.job_id in self._requests:
+                choice.sequence.add(choice.token, choice.logprob, choice.top)
+                self.num_decoded += 1
+                self._report(choice.sequence)
+        except Exception as error:
+            self._fail_all(error, request)
 
     def _report(self, sequence: Sequence) -> None:
         job = sequence.request.job
@@ -325,11 +334,13 @@ class Generator:
                 self._scheduler.end(sequence)
         for request in requests:
             if request.job.job_id in self._requests and request.is_finished:
+                try:
+                    answer = request.experts_chosen(), request.response()
+                except Exception as error:
+                    self._fail_all(error, request)
+                    continue
                 del self._requests[request.job.job_id]
-                chosen = request.experts_chosen()
-                if chosen is not None:
-                    self._events.append((request.job.job_id, chosen))
-                self._events.append((request.job.job_id, request.response()))
+                self._events += [(request.job.job_id, each) for each in answer if each is not None]
 
     # Leaving
 
@@ -339,10 +350,16 @@ class Generator:
         try:
             yield
         except Exception as error:
-            self._decoder.ranks.give_up(error)
-            _log.exception("sampling failed for %d requests", len(requests))
-            for request in requests:
-                self._fail(request, f"sampling failed: {error}")
+            self._fail_all(error, *requests)
+
+    def _fail_all(self, error: Exception, *requests: Request) -> None:
+        self._broke(error, len(requests))
+        for request in requests:
+            self._fail(request, f"sampling failed: {error}")
+
+    def _broke(self, error: Exception, num_requests: int) -> None:
+        self._decoder.ranks.give_up(error)
+        _log.error("sampling failed for %d requests", num_requests, exc_info=error)
 
     def _fail(self, request: Request, message: str, category: FailureCategory = "server") -> None:
         if request.job.job_id in self._requests:

@@ -92,8 +92,12 @@ class Request:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Made when they are first needed: a request may ask for thousands, and wait for long
-        among thousands of others."""
+        self.prepare()
+        return self._sequences
+
+    def prepare(self) -> None:
+        """Make its sequences, if they are not there: when its prompt is read, for a request may ask
+        for thousands, and wait for long among thousands of others."""
         if not self._sequences:
             prompt = self.input.text_tokens(self._image_token).tolist()
             shaping, text = self.job.shaping, self.prompt[self.prompt >= 0]
@@ -107,7 +111,6 @@ class Request:
                 )
                 for index in range(self.job.num_samples)
             ]
-        return self._sequences
 
     @property
     def is_finished(self) -> bool:

@@ -5,6 +5,7 @@ The gradient grows in a buffer of its own and joins the adapter's when the pass 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,8 @@ from tinsmith.engine.local.ranks.group import Ranks
 from tinsmith.engine.local.train.custom_loss import CompiledLoss
 from tinsmith.engine.local.train.losses import combine_metrics
 from tinsmith.types import ForwardBackwardOutput, TensorData
+
+logger = logging.getLogger(__name__)
 
 REPLAYED = "experts/replayed_tokens:sum"
 """The metric that says how many tokens went to experts that were given, not chosen anew."""
@@ -72,11 +75,21 @@ class PassProgress:
     def finish(
         self, ranks: Ranks, *, counts_replayed: bool = False
     ) -> ForwardBackwardOutput | Failure:
-        """Let the gradient take effect and put the result together."""
-        if self.failure is None and self.gradient is not None:
-            self._commit(self.gradient.flat, ranks)
+        """Put the result together and let the gradient take effect. What goes wrong is this pass's
+        alone, which then has no effect."""
         if self.failure is not None:
             return self.failure
+        try:
+            output = self._output(counts_replayed=counts_replayed)
+            if self.gradient is not None:
+                self._commit(self.gradient.flat, ranks)
+        except Exception as error:
+            ranks.give_up(error)
+            logger.warning("the end of a pass failed", exc_info=error)
+            self.fail(f"the engine failed at the end of the pass: {error}", "server")
+        return self.failure or output
+
+    def _output(self, *, counts_replayed: bool) -> ForwardBackwardOutput:
         order = range(len(self.request.data))
         metrics = combine_metrics([self.stats[i] for i in order])
         if counts_replayed:
