@@ -7,6 +7,7 @@ import errno
 import hashlib
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from tinsmith.engine.fake import FakeEngine
 from tinsmith.server.checkpoints import Checkpoints
 from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.edge.auth import create_key
+from tinsmith.server.edge.workers import Workers
 from tinsmith.server.imports import Imports
 from tinsmith.server.metadata import MetadataRoom
 from tinsmith.server.serving import claim_store
@@ -328,6 +330,36 @@ async def test_an_owners_uploads_have_bounds(start_server: StartServer) -> None:
     assert "8 of your uploads are under way" in refused.json()["detail"]
 
 
+async def test_large_uploads_of_one_owner_keep_no_thread_from_another(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To put gigabytes together takes the disk many seconds."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    rude, kind = await server.other_user(), server.api
+    ids = [await upload(rude) for _ in range(6)]
+    begun, is_over, write = threading.Semaphore(0), threading.Event(), disk.write_file
+
+    def slow(*arguments: Any) -> Any:
+        begun.release()
+        assert is_over.wait(60)
+        return write(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write_file", slow)
+        imports = [asyncio.create_task(rude.post("/import_weights", request(i))) for i in ids]
+        for _ in range(2):
+            await server.until(lambda: begun.acquire(blocking=False))
+        try:
+            async with asyncio.timeout(20):
+                assert (await kind.get("/training_runs")).status_code == 200
+                piece = await put(kind, uuid.uuid4().hex, CONFIG, 0, b"mine")
+                assert piece.status_code == 204
+        finally:
+            is_over.set()
+            answers = await asyncio.gather(*imports)
+    assert [answer.status_code for answer in answers] == [200] * 6
+
+
 async def test_an_import_beyond_the_quota_is_refused_and_leaves_nothing(
     start_server: StartServer,
 ) -> None:
@@ -363,7 +395,7 @@ async def _import_and_die(config: ServerConfig, moment: int) -> None:
     store = await claim_store(config)
     try:
         weights = WeightsFolders(FolderStorage(folder), store)
-        uploads = Uploads(folder.uploads, 1000)
+        uploads = Uploads(folder.uploads, 1000, Workers("disk"))
         engines: Any = _Engines()
         metadata = MetadataRoom(store, 1000)
         checkpoints = Checkpoints(store, weights, metadata)
@@ -412,7 +444,7 @@ async def test_an_import_that_was_cut_is_there_whole_or_not_at_all(
 async def test_a_server_that_is_late_removes_no_upload_of_the_one_that_took_over(
     tmp_path: Path,
 ) -> None:
-    earlier, later = (Uploads(tmp_path, 1000, epoch) for epoch in (4, 5))
+    earlier, later = (Uploads(tmp_path, 1000, Workers("disk"), epoch) for epoch in (4, 5))
     await earlier.put("owner", "0" * 32, CONFIG, 0, b"old")
     later.clear()
     assert contents(tmp_path) == [], "nobody goes on with it"

@@ -116,6 +116,8 @@ class Service:
         self.workers = Workers("bodies")
         self.texts = Workers("texts", num_threads=4)
         """For chats that are read and answered, and curves and examples that are written."""
+        self.disk = Workers("disk", num_threads=4)
+        """For files that owners send, or have encrypted: a large one takes seconds."""
         changes = Path(config.data_dir) / KEY_CHANGES
         self.auth = Auth(store, secret, is_required=config.auth, changes=changes)
         self.browsers = Browsers(store, self.auth)
@@ -135,7 +137,7 @@ class Service:
         self.sessions = Sessions(store, self.models, config)
         self.metadata = MetadataRoom(store, config.key_max_metadata_bytes)
         self.checkpoints = Checkpoints(store, self.weights, self.metadata)
-        self.uploads = Uploads(self.folder.uploads, config.key_max_upload_bytes, epoch)
+        self.uploads = Uploads(self.folder.uploads, config.key_max_upload_bytes, self.disk, epoch)
         self.imports = Imports(
             store, self.uploads, self.weights, self.checkpoints, self.engines, self.metadata
         )
@@ -174,6 +176,7 @@ class Service:
             # Requests that an earlier release recorded are replayed as they are.
             dataclasses.replace(self.limits, allows_nul=True),
             self.workers,
+            self.disk,
         )
         self.snapshots = Snapshots(store, self.weights, config)
         endings = Endings(
@@ -279,6 +282,7 @@ class Service:
         self.workers.close()
         self.forms.close()
         self.texts.close()
+        self.disk.close()
         await self.store.close()
         await asyncio.to_thread(self.spans.close)
 

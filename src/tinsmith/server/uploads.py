@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tinsmith import disk
 from tinsmith.errors import TooLargeError, ValidationError
+from tinsmith.server.edge.workers import Workers
 from tinsmith.types.imports import ADAPTER_FILES, MAX_PIECES, UploadedFile
 
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -36,13 +37,16 @@ class _Upload:
 
 
 class Uploads:
-    def __init__(self, root: Path, max_owner_bytes: int, epoch: int | None = None) -> None:
-        """`max_owner_bytes` bounds what one owner has in uploads at a time; `epoch` is that of the
-        lease, where several servers share the folder."""
+    def __init__(
+        self, root: Path, max_owner_bytes: int, workers: Workers, epoch: int | None = None
+    ) -> None:
+        """`max_owner_bytes` bounds what one owner has in uploads at a time; `workers` write it, and
+        `epoch` is that of the lease, where several servers share the folder."""
         self._root = root
         self._epoch = epoch
         self._folder = root / str(epoch or 0)
         self._max_owner_bytes = max_owner_bytes
+        self._workers = workers
         self._uploads: dict[tuple[str, str], _Upload] = {}
 
     def clear(self) -> None:
@@ -69,7 +73,7 @@ class Uploads:
             )
         upload.sizes[name, number] = max(len(data), before)
         upload.used_at = time.monotonic()
-        await asyncio.to_thread(_write_piece, upload.folder, name, number, data)
+        await self._workers.run(owner, _write_piece, upload.folder, name, number, data)
         upload.written.add((name, number))
         if self._uploads.get((owner, upload_id)) is not upload:
             # It was discarded meanwhile, and its folder made again for this piece.
@@ -112,7 +116,7 @@ class Uploads:
             if missing := missing - upload.written:
                 raise ValidationError(f"piece {min(missing)[1]} of {file.name} is missing", "files")
         upload.used_at = time.monotonic()
-        return await asyncio.to_thread(_join, upload.folder, files)
+        return await self._workers.run(owner, _join, upload.folder, files)
 
     async def discard(self, owner: str, upload_id: str) -> None:
         upload = self._uploads.pop((owner, upload_id), None)

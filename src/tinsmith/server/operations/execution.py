@@ -8,7 +8,6 @@ the engine, the store or the disk is in trouble and the operation must be taken 
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 from dataclasses import dataclass
@@ -68,6 +67,7 @@ class Executor:
     losses: UploadedLosses
     limits: Limits
     workers: Workers
+    disk: Workers
 
     async def request_of(self, operation: Operation, kind: type[R]) -> R:
         """The operation's request, read from the store if need be."""
@@ -235,7 +235,7 @@ class Executor:
         if isinstance(weights, Failure):
             return failed(operation, weights)
         if request.age_encryption_recipients:
-            weights = await self._encrypted(weights, request.age_encryption_recipients)
+            weights = await self._encrypted(model.owner, weights, request.age_encryption_recipients)
         checkpoint = _checkpoint(model, checkpoint_id, "external", weights, request.ttl_seconds)
         response = SaveWeightsExternalResponseInternal(
             path=checkpoint.tinker_path,
@@ -244,14 +244,16 @@ class Executor:
         )
         return _saved(operation, response, weights, checkpoint)
 
-    async def _encrypted(self, plain: WeightsRecord, recipients: list[str]) -> WeightsRecord:
+    async def _encrypted(
+        self, owner: str, plain: WeightsRecord, recipients: list[str]
+    ) -> WeightsRecord:
         """Encrypted weights in the place of plain ones."""
         try:
             async with (
                 self.weights.reading(plain.weights_id) as source,
                 self.weights.new() as (weights_id, folder),
             ):
-                files = await asyncio.to_thread(encrypt_folder, source, folder, recipients)
+                files = await self.disk.run(owner, encrypt_folder, source, folder, recipients)
         except OSError as error:
             raise DiskTroubleError(f"the export could not be encrypted: {error}") from error
         finally:
