@@ -448,6 +448,33 @@ def test_a_sampling_request_that_cannot_be_done_is_refused(
     assert caught.value.path == path
 
 
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"topk_sample_logprobs": 20, "num_samples": 100, "max_tokens": 32_768}, None),
+        ({"topk_sample_logprobs": 1024, "num_samples": 4096, "max_tokens": 16}, None),
+        ({"topk_sample_logprobs": 1024, "num_samples": 4096}, "topk_sample_logprobs"),
+        (
+            {"topk_sample_logprobs": 1024, "num_samples": 4096, "max_tokens": 17},
+            "topk_sample_logprobs",
+        ),
+        ({"topk_prompt_logprobs": 1024, "prompt_alt_tokens_k": 1024}, "topk_prompt_logprobs"),
+    ],
+)
+def test_an_answer_that_may_not_fit_into_memory_is_refused(
+    fields: dict[str, Any], path: str | None
+) -> None:
+    params = SamplingParams(max_tokens=fields.pop("max_tokens", None))
+    prompt = ModelInput.from_ints(np.ones(60_000, np.int32))
+    asked = job(prompt=prompt, params=params, **fields)
+    if path is None:
+        check_sample(asked, vocab_size=2000, max_context_length=131_072)
+        return
+    with pytest.raises(ValidationError, match="set max_tokens") as caught:
+        check_sample(asked, vocab_size=2000, max_context_length=131_072)
+    assert caught.value.path == path
+
+
 def test_checking_a_large_batch_is_quick() -> None:
     n = 4096
     numbers = TensorData.from_numpy(np.ones(n, dtype=np.float32))

@@ -27,6 +27,9 @@ from tinsmith.types.protocol import MAX_SAMPLES, MAX_STOP_CHARACTERS
 MAX_TOPK = 1024
 """Likeliest tokens, or alternatives drawn, that may be asked for at each position."""
 
+MAX_CELLS = 2**26
+"""Likeliest tokens and alternatives that one answer may hold, of 8 bytes each."""
+
 MAX_STOP_STRINGS = 256
 """Texts that may stop a sequence; each is looked for at every token of every sample."""
 
@@ -112,6 +115,7 @@ def check_sample(
     _check_range("topk_prompt_logprobs", job.topk_prompt_logprobs, 0, min(MAX_TOPK, vocab_size))
     _check_range("topk_sample_logprobs", job.topk_sample_logprobs, 0, min(MAX_TOPK, vocab_size))
     _check_range("prompt_alt_tokens_k", job.prompt_alt_tokens_k, 0, MAX_TOPK)
+    _check_cells(job, length, max_context_length - length)
     if job.prompt_logprobs_last_n is not None:
         if not job.prompt_logprobs:
             raise ValidationError("needs prompt_logprobs", "prompt_logprobs_last_n")
@@ -131,6 +135,20 @@ def check_sample(
     if job.shaping is not None:
         _check_shaping(job.shaping, vocab_size)
     return replace(job, prompt=prompt)
+
+
+def _check_cells(job: SampleJob, length: int, room: int) -> None:
+    """Refuse an answer that would not fit into memory. It may be as long as its samples may."""
+    asked = job.params.max_tokens
+    num_sampled = job.num_samples * max(0, room if asked is None else min(room, asked))
+    in_prompt = length * (job.topk_prompt_logprobs + job.prompt_alt_tokens_k)
+    in_samples = num_sampled * job.topk_sample_logprobs
+    if in_prompt + in_samples > MAX_CELLS:
+        raise ValidationError(
+            f"the answer may hold {in_prompt + in_samples} likeliest tokens; at most {MAX_CELLS} "
+            "may be: ask for fewer at each position, for fewer samples, or set max_tokens",
+            "topk_sample_logprobs" if in_samples > in_prompt else "topk_prompt_logprobs",
+        )
 
 
 def _check_shaping(shaping: Shaping, vocab_size: int) -> None:

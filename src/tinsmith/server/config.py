@@ -259,7 +259,8 @@ class ServerConfig:
     """Most sampling requests under way, of which one owner may have as many as are still free."""
 
     max_queued_sample_bytes: int = 1024**3
-    """Most bytes of prompts under way, of which one owner may have as many as are still free."""
+    """Most bytes of prompts, and of what comes with them, under way, of which one owner may have as
+    many as are still free."""
 
     sample_abandon_seconds: float = 60.0
     """A sample that nobody waits for, of a session silent for this long, is given up."""

@@ -6,6 +6,7 @@ Delay is counted in steps, which a loaded machine does not change.
 from __future__ import annotations
 
 import gc
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -206,6 +207,23 @@ def test_a_neighbours_long_prompt_is_read_beside_endless_short_ones(
     generator.submit(job("b", "bob", prompt_of(110)), None)
     _, steps = run_until(generator, "b")
     assert steps <= 4 * quiet_steps, "half of the prefill, every second step"
+
+
+def test_what_is_asked_of_a_prompt_takes_nothing_while_it_waits(
+    new_generator: Callable[..., Generator],
+) -> None:
+    """The answer to one of these takes more than a million bytes."""
+    generator = new_generator()
+    prompt = [1 + number % 90 for number in range(100)]
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            asked = {"topk_prompt_logprobs": 90, "prompt_alt_tokens_k": 1000}
+            generator.submit(job(f"a{number}", "ann", prompt, **asked), None)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 100 * 20_000
 
 
 def test_thousands_of_samples_take_nothing_while_they_wait(

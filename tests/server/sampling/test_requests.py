@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.support.in_process_server import MODEL
+from tinsmith.server.sampling import requests
+from tinsmith.types import SampleResponse
+from tinsmith.wire import proto
 
 if TYPE_CHECKING:
     from tests.support.in_process_server import Api, StartServer
@@ -98,6 +102,58 @@ async def test_samples_beyond_the_bound_are_told_to_wait(start_server: StartServ
     assert full.status_code == 429 and full.headers["retry-after-ms"] == "1000"
     await server.until(lambda: server.service.sampling.has_room("owner"))
     assert (await api.post("/asample", api.sample_body(sampler, 2))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [7] * 400}]}},
+        {
+            "target_prompt_logprobs": {
+                "data": [1] * 400,
+                "dtype": "int64",
+                "shape": [2, 200],
+            }
+        },
+        {"sampling_params": {"max_tokens": 4, "stop": ["a" * 900, "b" * 900, "c" * 900]}},
+    ],
+    ids=["prompt", "targets", "stops"],
+)
+async def test_whatever_a_sample_brings_counts_while_it_is_under_way(
+    start_server: StartServer, fields: dict[str, Any]
+) -> None:
+    server = await start_server(max_queued_sample_bytes=4000, fake_token_seconds=10.0)
+    api = server.api
+    sampler = await _base_sampler(api)
+    promise = await api.ok("/asample", api.sample_body(sampler, 0, **fields))
+    for path in ("/asample", "/sample_stream"):
+        full = await api.post(path, api.sample_body(sampler, 1, **fields))
+        assert full.status_code == 429, path
+    cancelled = await api.post("/cancel_future", {"request_id": promise["request_id"]})
+    assert cancelled.status_code == 204
+    await server.until(lambda: not server.service.sampling.num_running)
+    assert server.service.sampling.has_room("owner", 1, 4000), "all of it is given back"
+
+
+async def test_an_answer_of_many_numbers_is_written_beside_the_loop(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await start_server()
+    api, threads = server.api, list[bool]()
+    encode = proto.encode_sample
+
+    def noted(response: SampleResponse) -> bytes:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return encode(response)
+
+    monkeypatch.setattr(proto, "encode_sample", noted)
+    monkeypatch.setattr(requests, "MANY_CELLS", 50)
+    sampler = await _base_sampler(api)
+    for seq_id, count in enumerate((2, 20)):
+        body = api.sample_body(sampler, seq_id, topk_sample_logprobs=count)
+        promise = await api.ok("/asample", body)
+        await api.retrieve(promise["request_id"])
+    assert threads == [True, False]
 
 
 async def test_cancelling_a_sample_frees_its_place(start_server: StartServer) -> None:

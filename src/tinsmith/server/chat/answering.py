@@ -22,6 +22,7 @@ from tinsmith.server.chat.text import TextStream
 from tinsmith.server.chat.tool_calls import ToolCall, ToolCallStream, form_of
 from tinsmith.server.edge.auth import Caller
 from tinsmith.server.edge.http import Refusal
+from tinsmith.server.sampling.requests import held_bytes
 from tinsmith.server.service import Service
 from tinsmith.server.store.records import SamplerRecord
 from tinsmith.text_model import TextModel
@@ -144,7 +145,7 @@ async def prepare(service: Service, caller: Caller, ask: Ask) -> Answering:
     if ask.form is not None:
         await service.forms.check(caller.owner, ask.form)
     answering = await service.texts.run(caller.owner, Answering, service, sampler, ask, chosen)
-    num_bytes = sum(job.prompt.nbytes for job in answering.jobs)
+    num_bytes = sum(map(held_bytes, answering.jobs))
     if not service.sampling.has_room(caller.owner, len(answering.jobs), num_bytes):
         problem = f"{len(answering.jobs)} more prompts are too many at once; wait, or send fewer"
         raise Refusal(429, problem, {"retry-after": "1"})

@@ -20,7 +20,7 @@ from tinsmith.server.edge.routing import IN_THREAD_BYTES, bare_route, route
 from tinsmith.server.operations.codecs import JsonCodec
 from tinsmith.server.routes.sessions import active_session
 from tinsmith.server.routes.training import check_base_model, tokenizer_location
-from tinsmith.server.sampling.requests import sample_job
+from tinsmith.server.sampling.requests import held_bytes, sample_job
 from tinsmith.server.service import Service
 from tinsmith.server.store.records import SamplerRecord
 from tinsmith.types import (
@@ -115,7 +115,7 @@ async def asample(
         digest = await _digest(service, caller, message)
         promise = service.sampling.find(sampler.sampler_id, message.seq_id, digest)
     if promise is None:
-        _check_room(service, caller, message)
+        _check_room(service, sampler, message)
         promise = service.sampling.submit(sampler, message, digest)
     ids = [f"{promise.request_id}:{index}" for index in range(message.num_samples)]
     return UntypedAPIFuture(request_id=promise.request_id, sample_sequence_ids=ids)
@@ -131,7 +131,7 @@ async def sample_stream(
     """
     sampler = await _sampler_of(service, caller, message)
     message = await _counted(service, sampler, message)
-    _check_room(service, caller, message)
+    _check_room(service, sampler, message)
     job = replace(sample_job(uuid.uuid4().hex, sampler, message), stream=True)
     events = _events(service, sampler, job)
     goodbye = _event("error", error="the API key was revoked", category="user")
@@ -240,8 +240,9 @@ async def _digest(service: Service, caller: Caller, message: SampleRequest) -> s
     return await service.workers.run(caller.owner, _CODEC.digest, message)
 
 
-def _check_room(service: Service, caller: Caller, message: SampleRequest) -> None:
-    if not service.sampling.has_room(caller.owner, 1, message.prompt.nbytes):
+def _check_room(service: Service, sampler: SamplerRecord, message: SampleRequest) -> None:
+    num_bytes = held_bytes(sample_job("", sampler, message))
+    if not service.sampling.has_room(sampler.owner, 1, num_bytes):
         raise Refusal(
             429,
             "too many of your sampling requests are under way; wait and send this one again",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -55,6 +56,9 @@ JOURNAL = "samples.journal"
 _STORE_PAUSE_SECONDS = 1.0
 _MANY_SEQUENCES = 256
 """A response with this many takes milliseconds to encode."""
+
+MANY_CELLS = 2**16
+"""So has one with this many likeliest tokens and alternatives."""
 
 _CANCELLED_TOGETHER = 16
 """Jobs of one request that are given up before others have their turn."""
@@ -139,10 +143,10 @@ class Sampling:
         key = (sampler.sampler_id, request.seq_id if request.seq_id is not None else -1)
         if request.seq_id is not None:
             self._by_key[key] = promise, digest
-        running = self._running[request_id] = _Running(promise, sampler, key, request.prompt.nbytes)
+        job = sample_job(request_id, sampler, request)
+        running = self._running[request_id] = _Running(promise, sampler, key, held_bytes(job))
         self._enter(sampler.owner, running.num_bytes)
         self.completions.promise(running.client, request_id)
-        job = sample_job(request_id, sampler, request)
         job = replace(job, reports_experts=self.experts is not None)
         running.task = asyncio.create_task(self._run(running, job))
         return promise
@@ -190,7 +194,7 @@ class Sampling:
     ) -> AsyncGenerator[SampleEvent, None]:
         """Run a job and pass its events on; leaving the iterator gives the job up, and so does
         reading it too slowly."""
-        num_bytes = job.prompt.nbytes
+        num_bytes = held_bytes(job)
         self._enter(sampler.owner, num_bytes)
         try:
             slot = self._engines.sampling_slot(job)
@@ -395,9 +399,31 @@ class Sampling:
 
 
 async def _encoded(response: SampleResponse) -> bytes:
-    if len(response.sequences) < _MANY_SEQUENCES:
+    if len(response.sequences) < _MANY_SEQUENCES and _num_cells(response) < MANY_CELLS:
         return proto.encode_sample(response)
     return await asyncio.to_thread(proto.encode_sample, response)
+
+
+def _num_cells(response: SampleResponse) -> int:
+    tops = [response.topk_prompt_logprobs_np, *(s.topk_logprobs_np for s in response.sequences)]
+    drawn, targets = response.prompt_alt_tokens, response.target_prompt_logprobs
+    return (
+        sum(top.token_ids.size for top in tops if top is not None)
+        + (0 if drawn is None else drawn.tokens.numpy.size)
+        + (0 if targets is None else targets.numpy.size)
+    )
+
+
+def held_bytes(job: SampleJob) -> int:
+    """What a request takes while it is under way, about: its prompt, the tokens to score there, and
+    what stops its samples."""
+    targets, stop = job.target_prompt_logprobs, job.params.stop
+    stops = [stop] if isinstance(stop, str) else stop or ()
+    return (
+        job.prompt.nbytes
+        + (0 if targets is None else targets.nbytes)
+        + sum(sys.getsizeof(each) for each in stops)
+    )
 
 
 def _weights(

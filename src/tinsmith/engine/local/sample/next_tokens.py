@@ -14,6 +14,9 @@ from tinsmith.engine.local.sample.sequences import Sequence
 from tinsmith.engine.local.sample.shaped_logits import shaped_logits
 from tinsmith.engine.shaping import Shaper
 
+Top = tuple[np.ndarray, np.ndarray]
+"""The likeliest tokens of one position and their log-probabilities."""
+
 
 class NextToken(NamedTuple):
     """What was chosen for a sequence; meaningless unless the logits were finite."""
@@ -21,7 +24,7 @@ class NextToken(NamedTuple):
     sequence: Sequence
     token: int
     logprob: float
-    top: tuple[list[int], list[float]] | None
+    top: Top | None
     """The likeliest tokens and their log-probabilities, where the request wants them."""
     is_finite: bool
 
@@ -104,13 +107,16 @@ def _choose_shaped(
     is_finite[own] &= spread.is_finite()
 
 
-def _top_rows(spread: Distributions, counts: list[int]) -> dict[int, tuple[list[int], list[float]]]:
-    """The likeliest tokens, as many as each row's request wants."""
+def _top_rows(spread: Distributions, counts: list[int]) -> dict[int, Top]:
+    """The likeliest tokens, as many as each row's request wants. Copies: a sequence keeps its own,
+    and not those of all that were chosen with it."""
     rows = np.flatnonzero(np.array(counts) > 0)
     if not len(rows):
         return {}
-    tokens, logprobs = spread.top(rows, max(counts))
+    top_tokens, top_logprobs = spread.top(rows, max(counts))
+    tokens = top_tokens.cpu().numpy().astype(np.int32)
+    logprobs = top_logprobs.float().cpu().numpy()
     return {
-        row: (ids[: counts[row]], values[: counts[row]])
-        for row, ids, values in zip(rows.tolist(), tokens.tolist(), logprobs.tolist(), strict=True)
+        row: (ids[: counts[row]].copy(), values[: counts[row]].copy())
+        for row, ids, values in zip(rows.tolist(), tokens, logprobs, strict=True)
     }

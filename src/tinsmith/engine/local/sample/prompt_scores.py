@@ -7,6 +7,8 @@ request's temperature but neither top-k nor top-p: they describe the distributio
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,34 +23,39 @@ class PromptScores:
     """The answers about one prompt, filled in as its prefill goes on."""
 
     def __init__(self, job: SampleJob, tokens: np.ndarray, seed: int) -> None:
-        self._tokens = tokens.astype(np.int64)
+        self._job = job
+        self._tokens = tokens
         self._seed = seed
-        self._temperature = job.params.temperature
         length = len(tokens)
         last_row = length - 1
         scored = length - 1 if job.prompt_logprobs_last_n is None else job.prompt_logprobs_last_n
         self._first_scored = max(0, last_row - scored)
         starts = [last_row]
-        self.logprobs: np.ndarray | None = None
-        if job.prompt_logprobs:
-            self.logprobs = np.full(length, np.nan, dtype=np.float32)
+        if job.prompt_logprobs or job.topk_prompt_logprobs > 0:
             starts.append(self._first_scored)
-        self.topk: TopkLogprobs | None = None
-        if job.topk_prompt_logprobs > 0:
-            shape = (length, job.topk_prompt_logprobs)
-            blank = np.full(shape, MASK_LOGPROB, dtype=np.float32)
-            self.topk = TopkLogprobs(np.zeros(shape, dtype=np.int32), blank)
-            starts.append(self._first_scored)
-        self._targets = None
         if job.target_prompt_logprobs is not None:
-            self._targets = _Targets(job.target_prompt_logprobs)
-            starts.append(self._targets.first_row)
-        self._alt_tokens = np.zeros((max(last_row, 0), job.prompt_alt_tokens_k), dtype=np.int64)
-        self._alt_logprobs = np.zeros(self._alt_tokens.shape, dtype=np.float32)
+            starts.append(_first_target(job.target_prompt_logprobs))
         if job.prompt_alt_tokens_k > 0:
             starts.append(0)
         self.first_row = min(starts)
         """The first row whose logits are needed; the last row, if nothing was asked."""
+
+    # What is answered is made when it is first written, or asked for: thousands of requests may
+    # wait, and each may ask for much more than its prompt takes.
+
+    @cached_property
+    def logprobs(self) -> np.ndarray | None:
+        if not self._job.prompt_logprobs:
+            return None
+        return np.full(len(self._tokens), np.nan, dtype=np.float32)
+
+    @cached_property
+    def topk(self) -> TopkLogprobs | None:
+        if self._job.topk_prompt_logprobs <= 0:
+            return None
+        shape = (len(self._tokens), self._job.topk_prompt_logprobs)
+        blank = np.full(shape, MASK_LOGPROB, dtype=np.float32)
+        return TopkLogprobs(np.zeros(shape, dtype=np.int32), blank)
 
     @property
     def targets(self) -> TensorData | None:
@@ -56,11 +63,23 @@ class PromptScores:
 
     @property
     def alternatives(self) -> PromptAltTokens | None:
-        if not self._alt_tokens.shape[1]:
+        if self._drawn is None:
             return None
-        return PromptAltTokens(
-            TensorData.from_numpy(self._alt_tokens), TensorData.from_numpy(self._alt_logprobs)
-        )
+        tokens, logprobs = self._drawn
+        return PromptAltTokens(TensorData.from_numpy(tokens), TensorData.from_numpy(logprobs))
+
+    @cached_property
+    def _targets(self) -> _Targets | None:
+        asked = self._job.target_prompt_logprobs
+        return None if asked is None else _Targets(asked)
+
+    @cached_property
+    def _drawn(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Alternatives and their log-probabilities."""
+        if self._job.prompt_alt_tokens_k <= 0:
+            return None
+        shape = (max(len(self._tokens) - 1, 0), self._job.prompt_alt_tokens_k)
+        return np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.float32)
 
     def rows_within(self, start: int, stop: int) -> range:
         """Which of the prompt's rows start to stop have to be scored."""
@@ -81,7 +100,8 @@ class PromptScores:
         if self.logprobs is not None and (is_scored & is_text).any():
             chosen = rows[is_scored & is_text]
             positions = chosen + first + 1
-            tokens = torch.from_numpy(self._tokens[positions]).to(plain.scaled.device)
+            wanted = self._tokens[positions].astype(np.int64)
+            tokens = torch.from_numpy(wanted).to(plain.scaled.device)
             self.logprobs[positions] = plain.logprobs(chosen, tokens).cpu().numpy()
         if self.topk is not None and is_scored.any():
             chosen = rows[is_scored]
@@ -91,20 +111,43 @@ class PromptScores:
             self.topk.logprobs[cells] = values.cpu().numpy()
         if self._targets is not None:
             self._targets.add(first, plain)
-        if self._alt_tokens.shape[1]:
-            self._draw_alternatives(first, logits, plain)
+        if self._drawn is not None:
+            self._draw_alternatives(first, logits, plain, *self._drawn)
 
-    def _draw_alternatives(self, first: int, logits: Tensor, plain: Distributions) -> None:
-        count = self._alt_tokens.shape[1]
-        tempered = Distributions(logits, np.full(len(logits), self._temperature))
+    def _draw_alternatives(
+        self,
+        first: int,
+        logits: Tensor,
+        plain: Distributions,
+        alt_tokens: np.ndarray,
+        alt_logprobs: np.ndarray,
+    ) -> None:
+        count = alt_tokens.shape[1]
+        tempered = Distributions(logits, np.full(len(logits), self._job.params.temperature))
         rows = np.repeat(np.arange(len(logits)), count)
         # Samples use the streams from zero up.
         streams = np.tile(-1 - np.arange(count), len(logits))
         seed = np.array(self._seed, dtype=np.uint64)
         tokens = tempered.choose(rows, uniforms(seed, streams, rows + first))
         kept = slice(first, first + len(logits))
-        self._alt_tokens[kept] = tokens.cpu().numpy().reshape(-1, count)
-        self._alt_logprobs[kept] = plain.logprobs(rows, tokens).cpu().numpy().reshape(-1, count)
+        alt_tokens[kept] = tokens.cpu().numpy().reshape(-1, count)
+        alt_logprobs[kept] = plain.logprobs(rows, tokens).cpu().numpy().reshape(-1, count)
+
+
+def _first_target(asked: TensorData) -> int:
+    """The first row that has a token to score; behind the last where none has."""
+    cells_of_row = _cells_of_row(asked)
+    wanted = np.flatnonzero(asked.numpy.ravel() >= 0)
+    if not len(wanted):
+        return len(cells_of_row)
+    return int(np.searchsorted(np.cumsum(cells_of_row), wanted[0], side="right"))
+
+
+def _cells_of_row(asked: TensorData) -> np.ndarray:
+    if asked.sparse_crow_indices is not None:
+        return np.diff(asked.sparse_crow_indices)
+    num_rows, width = asked.numpy.shape
+    return np.full(num_rows, width)
 
 
 class _Targets:
@@ -113,15 +156,9 @@ class _Targets:
     def __init__(self, asked: TensorData) -> None:
         self._asked = asked
         self._values = asked.numpy.ravel()
-        if asked.sparse_crow_indices is not None:
-            rows_per_cell = np.diff(asked.sparse_crow_indices)
-        else:
-            num_rows, width = asked.numpy.shape
-            rows_per_cell = np.full(num_rows, width)
-        self._rows = np.repeat(np.arange(len(rows_per_cell)), rows_per_cell)
+        cells_of_row = _cells_of_row(asked)
+        self._rows = np.repeat(np.arange(len(cells_of_row)), cells_of_row)
         self._scores = np.zeros(len(self._values), dtype=np.float32)
-        wanted = self._rows[self._values >= 0]
-        self.first_row = int(wanted[0]) if len(wanted) else len(rows_per_cell)
 
     def add(self, first: int, plain: Distributions) -> None:
         rows = self._rows - first

@@ -5,8 +5,6 @@ These hold state and know how an answer is put together. Who runs when is decide
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
-
 import numpy as np
 
 from tinsmith.detokenizer import Detokenize
@@ -155,7 +153,7 @@ class Sequence:
         self._choices: list[np.ndarray] = []
         """The experts that tokens behind the prompt's went to, of those that were noted."""
         self._watch = watch
-        self._top: list[tuple[SequenceOf[int], SequenceOf[float]]] = []
+        self._top: list[tuple[np.ndarray, np.ndarray]] = []
 
     @property
     def last_token(self) -> int:
@@ -207,9 +205,7 @@ class Sequence:
         """The experts of its tokens behind those of the prompt."""
         return np.concatenate([prompt[:0], *self._choices])
 
-    def add(
-        self, token: int, logprob: float, top: tuple[SequenceOf[int], SequenceOf[float]] | None
-    ) -> None:
+    def add(self, token: int, logprob: float, top: tuple[np.ndarray, np.ndarray] | None) -> None:
         """Take the next token; `stop_reason` says afterwards whether it was the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
