@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from tinsmith.engine.base import SampleJob
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.sample.generation import Generator
+from tinsmith.engine.local.sample.prompt_scores import PromptScores
 from tinsmith.engine.local.sample.sequences import Request, Sequence
 from tinsmith.types import ModelInput, SampleResponse, SamplingParams
 
@@ -207,6 +209,44 @@ def test_a_neighbours_long_prompt_is_read_beside_endless_short_ones(
     generator.submit(job("b", "bob", prompt_of(110)), None)
     _, steps = run_until(generator, "b")
     assert steps <= 4 * quiet_steps, "half of the prefill, every second step"
+
+
+def test_a_prompt_from_which_much_is_drawn_is_read_a_few_tokens_at_a_time(
+    new_generator: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand alternatives take as long as sixty tokens, and others share the step."""
+    rows: list[int] = []
+    add = PromptScores.add
+
+    def noted(scores: PromptScores, first: int, logits: Tensor) -> None:
+        rows.append(len(logits))
+        add(scores, first, logits)
+
+    monkeypatch.setattr(PromptScores, "add", noted)
+    generator = new_generator()
+    prompt = [1 + number % 90 for number in range(60)]
+    generator.submit(job("a", "ann", prompt, prompt_alt_tokens_k=1000), None)
+    answer, _ = run_until(generator, "a")
+    assert rows == [1] * 59
+    assert answer.prompt_alt_tokens.tokens.shape == [59, 1000]
+    rows.clear()
+    generator.submit(job("b", "ann", prompt, prompt_alt_tokens_k=8), None)
+    run_until(generator, "b")
+    assert max(rows) == 16 and sum(rows) == 59, "a few are drawn beside the reading"
+
+
+def test_what_breaks_as_a_prompt_is_scored_is_its_own_requests(
+    new_generator: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(scores: PromptScores, first: int, logits: Tensor) -> None:
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(PromptScores, "add", broken)
+    generator = new_generator()
+    generator.submit(job("a", "ann", prompt_logprobs=True), None)
+    generator.submit(job("b", "bob", PROMPT[1:]), None)
+    answer, _ = run_until(generator, "b")
+    assert isinstance(answer, SampleResponse)
 
 
 def test_what_is_asked_of_a_prompt_takes_nothing_while_it_waits(

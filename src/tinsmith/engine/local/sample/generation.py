@@ -300,6 +300,8 @@ class Generator:
                 request.scores.add(first, logits)
         except FloatingPointError as error:
             self._fail(request, str(error))
+        except Exception as error:
+            self._fail_all(error, request)
 
     def _take(self, choice: NextToken) -> None:
         """Give a sequence its next token. What goes wrong is its own request's."""

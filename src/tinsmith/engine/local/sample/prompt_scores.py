@@ -18,6 +18,9 @@ from tinsmith.engine.local.sample.choosing import NOT_FINITE, Distributions, uni
 from tinsmith.types import PromptAltTokens, TensorData, TopkLogprobs
 from tinsmith.types.sampling import MASK_LOGPROB
 
+_DRAWN_AT_ONCE = 4096
+"""Alternatives: each takes a few kilobytes meanwhile, the more the larger the vocabulary."""
+
 
 class PromptScores:
     """The answers about one prompt, filled in as its prefill goes on."""
@@ -128,7 +131,15 @@ class PromptScores:
         # Samples use the streams from zero up.
         streams = np.tile(-1 - np.arange(count), len(logits))
         seed = np.array(self._seed, dtype=np.uint64)
-        tokens = tempered.choose(rows, uniforms(seed, streams, rows + first))
+        parts = [
+            slice(start, start + _DRAWN_AT_ONCE) for start in range(0, len(rows), _DRAWN_AT_ONCE)
+        ]
+        tokens = torch.cat(
+            [
+                tempered.choose(rows[each], uniforms(seed, streams[each], rows[each] + first))
+                for each in parts
+            ]
+        )
         kept = slice(first, first + len(logits))
         alt_tokens[kept] = tokens.cpu().numpy().reshape(-1, count)
         alt_logprobs[kept] = plain.logprobs(rows, tokens).cpu().numpy().reshape(-1, count)

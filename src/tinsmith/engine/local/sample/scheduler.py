@@ -166,7 +166,7 @@ class Scheduler:
 
         Half of the budget is for the oldest prompt of one scope, each scope after the other, so
         that it gets done; the rest goes to the shortest, so that a small request does not wait
-        behind large ones.
+        behind large ones. A token from which many alternatives are drawn counts as several.
         """
         if not self.prefilling:
             return []
@@ -176,12 +176,13 @@ class Scheduler:
             return [Chunk(oldest, min(oldest.num_left, budget))]
         others = [prefill for prefill in self.prefilling if prefill is not oldest]
         others.sort(key=lambda prefill: prefill.num_left)
-        chunks = {oldest: min(oldest.num_left, max(1, budget // 2))}
-        budget -= chunks[oldest]
+        chunks = {oldest: min(oldest.num_left, max(1, budget // 2 // oldest.token_cost))}
+        budget -= chunks[oldest] * oldest.token_cost
         for prefill in others:
-            chunks[prefill] = min(prefill.num_left, budget)
-            budget -= chunks[prefill]
-        chunks[oldest] += min(oldest.num_left - chunks[oldest], budget)
+            chunks[prefill] = min(prefill.num_left, max(0, budget) // prefill.token_cost)
+            budget -= chunks[prefill] * prefill.token_cost
+        rest = max(0, budget) // oldest.token_cost
+        chunks[oldest] += min(oldest.num_left - chunks[oldest], rest)
         return [
             Chunk(prefill, num_tokens)
             for prefill, num_tokens in chunks.items()

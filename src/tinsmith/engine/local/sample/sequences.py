@@ -23,6 +23,9 @@ from tinsmith.errors import ValidationError
 from tinsmith.types import SampledSequence, SampleResponse, StopReason, TopkLogprobs
 from tinsmith.types.sampling import MASK_LOGPROB
 
+_DRAWS = 16
+"""To draw so many alternatives takes as long as to read a token, at the most."""
+
 
 class Request:
     """One job while it is worked on."""
@@ -269,6 +272,11 @@ class Prefill:
     @property
     def num_sequences(self) -> int:
         return self.request.job.num_samples if self._resumed is None else 1
+
+    @property
+    def token_cost(self) -> int:
+        """As how many tokens one counts that is read: alternatives may be drawn from each."""
+        return 1 + (self.request.job.prompt_alt_tokens_k // _DRAWS if self.is_fresh else 0)
 
     @property
     def num_left(self) -> int:
