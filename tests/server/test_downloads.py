@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import os
 import tarfile
+import threading
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.in_process_server import Api
+from tests.support.in_process_server import Api, TestServer
 from tinsmith.server.downloads import archive_content
 
 
@@ -31,6 +33,38 @@ async def save(api: Api, model: str, seq_id: int) -> dict[str, str]:
 async def fetch(api: Api, url: str, **headers: str) -> httpx.Response:
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     return await api.http.get(url, headers=names)
+
+
+async def test_digests_of_one_owners_files_keep_no_thread_from_another(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gigabytes take seconds each."""
+    rude, kind = await server.other_user(), server.api
+    urls = [(await save(rude, await rude.model(), 1))["file"] for _ in range(6)]
+    mine = (await save(kind, await kind.model(), 1))["file"]
+    begun, is_over, slow = threading.Semaphore(0), threading.Event(), set[int]()
+    sha256 = hashlib.sha256
+
+    def hashing(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread().name.startswith("disk") and len(slow) < 2:
+            slow.add(threading.get_ident())
+            begun.release()
+            assert is_over.wait(60)
+        return sha256(*arguments, **options)
+
+    monkeypatch.setattr(hashlib, "sha256", hashing)
+    wanted = {"want_repr_digest": "sha-256=10"}
+    fetching = [asyncio.create_task(fetch(rude, url, **wanted)) for url in urls]
+    try:
+        for _ in range(2):
+            await server.until(lambda: begun.acquire(blocking=False))
+        async with asyncio.timeout(20):
+            answer = await fetch(kind, mine, **wanted)
+    finally:
+        is_over.set()
+        answers = await asyncio.gather(*fetching)
+    assert answer.status_code == 200 and "repr-digest" in answer.headers
+    assert all(each.status_code == 200 for each in answers)
 
 
 @pytest.mark.parametrize("kind", ["archive", "file"])

@@ -13,8 +13,7 @@ import hashlib
 import mimetypes
 import re
 import tarfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,9 +23,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 Reading = Callable[[], AbstractAsyncContextManager[object]]
+Digests = Callable[[Callable[["Content"], bytes], "Content"], Awaitable[bytes]]
+"""Calls a function where it may take seconds: in a thread, and in its owner's turn."""
 
 _PIECE_BYTES = 1024 * 1024
-_HASHING = ThreadPoolExecutor(max_workers=2, thread_name_prefix="digest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +73,19 @@ def archive_content(weights_id: str, folder: Path, names: Sequence[str]) -> Cont
     return Content(version, "application/x-tar", parts)
 
 
-async def respond(request: Request, content: Content, reading: Reading = nullcontext) -> Response:
+async def respond(
+    request: Request, content: Content, digests: Digests, reading: Reading = nullcontext
+) -> Response:
     """What was asked for of some content: all, a range, or that it is the same as before.
 
-    `reading` keeps its files where they are, now for the caller and later for the answer."""
+    `digests` work out that of all of it, and `reading` keeps its files where they are, now for the
+    caller and later for the answer."""
     etag = f'"{hashlib.sha256(content.version.encode()).hexdigest()[:32]}"'
     headers = {"etag": etag, "accept-ranges": "bytes"}
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
     if "sha-256" in request.headers.get("want-repr-digest", ""):
-        loop = asyncio.get_running_loop()
-        digest = await loop.run_in_executor(_HASHING, _sha256, content)
+        digest = await digests(_sha256, content)
         headers["repr-digest"] = f"sha-256=:{base64.b64encode(digest).decode()}:"
     size = content.size
     asked = _range(request, etag)

@@ -117,7 +117,7 @@ class Service:
         self.texts = Workers("texts", num_threads=4)
         """For chats that are read and answered, and curves and examples that are written."""
         self.disk = Workers("disk", num_threads=4)
-        """For files that owners send, or have encrypted: a large one takes seconds."""
+        """For files that owners send, fetch or have encrypted: a large one takes seconds."""
         changes = Path(config.data_dir) / KEY_CHANGES
         self.auth = Auth(store, secret, is_required=config.auth, changes=changes)
         self.browsers = Browsers(store, self.auth)

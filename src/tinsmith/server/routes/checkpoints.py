@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from functools import partial
@@ -121,9 +121,10 @@ async def get_file(service: Service, request: Request) -> Response:
     if name not in await service.weights.files(weights_id):
         raise not_found("file", name)
     reading = partial(service.weights.reading, weights_id)
+    digests = partial(_digest, service, weights_id)
     async with reading() as folder:
         content = downloads.file_content(weights_id, folder, name)
-        return await downloads.respond(request, content, reading)
+        return await downloads.respond(request, content, digests, reading)
 
 
 async def get_archive(service: Service, request: Request) -> Response:
@@ -134,9 +135,21 @@ async def get_archive(service: Service, request: Request) -> Response:
     if not names:
         raise not_found("archive", weights_id)
     reading = partial(service.weights.reading, weights_id)
+    digests = partial(_digest, service, weights_id)
     async with reading() as folder:
         content = downloads.archive_content(weights_id, folder, names)
-        return await downloads.respond(request, content, reading)
+        return await downloads.respond(request, content, digests, reading)
+
+
+async def _digest(
+    service: Service,
+    weights_id: str,
+    work_out: Callable[[downloads.Content], bytes],
+    content: downloads.Content,
+) -> bytes:
+    """In the turn of whoever has the weights: a signed URL does not say who asks."""
+    owner = await service.store.checkpoints.owner_of(weights_id)
+    return await service.disk.run(owner, work_out, content)
 
 
 def _list_message(found: Sequence[CheckpointRecord]) -> CheckpointsListResponse:

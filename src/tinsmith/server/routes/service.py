@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -99,7 +100,8 @@ async def get_tokenizer_file(service: Service, caller: Caller, request: Request)
     path = await asyncio.to_thread(find_file, models, sha256)
     if path is None:
         raise Refusal(404, "no tokenizer of a served model has a file of that hash")
-    return await downloads.respond(request, downloads.file_content(sha256, path.parent, path.name))
+    content = downloads.file_content(sha256, path.parent, path.name)
+    return await downloads.respond(request, content, partial(service.disk.run, caller.owner))
 
 
 ROUTES = [

@@ -94,6 +94,12 @@ class Checkpoints:
             CheckpointRecord, sa.select(*columns).where(by_age.c.age == 1)
         )
 
+    async def owner_of(self, weights_id: str) -> str:
+        """Whose checkpoint has these weights, or one of those who have; "" where none has."""
+        table = schema.checkpoints
+        query = sa.select(table.c.owner).where(table.c.weights_id == weights_id)
+        return str(next(iter(await self._database.column(query.limit(1))), ""))
+
     async def page_of_owner(self, owner: str, limit: int, offset: int) -> Page[CheckpointRecord]:
         table = schema.checkpoints
         query = sa.select(table).where(table.c.owner == owner)
