@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.engine.conftest import save_tokenizer
+from tests.support.tiny_families import TINY_FAMILIES, save_tiny
+from tests.support.tiny_vision import TINY_TEXT_PARTS, save_tiny_vision
 from tinsmith import memory
 from tinsmith.engine.base import SampleJob
 from tinsmith.engine.local.config import LocalEngineConfig
@@ -211,6 +215,40 @@ def test_another_architecture_of_linear_layers_runs_packed_with_its_own_logits(
         for sequence, found in parts:
             expected = reference(sequence[None]).logits[0]
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss", "qwen3_5", "qwen3_vl"])
+def test_a_sequence_ends_with_the_tokens_that_any_file_of_its_model_names(
+    model_type: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The settings of published models often name the end of a text, and not that of a turn."""
+    if model_type in TINY_TEXT_PARTS:
+        save_tiny_vision(model_type, tmp_path, eos_token_id=5)
+    elif model_type in TINY_FAMILIES:
+        save_tiny(model_type, tmp_path, eos_token_id=5)
+    else:
+        shutil.copytree(model_folder(model_type), tmp_path, dirs_exist_ok=True)
+        (tmp_path / "tokenizer.json").unlink()
+    said = tmp_path / "generation_config.json"
+
+    def ends() -> tuple[int, ...]:
+        models = models_of({"tiny": tmp_path}, verify_models=False)
+        return models.config("tiny").eos_token_ids
+
+    said.write_text(json.dumps({"eos_token_id": [7, 5]}))
+    assert ends() == (7, 5)
+    said.write_text(json.dumps({"temperature": 0.6}))
+    assert ends() in ((2,), (5,)), "what config.json says"
+    said.unlink()
+    save_tokenizer(tmp_path)
+    of_settings, *of_tokenizer = ends()
+    assert (of_settings, of_tokenizer) in ((2, []), (5, [2])), "and how the tokenizer ends a turn"
+    said.write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(EngineError, match=r"eos_token_id .* must be a token"):
+        ends()
+    said.unlink()
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert ends() in ((2,), (5,)), "a model needs no tokenizer"
 
 
 @pytest.mark.parametrize("class_name", FOREIGN)

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from tinsmith.engine.local.model.images.settings import read_image_rules
 from tinsmith.engine.local.model.images.tower import load_tower
 from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.rope import UnsupportedModelError
-from tinsmith.engine.local.model.settings import read_config, with_images
+from tinsmith.engine.local.model.settings import end_tokens, read_config, with_images
 from tinsmith.engine.local.model.sources import Progress, model_folder, no_progress, weights_nbytes
 from tinsmith.engine.local.model.verification import verify
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
@@ -168,7 +169,8 @@ class BaseModels:
                 config = self._own_config(name, config)
             if self._config.ranks > 1:
                 cut_config(config, 0, self._config.ranks)
-            self._configs[place] = config
+            ends = end_tokens(folder, config.eos_token_ids)
+            self._configs[place] = replace(config, eos_token_ids=ends)
         return self._configs[place]
 
     def _own_config(self, name: str, config: DecoderConfig) -> DecoderConfig:

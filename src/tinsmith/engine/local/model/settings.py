@@ -8,6 +8,7 @@ right is worse than none.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -26,21 +27,49 @@ from tinsmith.engine.local.model.pointwise import Activation
 from tinsmith.engine.local.model.projections import projections_of
 from tinsmith.engine.local.model.rope import UnsupportedModelError, read_rope
 from tinsmith.errors import EngineError
+from tinsmith.text_model import TextModel
+
+logger = logging.getLogger(__name__)
 
 
 def read_config(folder: Path) -> DecoderConfig:
     """The decoder's configuration for the model in `folder`."""
     settings = read_settings(folder / "config.json")
-    generation = folder / "generation_config.json"
-    if generation.exists():
-        eos = read_settings(generation).get("eos_token_id")
-        if eos is not None:
-            settings = {**settings, "eos_token_id": eos}
     try:
         return decoder_config(settings)
     except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
         # A file from anywhere: null, text or a list may stand where a number is meant.
         raise EngineError(f"config.json has a setting of the wrong kind: {error}") from error
+
+
+def end_tokens(folder: Path, settings: tuple[int, ...]) -> tuple[int, ...]:
+    """Which tokens end a sequence of the model in `folder`, whose own settings name these.
+
+    `generation_config.json` goes before those, which often say how a text ends and not how a turn
+    does. The tokenizer's own end, with which chat templates end a turn, is always one of them.
+    """
+    named = _of_generation(folder) or settings
+    own = _of_tokenizer(folder)
+    return named if own is None or own in named else (*named, own)
+
+
+def _of_generation(folder: Path) -> tuple[int, ...]:
+    file = folder / "generation_config.json"
+    found = read_settings(file).get("eos_token_id") if file.exists() else None
+    tokens = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int for token in tokens):
+        raise EngineError(f"eos_token_id in {file} must be a token or a list of them, got {found}")
+    return tuple(tokens)
+
+
+def _of_tokenizer(folder: Path) -> int | None:
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    try:
+        return TextModel(folder.name, folder).special_token("eos_token")
+    except Exception as error:  # a file from anywhere, which the model itself does not need
+        logger.warning("%s: its tokenizer cannot be read: %s", folder.name, error)
+        return None
 
 
 def read_settings(path: Path) -> dict[str, Any]:
