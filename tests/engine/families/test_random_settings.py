@@ -31,7 +31,7 @@ TOLERANCE = 1e-5
 last bits, where that is more: near zero, the norms of recurrent layers magnify rounding."""
 
 TYPES = [each.name for each in MODEL_TYPES if each.name not in SEEING_TYPES]
-"""Those with images have the language parts of others."""
+"""Those with images are drawn beside their other tests."""
 
 _BUILT_AS = {"kimi_k2": "deepseek_v3"}
 
@@ -56,15 +56,20 @@ def save(settings: dict[str, Any], folder: Path) -> Any:
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     )
+    fill(model)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(settings))
+    return model
+
+
+def fill(model: Any) -> None:
+    """Random weights that keep the size of what passes through, vectors included."""
     model.eval().requires_grad_(False)
     for tensor in model.parameters():
         if tensor.ndim > 1:
             tensor.normal_(std=tensor.shape[-1] ** -0.5)
         else:
             tensor.add_(torch.randn_like(tensor) * 0.2)
-    model.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(settings))
-    return model
 
 
 @pytest.mark.parametrize("number", range(NUM_DRAWS))

@@ -7,13 +7,15 @@ an image on: its processor, its vision tower, its positions, and autograd throug
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engine.sample.sampling_reference import CPU, DETERMINISTIC, answer, answers, tokens_of
@@ -91,7 +93,9 @@ def tokens_in(model_input: ModelInput) -> list[int]:
     ]
 
 
-def images_in(model_input: ModelInput) -> dict[str, Tensor]:
+def images_in(
+    model_input: ModelInput, settings: Mapping[str, Any] = PROCESSOR
+) -> dict[str, Tensor]:
     """What the model's own processor gives a `transformers` model beside the tokens."""
     from PIL import Image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -100,8 +104,8 @@ def images_in(model_input: ModelInput) -> dict[str, Tensor]:
     tokens = torch.tensor([tokens_in(model_input)])
     if not files:
         return {"input_ids": tokens}
-    settings = {k: v for k, v in PROCESSOR.items() if k != "image_processor_type"}
-    processor = Qwen2VLImageProcessorPil(**settings)
+    given = {k: v for k, v in settings.items() if k != "image_processor_type"}
+    processor = Qwen2VLImageProcessorPil(**given)
     pictures = [Image.open(io.BytesIO(file)) for file in files]
     found = processor(images=pictures, return_tensors="pt")
     return {
@@ -164,6 +168,29 @@ def test_losses_and_gradients_are_those_of_transformers(
         for found_b, b in zip(found_views[key].b, factors.b, strict=True):
             assert_close(found_b, b, 3 * RELATIVE)
     assert not any("visual" in name for name, _ in adapter.named_tensors())
+
+
+@pytest.mark.parametrize("of_text", [{"tie_word_embeddings": False}, {}], ids=["untied", "silent"])
+def test_an_unembedding_is_tied_where_the_settings_of_the_whole_model_say_so(
+    of_text: dict[str, bool], tmp_path: Path
+) -> None:
+    """Whatever those of its language part say: the files have no other matrix."""
+    save_tiny_vision("qwen3_5", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if "lm_head" not in name}
+    save_file(tensors, file, {"format": "pt"})
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["tie_word_embeddings"] = True
+    del settings["text_config"]["tie_word_embeddings"]
+    settings["text_config"] |= of_text
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    decoder = load(tmp_path, cache_folder=tmp_path / "cache")
+    assert decoder.head.weight is decoder.embedding
+
+
+def test_a_model_without_recurrent_layers_reads_images_as_well(tmp_path: Path) -> None:
+    save_tiny_vision("qwen3_5", tmp_path, layer_types=["full_attention"] * 4)
+    assert load(tmp_path).vision is not None
 
 
 def test_an_image_changes_what_is_said_of_it(

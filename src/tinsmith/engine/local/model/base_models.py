@@ -186,16 +186,17 @@ class BaseModels:
                 'on_policy = "exact" is not for models with recurrent layers: token by token they '
                 "add in another order than in training; leave it out"
             )
-        if self._config.ranks > 1 and (config.experts is not None or config.recurring):
+        rules = read_image_rules(self.folder(name))
+        is_plain = config.experts is None and not config.recurring and rules is None
+        if self._config.ranks > 1 and not is_plain:
             reason = UnsupportedModelError(
-                "our own decoder does not divide experts or recurrent layers among ranks"
+                "our own decoder does not divide experts, recurrent layers or vision towers among "
+                "ranks"
             )
             return self._foreign_config(name, reason)
         if self._config.verify_models:
             self._compare(lambda: verify(self.folder(name), config, self._config.cache_folder))
-        if config.recurring and (rules := read_image_rules(self.folder(name))) is not None:
-            return with_images(config, rules)
-        return config
+        return config if rules is None else with_images(config, rules)
 
     def _foreign_config(self, name: str, reason: UnsupportedModelError) -> ForeignConfig:
         """Of a model that runs through `transformers`' modules, and why our own decoder does not

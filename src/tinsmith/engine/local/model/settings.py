@@ -97,7 +97,10 @@ def decoder_config(settings: Mapping[str, Any]) -> DecoderConfig:
         if nested.get("model_type") not in _OF_DELTA_RULE:
             root = "model.language_model."
         inherited = {name: settings[name] for name in _INHERITED if name in settings}
-        settings = {**inherited, **nested}
+        # `transformers`' class for the whole looks at one of them, that for the language part alone
+        # at the other. Where the files have a matrix, it is taken all the same.
+        said = [part[_TIED] for part in (settings, nested) if part.get(_TIED) is not None]
+        settings = {**inherited, **nested, **({_TIED: any(said)} if said else {})}
     family = str(settings.get("model_type"))
     if family not in _DEFAULTS:
         raise UnsupportedModelError(
@@ -130,7 +133,8 @@ def with_images(config: DecoderConfig, rules: ImageRules) -> DecoderConfig:
     return replace(config, images=rules, projections=projections)
 
 
-_INHERITED = ("eos_token_id", "tie_word_embeddings", "architectures")
+_TIED = "tie_word_embeddings"
+_INHERITED = ("eos_token_id", "architectures")
 _NONE_HAS_MEANING = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
 
 _GEMMAS = ("gemma2", "gemma3_text")
@@ -348,7 +352,7 @@ class _Reader:
             has_qkv_bias=self._has_qkv_bias(attention_bias),
             has_o_bias=self.family not in _NO_O_BIAS and attention_bias,
             has_mlp_bias=bool(values.get("mlp_bias", False)),
-            is_tied=bool(values.get("tie_word_embeddings", False)),
+            is_tied=bool(values.get(_TIED, False)),
             embedding_scale=math.sqrt(hidden) if is_gemma else 1.0,
             final_softcap=values.get("final_logit_softcapping") if is_gemma else None,
             experts=self._experts() if self.family in _EXPERTS else None,

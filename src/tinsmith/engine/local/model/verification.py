@@ -181,6 +181,8 @@ def _cut(
     text = settings["text_config"] if isinstance(settings.get("text_config"), dict) else settings
     text["num_hidden_layers"] = len(layers)
     text["vocab_size"] = num_rows
+    if text is not settings:
+        text["tie_word_embeddings"] = config.is_tied  # may be said of the whole model alone
     windows = [spec.window for spec in config.layers if spec.window is not None]
     if windows or text.get("sliding_window"):
         # Of a large one nothing would be seen.
