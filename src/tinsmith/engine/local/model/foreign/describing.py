@@ -48,8 +48,9 @@ def read_foreign_config(folder: Path, reason: UnsupportedModelError) -> ForeignC
             f"{reason}; and {architecture} cannot run: {error}; {nearest(folder)}"
         ) from None
     except Exception as error:  # foreign code: whatever it raises means that it does not fit
+        said = str(error).partition("\n")[0]  # behind it are the names of hundreds of classes
         raise UnsupportedModelError(
-            f"{reason}; and transformers could not run {architecture}: {error}; {nearest(folder)}"
+            f"{reason}; and transformers could not run {architecture}: {said}; {nearest(folder)}"
         ) from error
 
 
