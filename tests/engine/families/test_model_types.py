@@ -47,7 +47,7 @@ def test_the_table_names_what_is_adapted(model_type: str, tmp_path: Path) -> Non
     assert found.image_tokens == (16 if model_type in SEEING_TYPES else 0)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "nemotron_h"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "qwen3_5_text", "nemotron_h"])
 def test_a_check_counts_the_memory_that_the_model_takes(
     model_type: str, tmp_path: Path, model_folder: Callable[[str], Path]
 ) -> None:

@@ -136,12 +136,14 @@ def test_adapters_learn_on_a_rounded_base_with_exact_gradients(
     assert_trainer_agrees(decoder, prompt, response, adapter)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h, no mlp"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_through_transformers_modules_is_rounded_in_its_linear_layers(
-    kind: BaseWeights, tmp_path: Path, new_adapter: NewAdapter
+def test_a_model_of_recurrent_layers_is_rounded_in_its_linear_layers(
+    kind: BaseWeights, model_type: str, tmp_path: Path, new_adapter: NewAdapter
 ) -> None:
-    """With recurrent layers: sampler and trainer agree, and loading again gives the same bits."""
-    save_tiny("qwen3_5_text", tmp_path)
+    """In our decoder, and through `transformers`' modules: sampler and trainer agree, and loading
+    again gives the same bits."""
+    save_tiny(model_type, tmp_path, initializer_range=0.05)
     full, first, again = (load(tmp_path, each) for each in ("full", kind, kind))
     assert first.nbytes < full.nbytes
     prompt = tokens_of(20)
