@@ -13,6 +13,8 @@ import torch
 
 from tests.engine.on_policy_reference import assert_they_agree_in_every_bit, trained_logprobs
 from tests.engine.sample.sampling_reference import answers, job_of, tokens_of
+from tests.support.tiny_families import save_tiny
+from tests.support.tiny_vision import TINY_TEXT_PARTS, save_tiny_vision
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model import invariant
 from tinsmith.engine.local.model.base_models import BaseModels
@@ -92,3 +94,23 @@ def test_what_it_does_not_work_with_is_refused() -> None:
         BaseModels(replace(EXACT, dtype="bfloat16"))
     with pytest.raises(EngineError, match="one rank"):
         BaseModels(replace(EXACT, ranks=2))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("qwen3_next", {}, "not for models with experts"),
+        ("qwen3_5_text", {}, "not for models with recurrent layers"),
+        ("qwen3_5", {}, "not for models with recurrent layers"),
+        ("qwen3_5", {"layer_types": ["full_attention"] * 4}, "not for models that read images"),
+        ("nemotron_h", {}, "for models of our own decoder"),
+    ],
+)
+def test_models_that_it_is_not_for_are_refused_with_the_reason(
+    model_type: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    save = save_tiny_vision if model_type in TINY_TEXT_PARTS else save_tiny
+    save(model_type, tmp_path, **changes)
+    models = BaseModels(replace(EXACT, models={"tiny": str(tmp_path)}))
+    with pytest.raises(EngineError, match=reason):
+        models.config("tiny")

@@ -187,6 +187,10 @@ class BaseModels:
                 "add in another order than in training; leave it out"
             )
         rules = read_image_rules(self.folder(name))
+        if rules is not None and self._is_exact:
+            raise EngineError(
+                'on_policy = "exact" is not for models that read images; leave it out'
+            )
         is_plain = config.experts is None and not config.recurring and rules is None
         if self._config.ranks > 1 and not is_plain:
             reason = UnsupportedModelError(
