@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from tests.engine.model.test_models import models_of
 from tests.engine.train.training_reference import RAGGED, succeed
 from tests.support.tiny_families import save_tiny
+from tests.support.tiny_vision import TINY_TEXT_PARTS, save_tiny_vision
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model import verification
 from tinsmith.engine.local.model.base_models import BaseModels
@@ -128,12 +129,18 @@ OURS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 """Families with experts that our own decoder runs."""
 
 
-@pytest.mark.parametrize("model_type", OURS)
-def test_an_adapter_has_the_names_and_first_numbers_that_it_has_on_several_ranks(
+ONCE_FOREIGN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+"""Families that ran through `transformers`' modules in earlier releases: models are rebuilt from
+their creation on."""
+
+
+@pytest.mark.parametrize("model_type", [*OURS, *ONCE_FOREIGN])
+def test_an_adapter_has_the_names_and_first_numbers_that_it_has_through_transformers_modules(
     model_type: str, tmp_path: Path
 ) -> None:
-    """Where the model runs through `transformers`' modules."""
-    save_tiny(model_type, tmp_path)
+    """As the model runs on several ranks."""
+    save = save_tiny_vision if model_type in TINY_TEXT_PARTS else save_tiny
+    save(model_type, tmp_path)
     ours = models_of({"tiny": tmp_path}).config("tiny")
     theirs = read_foreign_config(tmp_path, UnsupportedModelError("to compare"))
     lora = LoraConfig(rank=3, seed=5)
