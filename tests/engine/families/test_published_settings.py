@@ -263,6 +263,24 @@ _NEMOTRON: Settings = {
     "vocab_size": 131_072,
 }
 
+_NEMOTRON_SUPER: Settings = {
+    **_NEMOTRON,
+    "hidden_size": 4096,
+    # As many layers of each kind; their order changes no count.
+    "hybrid_override_pattern": "ME" * 40 + "*" * 8,
+    "intermediate_size": 2688,
+    "mamba_num_heads": 128,
+    "moe_intermediate_size": 2688,
+    "moe_latent_size": 1024,
+    "moe_shared_expert_intermediate_size": 5376,
+    "mtp_hybrid_override_pattern": "*E",
+    "n_routed_experts": 512,
+    "num_experts_per_tok": 22,
+    "num_hidden_layers": 88,
+    "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 5.0,
+}
+
 _QWEN3: Settings = {
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
@@ -300,6 +318,7 @@ MODELS: dict[str, Settings] = {
     "deepseek-ai/DeepSeek-V3.1": _DEEPSEEK,
     "moonshotai/Kimi-K2-Thinking": _KIMI,
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _NEMOTRON,
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": _NEMOTRON_SUPER,
 }
 """Without `quantization_config`, as their folders are once they have been read in full."""
 
@@ -308,6 +327,11 @@ COUNTS: dict[str, dict[str, int]] = {
     "Qwen/Qwen3-8B": {"mlp": 1_769_472, "attn": 958_464, "unembed": 156_032},
     "Qwen/Qwen3.5-9B": {"mlp": 1_572_864, "attn": 1_130_496, "unembed": 252_416},
     "Qwen/Qwen3.5-397B-A17B": {"mlp": 96_030_720, "attn": 2_841_600, "unembed": 252_416},
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": {
+        "mlp": 111_349_760,
+        "attn": 1_675_264,
+        "unembed": 135_168,
+    },
 }
 """Parameters of rank 1, as `get_lora_param_count` of the cookbook's release 0.6.1 has them."""
 
@@ -379,6 +403,7 @@ _SMALLER = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
     "moe_shared_expert_intermediate_size": 24,
+    "moe_latent_size": 32,
     "num_experts": 16,
     "num_local_experts": 16,
     "n_routed_experts": 16,
@@ -404,6 +429,8 @@ def smaller(settings: Settings) -> Settings:
     ):
         if one in text:
             text[one], text[other] = least, least * text[other] // text[one]
+    if "num_experts_per_tok" in text:
+        text["num_experts_per_tok"] = min(text["num_experts_per_tok"], 10)
     if "layer_types" in text:
         text["layer_types"] = text["layer_types"][:4]
     if "hybrid_override_pattern" in text:

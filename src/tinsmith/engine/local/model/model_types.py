@@ -140,7 +140,9 @@ MODEL_TYPES = (
             *_ATTENTION,
         ),
         test=_FAMILIES,
-        limits="needs transformers 5.17: 5.5.4 computes sequences longer than a chunk otherwise",
+        limits="needs transformers 5.17: 5.5.4 computes sequences longer than a chunk otherwise; "
+        "where experts have a `moe_latent_size`, `fc1_latent_proj` and `fc2_latent_proj` are "
+        "adapted as well",
         transformers="5.17",
     ),
 )
