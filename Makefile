@@ -14,6 +14,8 @@ MINUTES ?= 30
 STORE ?= sqlite
 STORAGE ?= folder
 REPLICAS ?= 1
+ENGINES ?= 2
+RANKS ?= 1
 CLUSTER ?= none
 OPERATIONS ?= inf
 STEPS ?= 12
@@ -31,7 +33,7 @@ help:
 	@echo "make memory        ten thousand iterations of reinforcement learning leave memory flat (ITERATIONS=10000)"
 	@echo "make fuzz          many more random requests, bytes and model settings than make test tries"
 	@echo "make audit         bandit, and pip-audit where its advisory service can be reached"
-	@echo "make chaos         break everything while clients train (SEED=1 MINUTES=30 STORE=sqlite or postgres STORAGE=folder or s3 REPLICAS=1 CLUSTER=none, tcp or ray OPERATIONS=10000 STEPS=12)"
+	@echo "make chaos         break everything while clients train (SEED=1 MINUTES=30 STORE=sqlite or postgres STORAGE=folder or s3 REPLICAS=1 ENGINES=2 RANKS=1 CLUSTER=none, tcp or ray OPERATIONS=10000 STEPS=12)"
 	@echo "make simulation    lives of several servers in simulated time, until so many operations were compared (OPERATIONS=10000 SEED=1)"
 	@echo "make cluster       the official client's tests on three Ray nodes, of which every server loses one; Ray's autoscaler brings nodes"
 	@echo "make clients       litellm, inspect, openai-agents, renderers and Claude Code against a server (CLIENTS=litellm)"
@@ -115,7 +117,7 @@ audit: $(STAMP)
 	$(BIN)/python -m pytest tests/security/test_static.py -q -rs
 
 chaos: $(STAMP)
-	$(BIN)/python tools/chaos --seed $(SEED) --minutes $(MINUTES) --operations $(OPERATIONS) --store $(STORE) --storage $(STORAGE) --replicas $(REPLICAS) --cluster $(CLUSTER) --steps $(STEPS)
+	$(BIN)/python tools/chaos --seed $(SEED) --minutes $(MINUTES) --operations $(OPERATIONS) --store $(STORE) --storage $(STORAGE) --replicas $(REPLICAS) --engines $(ENGINES) --ranks $(RANKS) --cluster $(CLUSTER) --steps $(STEPS)
 
 simulation: $(STAMP)
 	$(BIN)/python tools/simulate.py --seed $(SEED) --operations $(OPERATIONS) --jobs $(JOBS)

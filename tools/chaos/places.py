@@ -43,8 +43,8 @@ class WithTheServer:
 
 
 class ByHand(WithTheServer):
-    """Engines join over TCP, through a network that drops and delays; whoever ends is started
-    again."""
+    """Engines join over TCP, through a network that drops and delays; there is another as soon as
+    the server waits for one."""
 
     def __init__(self, data: Path, num_engines: int, chance: random.Random, mark: str) -> None:
         super().__init__()
@@ -77,25 +77,32 @@ class ByHand(WithTheServer):
         ]
 
     async def _keep(self, credentials: Path) -> None:
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            if not await asyncio.to_thread(credentials.exists):
-                continue
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "tinsmith", "engine", "--credentials", str(credentials)),
-                *("--connect", f"127.0.0.1:{self._network.port}"),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=self._environment,
-            )
-            try:
-                await process.wait()
-            except asyncio.CancelledError:
-                # It ends with its connection; a process that is stopped would never.
+        """An engine for every file of credentials, at once: one that is stopped, or that nobody
+        hears, lives on beside the next, as on a machine that is cut off."""
+        started: dict[bytes, asyncio.subprocess.Process] = {}
+        try:
+            while True:
+                await asyncio.sleep(LOOK_SECONDS)
+                content = await asyncio.to_thread(_content, credentials)
+                # Who ended without using them is started again.
+                if content and (content not in started or started[content].returncode is not None):
+                    started[content] = await self._engine(credentials)
+        finally:
+            # They end with their connections; a process that is stopped would never.
+            alive = [process for process in started.values() if process.returncode is None]
+            for process in alive:
                 process.kill()
-                await process.wait()
-                raise
+            await asyncio.gather(*(process.wait() for process in alive))
+
+    async def _engine(self, credentials: Path) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "tinsmith", "engine", "--credentials", str(credentials)),
+            *("--connect", f"127.0.0.1:{self._network.port}"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=self._environment,
+        )
 
     async def _cut(self) -> None:
         self._network.cut(self._chance.uniform(0.2, 1.0))
@@ -110,6 +117,13 @@ class ByHand(WithTheServer):
         self._network.is_silent = True
         await asyncio.sleep(self._chance.choice([1.0, 3.0, 9.0]))
         self._network.is_silent = False
+
+
+def _content(file: Path) -> bytes:
+    """Nothing where there is no file."""
+    with contextlib.suppress(OSError):
+        return file.read_bytes()
+    return b""
 
 
 class OnRay(WithTheServer):
