@@ -5,7 +5,7 @@ values is read from a table on the device, which never moves, so that a captured
 while sequences come, go and grow. A row of length zero is padding and is left alone.
 
 One kernel norms and rotates the new token's heads, writes its keys and values, and attends to them
-and to all tokens before, a block at a time. `cached_attention` does the same in plain torch and is
+and to all tokens before, a block at a time. `cached_running` does the same in plain torch and is
 the reference.
 
 Shapes: B rows, H query heads, K key/value heads, G = H / K, D head size, S tokens of a block,
