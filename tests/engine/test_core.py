@@ -30,7 +30,7 @@ from tinsmith.engine.local.boundary.messages import Item, Reply, Request
 from tinsmith.engine.local.boundary.worker import Incoming, Worker
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
-from tinsmith.engine.local.model.base_models import BaseModels
+from tinsmith.engine.local.model.base_models import BaseModels, arithmetic_of
 from tinsmith.errors import EngineError
 from tinsmith.types import (
     AdamParams,
@@ -435,6 +435,20 @@ def test_what_no_reader_of_settings_expects_is_that_models_trouble(
     assert [model.name for model in capabilities.models] == ["qwen3"]
     ((name, reason),) = [(model.name, model.reason) for model in capabilities.refused]
     assert name == "llama" and "unsupported operand" in reason
+
+
+def test_an_engine_says_what_its_last_bits_depend_on(
+    new_core: Callable[..., EngineCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a deterministic server sees which machines are of one kind."""
+    said = new_core().capabilities().arithmetic
+    assert said == arithmetic_of(torch.device("cpu"))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER")
+    assert arithmetic_of(torch.device("cpu")) != said
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    on_cuda = arithmetic_of(torch.device("cuda"))
+    assert on_cuda.startswith("NVIDIA H200, CUDA ")
+    assert on_cuda.endswith(f", torch {torch.__version__}")
 
 
 def test_stop_strings_need_a_tokenizer(

@@ -82,6 +82,8 @@ class Capabilities:
     """Models that were asked for and are not served, each with the reason."""
     device: str = ""
     """Where the mathematics runs, and the type of the base weights: "cpu, float32"."""
+    arithmetic: str = ""
+    """What last bits depend on beside the settings: the kind of machine, and torch's release."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from tinsmith.server.edge.auth import KEY_CHANGES, Auth
 from tinsmith.server.edge.sockets import Sockets
 from tinsmith.server.edge.workers import Workers
 from tinsmith.server.engines.draining import Draining
+from tinsmith.server.engines.likeness import alike
 from tinsmith.server.engines.plan import slot_plans
 from tinsmith.server.engines.pool import EnginePool
 from tinsmith.server.engines.slot import EngineFactory, Slot
@@ -128,7 +129,9 @@ class Service:
         self.weights = WeightsFolders(self.storage, store)
         self.engines = EnginePool(
             slot_plans(config, epoch or 0),
-            warmed(engine_factory, config.warm_up),
+            warmed(
+                alike(engine_factory) if config.deterministic else engine_factory, config.warm_up
+            ),
             self.weights.sweep_drafts,
             lambda: LoadedSamplers(self.weights.reading, config.max_loaded_samplers),
         )

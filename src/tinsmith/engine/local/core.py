@@ -45,7 +45,12 @@ from tinsmith.engine.local.boundary.company import Company
 from tinsmith.engine.local.boundary.core import Later, PassResults
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.memory_plan import MemoryPlan, plan_memory
-from tinsmith.engine.local.model.base_models import BaseModels, device_of, dtype_of
+from tinsmith.engine.local.model.base_models import (
+    BaseModels,
+    arithmetic_of,
+    device_of,
+    dtype_of,
+)
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.experts.steering import check_choices
 from tinsmith.engine.local.model.families import DecoderConfig
@@ -126,6 +131,7 @@ class EngineCore:
             max_lora_rank=self._config.max_lora_rank,
             refused=tuple(refused),
             device=_describe(self._device, dtype_of(self._config), self._ranks.count),
+            arithmetic=arithmetic_of(self._device),
         )
 
     def health(self) -> Health:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import platform
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -62,6 +63,28 @@ def dtype_of(config: LocalEngineConfig) -> torch.dtype:
         is_cuda = device_of(config).type == "cuda"
         return torch.bfloat16 if is_cuda else torch.float32
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+
+
+def arithmetic_of(device: torch.device) -> str:
+    """The kind of device and torch's release: with others results have other last bits."""
+    if device.type == "cuda":
+        kind = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    else:
+        kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        if processor := _processor():
+            kind += f" ({processor})"
+        if device.type != "cpu":
+            kind += f", {device.type}"
+    return f"{kind}, torch {torch.__version__}"
+
+
+def _processor() -> str:
+    """The processor's name, where the system tells one."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return ""
 
 
 class BaseModels:
