@@ -158,7 +158,12 @@ class EngineSupervisor:
                     await self._closing
                 await self._clean_up()
                 engine = await self._factory()
-                self.capabilities = await engine.capabilities()
+                try:
+                    self.capabilities = await engine.capabilities()
+                except BaseException:
+                    # Nobody else knows of it yet.
+                    await _close(engine)
+                    raise
             except Exception as error:
                 # Whatever keeps an engine from starting (no torch, no memory) is for people to
                 # read; the server stays up and says so.
