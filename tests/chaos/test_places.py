@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import random
 from pathlib import Path
 
 import pytest
 
+from chaos import ray_nodes
 from tinsmith.engine.remote.authority import Authority
 
 CHAOS = Path(__file__).parents[2] / "tools" / "chaos"
@@ -20,7 +22,7 @@ async def test_an_engine_that_hears_nothing_lives_on_beside_the_next(
     """An engine that comes back when it was replaced is one of the faults, so the next one must not
     wait for its end. Here the network is silent, and both wait for somebody to answer."""
     monkeypatch.syspath_prepend(str(CHAOS))
-    places, ray_nodes = map(importlib.import_module, ["places", "ray_nodes"])
+    places = importlib.import_module("places")
     monkeypatch.setattr(places, "LOOK_SECONDS", 0.05)
     place = places.ByHand(tmp_path, 1, random.Random(1), "mark")
     file, authority = tmp_path / "engines" / "slot-0.json", Authority()
@@ -43,6 +45,13 @@ async def test_an_engine_that_hears_nothing_lives_on_beside_the_next(
         finally:
             await place.close()
     await num_engines(0)
+
+
+def test_an_engine_that_ray_has_let_go_takes_no_node_along() -> None:
+    """It ends a moment after its actor, and whoever was to lose its node looks away."""
+    nodes = ray_nodes.RayNodes("", [], {}, process=None)  # type: ignore[arg-type]  # not asked
+    with pytest.raises(OSError):  # as of a process that ends meanwhile
+        nodes.lose_node_of(os.getpid())
 
 
 async def _say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

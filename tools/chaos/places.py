@@ -165,7 +165,7 @@ class OnRay(WithTheServer):
         if not engines:
             return
         # The engine may end, or its node, while we look.
-        with contextlib.suppress(OSError, AssertionError):
+        with contextlib.suppress(OSError):
             await asyncio.to_thread(self._nodes.lose_node_of, self._chance.choice(engines))
             await asyncio.sleep(self._chance.uniform(0.0, 3.0))
             await asyncio.to_thread(self._nodes.add)

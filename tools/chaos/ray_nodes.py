@@ -45,9 +45,11 @@ class RayNodes:
         self.raylets.remove(raylet)
 
     def lose_node_of(self, engine: int) -> None:
-        """Everything on the engine's node dies, as when a machine loses its power."""
+        """Everything on the engine's node dies, as when a machine loses its power. An engine whose
+        actor is gone, and that is about to end, is on none."""
         raylet = parent(parent(engine))
-        assert raylet in self.raylets, f"process {engine} is no engine on one of the nodes"
+        if raylet not in self.raylets:
+            raise ProcessLookupError(f"process {engine} is no engine on one of the nodes")
         for each in sorted(_descendants(raylet)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
