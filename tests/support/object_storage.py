@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.listening import stop_listening
 from tinsmith.server.storage.objects import Objects
 
 _MACHINERY = Path(__file__).parents[2] / "tools" / "chaos" / "machinery.py"
@@ -60,7 +61,7 @@ class Gate:
         try:
             yield int(server.sockets[0].getsockname()[1])
         finally:
-            server.close()
+            await stop_listening(server)
             self.shut()
             await asyncio.gather(*self._passing)
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from tests.support.listening import stop_listening
+
 
 @dataclass
 class Recorded:
@@ -116,7 +118,7 @@ class ScriptedServer:
         self._loop.run_forever()
 
     async def _stop(self) -> None:
-        self._server.close()
+        await stop_listening(self._server)
         for writer in list(self._writers):
             writer.transport.abort()
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
