@@ -110,9 +110,10 @@ def test_keys_are_created_listed_and_revoked_beside_a_running_server(
 
 def test_a_key_may_expire(run: Run, run_json: Any, server: ServerProcess) -> None:
     where = ("--data-dir", str(server.data_dir))
-    key = run_json("key", "create", "guest", "--ttl", "2", *where)["key"]
+    key = run_json("key", "create", "visitor", "--ttl", "3600", *where)["key"]
     assert run("run", "list", env={"TINKER_API_KEY": key}).exit_code == 0
-    time.sleep(2.1)
+    key = run_json("key", "create", "guest", "--ttl", "1", *where)["key"]
+    time.sleep(1.1)
     assert run("run", "list", env={"TINKER_API_KEY": key}).exit_code == 1
     (guest,) = [line for line in run("key", "list", *where).stdout.splitlines() if "guest" in line]
     assert "Expired" in guest

@@ -132,19 +132,22 @@ def test_few_are_sent_for_a_while_after_back_pressure(stub: Any, sampler: Sampli
 
 
 def test_two_hundred_samples_do_not_wait_for_each_other(stub: Any, sampler: SamplingClient) -> None:
-    """S65, S111"""
+    """S65, S111: none has its result before all are asked for."""
     original = stub._do_retrieve_future
+    num_asked, all_are_asked = 0, asyncio.Event()
 
     async def slow(request: Recorded) -> Answer:
-        await asyncio.sleep(0.1)
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 200:
+            all_are_asked.set()
+        await all_are_asked.wait()
         answer: Answer = await original(request)
         return answer
 
     stub.on(RETRIEVE, slow)
-    started = time.monotonic()
     for future in [sample(sampler) for _ in range(200)]:
-        future.result(20)
-    assert time.monotonic() - started < 5
+        future.result(60)
     assert sorted(body["seq_id"] for body in stub.samples.values()) == list(range(200))
 
 
@@ -239,13 +242,13 @@ def test_a_standstill_is_an_error_and_slow_progress_is_not(
 
     async def slow(request: Recorded) -> Answer:
         # One after another, each well within the timeout, all together well beyond it.
-        await asyncio.sleep(0.15 * (1 + int(request.json()["request_id"][1:]) % 5))
+        await asyncio.sleep(0.2 * (1 + int(request.json()["request_id"][1:]) % 5))
         answer: Answer = await original(request)
         return answer
 
     stub.on(RETRIEVE, slow)
     patient = service.create_sampling_client(
-        base_model="m", retry_config=RetryConfig(progress_timeout=1.0)
+        base_model="m", retry_config=RetryConfig(progress_timeout=0.9)
     )
     for future in [sample(patient) for _ in range(5)]:
         future.result(10)
@@ -257,9 +260,10 @@ def test_progress_is_logged_now_and_then(
     """S68: at most every couple of seconds, whatever the load."""
     with caplog.at_level("DEBUG", logger="tinsmith.client.results.retries"):
         for future in [sample(sampler) for _ in range(100)]:
-            future.result(10)
-    lines = [r for r in caplog.records if "in flight" in r.message]
-    assert 1 <= len(lines) <= 2
+            future.result(30)
+    moments = [r.created for r in caplog.records if "in flight" in r.message]
+    assert moments
+    assert all(after - before > 1.5 for before, after in itertools.pairwise(moments))
 
 
 def test_cancelling_a_sample_reaches_the_service_and_frees_its_place(
@@ -315,12 +319,10 @@ def test_a_clock_that_jumps_changes_nothing(
     monkeypatch.setattr(time, "time", lambda: next(jumps))
     sampler = make_sampler(stub, make_service)
     stub.on(ASAMPLE, Answer(503), Answer(429, headers={"retry-after-ms": "5"}), stub._do_asample)
-    started = time.monotonic()
-    sample(sampler).result(5)
-    assert time.monotonic() - started < 2
+    sample(sampler).result(30)
     assert stub.count("/asample") == 3
     told = stub.seen("/retrieve_future")[-1].headers["x-tinker-create-promise-roundtrip-time"]
-    assert 0 <= float(told) < 2
+    assert 0 <= float(told) < 30, "the clock jumps by millions of seconds and more"
 
 
 def test_mistakes_are_found_before_anything_is_sent(stub: Any, sampler: SamplingClient) -> None:

@@ -27,6 +27,11 @@ async def _revoke_elsewhere(server: TestServer, api: Api) -> None:
     await asyncio.sleep(0.05)
 
 
+def _let_a_minute_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = time.time
+    monkeypatch.setattr(time, "time", lambda: plain() + 61.0)
+
+
 async def test_a_key_revoked_by_the_command_line_stops_at_once(server: TestServer) -> None:
     other = await server.other_user()
     assert (await other.get("/sessions")).status_code == 200
@@ -44,13 +49,15 @@ async def test_a_token_of_a_key_revoked_by_the_command_line_stops_at_once(
     assert (await with_token.get("/sessions")).status_code == 401
 
 
-async def test_an_expired_key_and_its_token_stop_at_once(server: TestServer) -> None:
-    key, _ = await create_key(server.service.store, "guest", "k", seconds=1.0)
+async def test_an_expired_key_and_its_token_stop_at_once(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, _ = await create_key(server.service.store, "guest", "k", seconds=60.0)
     guest = server.client(key)
     with_token = server.client((await guest.ok("/auth/token", {}))["jwt"])
     for user in (guest, with_token):
         assert (await user.get("/sessions")).status_code == 200
-    await asyncio.sleep(1.1)
+    _let_a_minute_pass(monkeypatch)
     for user in (guest, with_token):
         assert (await user.get("/sessions")).status_code == 401
 
@@ -67,30 +74,33 @@ async def test_two_revocations_in_a_row_are_both_seen(server: TestServer) -> Non
         assert (await user.get("/sessions")).status_code == 401
 
 
-async def test_an_expired_token_is_refused(start_server: StartServer) -> None:
-    server = await start_server(token_seconds=1)
+async def test_an_expired_token_is_refused(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await start_server(token_seconds=60)
     with_token = server.client((await server.api.ok("/auth/token", {}))["jwt"])
     assert (await with_token.get("/sessions")).status_code == 200
-    await asyncio.sleep(1.1)
+    _let_a_minute_pass(monkeypatch)
     assert (await with_token.get("/sessions")).status_code == 401
 
 
 async def test_an_open_poll_of_a_revoked_key_gives_no_result(start_server: StartServer) -> None:
-    server = await start_server(fake_pass_seconds=0.5, hold_seconds=10)
-    other = await server.other_user()
+    server = await start_server(hold_seconds=60)
+    other, with_another_key = await server.other_user(), await server.other_user()
     model = await other.model()
-    request_id = await other.send_pass(model, 1)
+    request_id = await other.send_pass(model, 2)  # it waits for the first
     poll = asyncio.create_task(other.retrieve(request_id))
     await asyncio.sleep(0.1)
     await _revoke_elsewhere(server, other)
+    await with_another_key.send_pass(model, 1)
     assert (await poll).status_code == 401
 
 
 async def test_a_poll_for_any_sample_of_a_revoked_key_gives_none(
     start_server: StartServer,
 ) -> None:
-    server = await start_server(hold_seconds=0.5)
-    other = await server.other_user()
+    server = await start_server(hold_seconds=60)
+    other, with_another_key = await server.other_user(), await server.other_user()
     sampler = await _base_sampler(other)
     body = {
         "target": {"type": "sampling_session", "sampling_session_id": sampler},
@@ -99,6 +109,7 @@ async def test_a_poll_for_any_sample_of_a_revoked_key_gives_none(
     poll = asyncio.create_task(other.post("/retrieve_futures", body))
     await asyncio.sleep(0.1)
     await _revoke_elsewhere(server, other)
+    await with_another_key.sample(sampler)
     assert (await poll).status_code == 401
 
 
@@ -227,9 +238,9 @@ async def test_a_strange_signature_is_a_wrong_one(server: TestServer, query: str
 
 
 async def test_a_signed_url_is_good_for_its_file_and_its_time_only(
-    start_server: StartServer,
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = await start_server(signed_url_seconds=1)
+    server = await start_server(signed_url_seconds=60)
     api = server.api
     model = await api.model()
     saved = await api.ok("/save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
@@ -240,7 +251,7 @@ async def test_a_signed_url_is_good_for_its_file_and_its_time_only(
     assert (await api.http.get(urls[0].replace("expires=", "expires=1"))).status_code == 403
     name = urls[0].partition("?")[0].rpartition("/")[2]
     assert (await api.http.get(urls[0].replace(name, "other"))).status_code == 403
-    await asyncio.sleep(2.1)
+    _let_a_minute_pass(monkeypatch)
     assert (await api.http.get(urls[0])).status_code == 403
 
 

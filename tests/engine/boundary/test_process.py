@@ -163,13 +163,15 @@ class TestProcess:
     async def test_health_is_answered_while_the_process_is_busy(self) -> None:
         async with running() as engine:
             before = await engine.health()
-            busy = asyncio.create_task(engine.create_adapter("slow:1.6", "base", LORA))
-            await asyncio.sleep(0.05)
-            health = await engine.health()
+            busy = asyncio.create_task(engine.create_adapter("slow:3600", "base", LORA))
+            async with asyncio.timeout(30):
+                while not (health := await engine.health()).detail.startswith("busy"):  # noqa: ASYNC110  # nobody announces it
+                    await asyncio.sleep(0.01)
             assert before.alive
             assert health.alive
-            assert health.detail.startswith("busy")
-            await busy
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises(EngineDiedError):
+                await busy
 
     @pytest.mark.parametrize(
         ("signal_number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGTERM, "SIGTERM")]
@@ -233,7 +235,7 @@ class TestProcess:
             await asyncio.sleep(0.05)
             start = time.monotonic()
             await engine.close()
-            assert time.monotonic() - start < 2.0
+            assert time.monotonic() - start < 30, "the parts would take a thousand seconds"
             assert not exists(engine.pid)
             with pytest.raises(EngineDiedError, match="was closed"):
                 await pending
@@ -247,7 +249,7 @@ class TestProcess:
             await asyncio.sleep(0.05)
             start = time.monotonic()
             await engine.close()
-            assert time.monotonic() - start < 4.0
+            assert time.monotonic() - start < 30
             assert not exists(engine.pid)
             with pytest.raises(EngineDiedError):
                 await pending
@@ -268,7 +270,7 @@ class TestProcess:
             pid = int(owner.stdout.readline())
             assert exists(pid)
             owner.kill()
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 30.0
         while is_running(pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not is_running(pid)
