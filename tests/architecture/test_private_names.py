@@ -51,10 +51,19 @@ def test_tests_touch_no_private_name_of_ours() -> None:
         "monkeypatch.setattr(garbage, '_secret', 1)",
         "monkeypatch.setattr('tinsmith.server.garbage._secret', 1)",
         "patches = {'tinsmith.server.garbage._secret': 1}",
+        "patch.object(Service, '_secret', 1)",
     ],
 )
 def test_each_way_to_touch_a_private_name_is_seen(source: str) -> None:
     assert list(touched(ast.parse(source), {"_secret"})) == ["_secret"]
+
+
+@pytest.mark.parametrize(
+    "source", ["garbage._secret()", "monkeypatch.setattr(garbage, '_secret', 1)"]
+)
+def test_it_is_seen_also_where_the_tests_have_a_private_name_like_it(source: str) -> None:
+    imported = "from tinsmith.server import garbage\n"
+    assert list(touched(ast.parse(imported + source), set())) == ["_secret"]
 
 
 def test_names_of_others_and_of_the_tests_themselves_are_free() -> None:
@@ -64,18 +73,32 @@ def test_names_of_others_and_of_the_tests_themselves_are_free() -> None:
 
 def touched(tree: ast.Module, private: set[str]) -> Iterator[str]:
     """The private names that a test imports, reaches for, or replaces by their name."""
+    ours = set(_imported(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tinsmith"):
             yield from (alias.name for alias in node.names if _is_private(alias.name))
-        elif isinstance(node, ast.Attribute) and node.attr in private and not _is_of_self(node):
-            yield node.attr
+        elif isinstance(node, ast.Attribute) and not _is_of_self(node):
+            is_ours = _is_private(node.attr) and ast.unparse(node.value) in ours
+            yield from [node.attr] if is_ours or node.attr in private else []
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             module, _, name = node.value.rpartition(".")
             if module.startswith("tinsmith") and name in private:
                 yield name
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
-            replaced = [each.value for each in node.args[1:2] if isinstance(each, ast.Constant)]
-            yield from (str(name) for name in replaced if name in private)
+        elif isinstance(node, ast.Call) and _replaces(node):
+            is_ours = ast.unparse(node.args[0]) in ours
+            names = [str(arg.value) for arg in node.args[1:2] if isinstance(arg, ast.Constant)]
+            yield from (n for n in names if n in private or (is_ours and _is_private(n)))
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """The names by which a test has what it imports from us."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tinsmith"):
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
+def _replaces(node: ast.Call) -> bool:
+    return bool(node.args) and ast.unparse(node.func).endswith(("setattr", "patch.object"))
 
 
 def _is_private(name: str) -> bool:

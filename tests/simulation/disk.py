@@ -51,12 +51,12 @@ class SimulatedDisk:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Requests and results that are kept as files are written here."""
-        write = FolderBlobs._write
+        write = FolderBlobs.write
 
-        def write_or_fail(blobs: FolderBlobs, name: str, data: bytes) -> None:
+        async def write_or_fail(blobs: FolderBlobs, name: str, data: bytes) -> None:
             if self.is_full:
                 raise OSError(errno.ENOSPC, "no space left on the simulated disk")
-            write(blobs, name, data)
+            await write(blobs, name, data)
 
-        with patch.object(FolderBlobs, "_write", write_or_fail):
+        with patch.object(FolderBlobs, "write", write_or_fail):
             yield

@@ -376,7 +376,7 @@ async def test_many_that_wait_for_a_dead_holder_cost_one_look_at_a_time(
 ) -> None:
     """Each trying by itself was 40,000 connections a second, while the lease ran out."""
     tried: Counter[Any] = Counter()  # by each task: a request is one, and whoever looks for all
-    connect = upstream._connect
+    connect = upstream.connect
 
     async def counted(url: str) -> upstream.Link:
         tried[asyncio.current_task()] += 1
@@ -386,7 +386,7 @@ async def test_many_that_wait_for_a_dead_holder_cost_one_look_at_a_time(
         seen = tried.total()
         await until(lambda: tried.total() >= seen + 3)
 
-    monkeypatch.setattr(upstream, "_connect", counted)
+    monkeypatch.setattr(upstream, "connect", counted)
     with nobody() as (gone, _):
         follower.follow(gone, 1)
         asking = [asyncio.create_task(follower.http.get(f"/{n}")) for n in range(50)]
@@ -446,7 +446,7 @@ async def test_a_connection_under_way_when_all_are_ended_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither kept open for later, nor sent what a suspended server would never answer."""
-    connect = upstream._connect
+    connect = upstream.connect
     reached = upstream.Upstream()
     made: list[upstream.Link] = []
 
@@ -455,7 +455,7 @@ async def test_a_connection_under_way_when_all_are_ended_is_not_used(
         reached.drop()
         return made[-1]
 
-    monkeypatch.setattr(upstream, "_connect", dropped_meanwhile)
+    monkeypatch.setattr(upstream, "connect", dropped_meanwhile)
     async with leading(_echo) as url:
         with pytest.raises(ConnectionError, match="given up"):
             await reached.reach(url)

@@ -140,7 +140,7 @@ class Upstream:
 
     async def _connect(self, url: str) -> Link:
         num_drops = self._num_drops
-        link = await _connect(url)
+        link = await connect(url)
         if num_drops != self._num_drops:
             link.abort()
             raise ConnectionError(f"the connection to {url} was given up")
@@ -156,7 +156,7 @@ class Upstream:
         return None
 
 
-async def _connect(url: str) -> Link:
+async def connect(url: str) -> Link:
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(_CONNECT_SECONDS):
