@@ -61,7 +61,6 @@ class ThreadEngine(RemoteEngine):
     def __init__(self, config: LocalEngineConfig) -> None:
         super().__init__()
         self._config = config
-        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -92,14 +91,6 @@ class ThreadEngine(RemoteEngine):
     def die(self) -> None:
         assert self._channel is not None
         self._channel.close()
-
-    def channel_lost(self, error: Exception | None) -> None:
-        super().channel_lost(error)
-        if not self._lost.done():
-            self._lost.set_result("the engine was ended")
-
-    async def died(self) -> str:
-        return await asyncio.shield(self._lost)
 
 
 class House:

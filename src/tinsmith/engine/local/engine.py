@@ -122,10 +122,6 @@ class LocalEngine(WatchedEngine):
         """The process's id."""
         return self._process.pid
 
-    async def died(self) -> str:
-        """Wait until the process is gone, for whatever cause; the reason."""
-        return await asyncio.shield(self._death)
-
     async def close(self) -> None:
         """End the process; calls still pending raise `EngineDiedError`. Returns when it is gone."""
         self._is_closing = True
