@@ -21,7 +21,7 @@ class Launcher:
 
     def __init__(self, function: Any) -> None:
         self._function = function
-        self._variants: dict[Any, Any] = {}
+        self._variants: dict[tuple[object, ...], Any] = {}  # Triton names no type for them
 
     def __call__(
         self,

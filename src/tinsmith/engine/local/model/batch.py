@@ -12,7 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model import invariant
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
 from tinsmith.engine.local.model.recurrent.recurrence import FreshStates
+
+if TYPE_CHECKING:
+    from tinsmith.engine.local.kernels.ordered_attention import Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class PackedAttention:
         self._config = config
         self._lengths = list(lengths)
         self._bounds: Bounds | None = None
-        self._tiles: Any = None
+        self._tiles: Tiles | None = None
         self._even: bool | None = None
 
     def __call__(

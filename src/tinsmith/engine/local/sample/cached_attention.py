@@ -11,7 +11,7 @@ Shapes: N rows of the step, H query heads, K key/value heads, D head size, S tok
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from tinsmith.engine.local.sample.cached_rows import Gathered, Rows, rows_of
 from tinsmith.engine.local.sample.cached_running import RunningRows, of_like_length
 from tinsmith.engine.local.sample.cached_states import CachedStates
 from tinsmith.engine.local.sample.kvcache import KVCache
+
+if TYPE_CHECKING:
+    from tinsmith.engine.local.kernels.ordered_attention import Tiles
 
 
 class CachedAttention:
@@ -151,7 +154,7 @@ class _OrderedRows:
         blocks = np.concatenate([np.array(rows.table.blocks) for rows in sequences])
         self._cache = cache
         self._blocks = torch.from_numpy(blocks.astype(np.int32)).to(cache.shape.device)
-        self._tiles: Any = None
+        self._tiles: Tiles | None = None
 
     def attend(self, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         """q (N, H, D) to (N, H, D), over all that the cache holds."""
