@@ -108,7 +108,7 @@ def test_a_second_server_on_the_same_folder_is_refused_with_a_clear_message(
     second = type(first)(first.data_dir)
     with pytest.raises(AssertionError, match=r"another server .* uses the data folder"):
         second.start()
-    assert second.process is not None and second.process.wait(timeout=10) == 1
+    assert second.process is not None and second.process.wait(timeout=60) == 1
     assert second.process.stdout is not None
     second.process.stdout.close()
 

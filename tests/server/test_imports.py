@@ -149,11 +149,13 @@ async def test_the_same_request_finds_the_same_checkpoint(server: TestServer) ->
 class Waiting(Importing):
     """Imports when told to."""
 
+    has_begun = asyncio.Event()
     release = asyncio.Event()
 
     async def import_adapter(
         self, base_model: str, source: Path, folder: Path, kind: SavedKind
     ) -> ImportedAdapter | Failure:
+        self.has_begun.set()
         await self.release.wait()
         return await super().import_adapter(base_model, source, folder, kind)
 
@@ -166,11 +168,12 @@ async def test_another_import_of_an_upload_gets_no_checkpoint_that_it_did_not_as
 ) -> None:
     """Meanwhile, and with files of the same id that are sent again later."""
     server = await start_server(engine=Waiting)
-    api, upload_id, Waiting.release = server.api, await upload(server.api), asyncio.Event()
+    api, upload_id = server.api, await upload(server.api)
+    Waiting.has_begun, Waiting.release = asyncio.Event(), asyncio.Event()
     first = asyncio.create_task(api.ok("/import_weights", request(upload_id)))
-    await asyncio.sleep(0.2)
+    await Waiting.has_begun.wait()
     asked = api.post("/import_weights", request(upload_id, **change))
-    refused = await asyncio.wait_for(asked, 10)
+    refused = await asyncio.wait_for(asked, 60)
     assert refused.status_code == 400
     assert refused.json()["detail"].startswith("upload_id: this upload is just being imported")
     Waiting.release.set()
@@ -189,12 +192,13 @@ async def test_an_owner_whose_name_ends_as_an_upload_begins_gets_no_others_impor
     start_server: StartServer,
 ) -> None:
     server = await start_server(engine=Waiting)
-    store, Waiting.release = server.service.store, asyncio.Event()
+    store = server.service.store
+    Waiting.has_begun, Waiting.release = asyncio.Event(), asyncio.Event()
     mine = server.client((await create_key(store, "team", "k"))[0])
     theirs = server.client((await create_key(store, "team/their", "k"))[0])
     upload_id = await upload(theirs)
     importing = asyncio.create_task(theirs.ok("/import_weights", request(upload_id)))
-    await asyncio.sleep(0.2)
+    await Waiting.has_begun.wait()
     asked = asyncio.create_task(
         mine.post("/import_weights", request(f"their/{upload_id}") | {"files": []})
     )
@@ -457,16 +461,17 @@ def contents(folder: Path) -> list[bytes]:
     return [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
 
 
-def _slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Pieces are written when the event says so."""
-    release, create = threading.Event(), disk.create_folder
+def _slow_disk(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Whether a piece is being written; pieces are written when the second event says so."""
+    is_writing, release, create = threading.Event(), threading.Event(), disk.create_folder
 
     def wait(folder: Path) -> None:
-        assert release.wait(10)
+        is_writing.set()
+        assert release.wait(60)
         create(folder)
 
     monkeypatch.setattr(disk, "create_folder", wait)
-    return release
+    return is_writing, release
 
 
 async def test_a_piece_that_is_still_being_written_is_missing(
@@ -474,12 +479,12 @@ async def test_a_piece_that_is_still_being_written_is_missing(
 ) -> None:
     """Its place was known before its file was there: a server error."""
     api, upload_id = server.api, await upload(server.api, {CONFIG: FILES[CONFIG]})
-    release = _slow_disk(monkeypatch)
+    is_writing, release = _slow_disk(monkeypatch)
     sent = [
         asyncio.create_task(put(api, upload_id, WEIGHTS, number, piece))
         for number, piece in enumerate(FILES[WEIGHTS])
     ]
-    await asyncio.sleep(0.2)
+    await server.until(is_writing.is_set)
     early = await api.post("/import_weights", request(upload_id))
     assert early.status_code == 400 and "is missing" in early.json()["detail"]
     release.set()
@@ -506,9 +511,9 @@ async def test_a_piece_that_comes_while_its_upload_is_discarded_leaves_nothing(
     server: TestServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload_id = await upload(server.api)
-    release = _slow_disk(monkeypatch)
+    is_writing, release = _slow_disk(monkeypatch)
     late = asyncio.create_task(put(server.api, upload_id, WEIGHTS, 3, b"late"))
-    await asyncio.sleep(0.2)
+    await server.until(is_writing.is_set)
     await server.service.uploads.discard("owner", upload_id)
     release.set()
     await late
@@ -520,9 +525,9 @@ async def test_a_late_piece_of_a_discarded_upload_does_nothing_to_the_next_of_it
 ) -> None:
     upload_id = await upload(server.api)
     with monkeypatch.context() as patched:
-        release = _slow_disk(patched)
+        is_writing, release = _slow_disk(patched)
         late = asyncio.create_task(put(server.api, upload_id, WEIGHTS, 0, b"late"))
-        await asyncio.sleep(0.2)
+        await server.until(is_writing.is_set)
     await server.service.uploads.discard("owner", upload_id)
     for name, pieces in FILES.items():
         for number, piece in enumerate(pieces):

@@ -60,7 +60,7 @@ def run(
                 shown, last = shown + piece, time.monotonic()
         silence = max(silence, time.monotonic() - last)
         text = _plain(shown)
-        code = process.wait(5)
+        code = process.wait(30)
     finally:
         process.kill()
         process.wait()

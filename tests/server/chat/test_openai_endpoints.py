@@ -453,9 +453,9 @@ async def test_a_request_for_text_does_not_wait_for_anothers_large_body(
 ) -> None:
     """Large bodies have one thread, and decoding one takes up to a second."""
     release = threading.Event()
-    other = asyncio.create_task(server.service.workers.run("other", release.wait, 20))
+    other = asyncio.create_task(server.service.workers.run("other", release.wait, 60))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             asked = {"model": MODEL, **body}
             answer = await server.api.http.post(path, json=asked, headers=server.api.headers)
         assert answer.status_code == 200 and not other.done()

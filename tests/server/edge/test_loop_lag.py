@@ -133,9 +133,9 @@ async def test_long_texts_of_one_owner_leave_threads_for_another(server: TestSer
     model_id = await server.api.model()
     release = threading.Event()
     texts = server.service.texts
-    greedy = [asyncio.create_task(texts.run("greedy", release.wait, 20)) for _ in range(20)]
+    greedy = [asyncio.create_task(texts.run("greedy", release.wait, 60)) for _ in range(20)]
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             answer = await server.api.get(f"/training_runs/{model_id}/metrics")
         assert answer.status_code == 200
         assert not any(task.done() for task in greedy)

@@ -222,7 +222,7 @@ async def test_a_gap_that_had_ended_when_the_server_died_is_not_waited_for_again
     await server.service.store.models.update(model, {"closed_seq_id": -1})
     await server.stop()
     server = await start_server(gap_timeout_seconds=60)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(50):
         assert await server.api.loss(model, 4) > 0
     late = await server.api.post_pass(model, 2, [_datum(DATA[0])])
     assert late.status_code == 400 and "too late" in late.json()["detail"]

@@ -163,8 +163,7 @@ async def test_cancelling_a_sample_frees_its_place(start_server: StartServer) ->
     sampler = await _base_sampler(api)
     long: dict[str, Any] = {"max_tokens": 4000, "stop": []}
     promise = await api.ok("/asample", api.sample_body(sampler, sampling_params=long))
-    await asyncio.sleep(0.1)
-    assert (await server.engines[-1].health()).running_samples == 1
+    await server.until(lambda: server.engines[-1].running_samples == 1)
     body = {"request_id": promise["request_id"]}
     other = await server.other_user()
     assert (await other.post("/cancel_future", body)).status_code == 204
