@@ -138,9 +138,11 @@ class Texts:
     def __init__(self) -> None:
         self.num_bytes = 0
         self.num_asked = 0
+        self.is_asked = asyncio.Event()
 
     async def text_bytes(self, owner: str, above: int) -> int:
         self.num_asked += 1
+        self.is_asked.set()
         await asyncio.sleep(0.02)
         return self.num_bytes
 
@@ -190,8 +192,7 @@ async def test_what_is_written_while_others_ask_for_the_first_time_counts_once()
             await asyncio.sleep(0.01)
 
     first = asyncio.create_task(write())
-    while not models.num_asked:
-        await asyncio.sleep(0)
+    await models.is_asked.wait()
     await asyncio.gather(first, write())
     async with room.taken("o", 20):
         assert models.num_asked == 1
