@@ -38,13 +38,14 @@ class TimedEngine(FakeEngine):
     """A pass takes as long as its tokens are many; one with many targets of 99 takes longer."""
 
     TOKEN_SECONDS = 50e-6
+    MARKED_SECONDS = 0.1
 
     async def run_passes(self, passes: Sequence[Pass]) -> AsyncIterator[FinishedPass]:
         async for finished in super().run_passes(passes):
             data = passes[finished.index].data
             seconds = self.TOKEN_SECONDS * sum(datum.model_input.length for datum in data)
             if _is_marked(data):
-                seconds = 0.1
+                seconds = self.MARKED_SECONDS
             await asyncio.sleep(seconds)
             yield dataclasses.replace(finished, seconds=seconds)
 
@@ -184,7 +185,7 @@ async def test_an_owner_is_charged_what_the_engine_has_measured(
     for number in (1, 2):
         await rude.output(await rude.send_pass(costly, number, _datum(5, target=99)))
         await kind.output(await kind.send_pass(model, number, _datum(500)))
-    assert charged["somebody-else"] == pytest.approx(2 * 0.4)
+    assert charged["somebody-else"] == pytest.approx(2 * TimedEngine.MARKED_SECONDS)
     assert charged["owner"] == pytest.approx(2 * 500 * TimedEngine.TOKEN_SECONDS)
 
 
