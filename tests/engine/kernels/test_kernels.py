@@ -21,7 +21,7 @@ from tinsmith.engine.local.model.adapted_linear import forward, lora_linear
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterPool, AdapterSegments, GradientBuffer
-from tinsmith.engine.local.model.rope import Rotation
+from tinsmith.engine.local.model.rope import Rope, Rotation
 from tinsmith.engine.local.sample.choosing import Distributions, uniforms
 from tinsmith.types import LoraConfig
 
@@ -163,6 +163,19 @@ def test_heads(
         pointwise.apply_rope_backward(*backward),
         plainly(pointwise.apply_rope_backward, *backward),
     )
+
+
+def test_heads_of_positions_on_three_axes(
+    device: torch.device, plainly: Callable[..., Any]
+) -> None:
+    """Also where all dimensions of a head are rotated, and nothing is put behind the angles."""
+    torch.manual_seed(0)
+    qkv = torch.randn(7, (3 + 2) * 16, device=device)
+    rope = Rope(theta=100.0, head_dim=16, sections=(3, 3, 2))
+    positions = torch.randint(50, (3, 7), device=device)
+    rotation = rope.rotation(rope.inverse_frequencies().to(device), positions, torch.float32)
+    arguments = (qkv, None, rotation, 1, 1e-5)
+    assert_close(pointwise.apply_rope(*arguments), plainly(pointwise.apply_rope, *arguments))
 
 
 @DTYPES

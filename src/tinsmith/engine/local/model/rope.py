@@ -80,7 +80,8 @@ class Rope:
     def rotation(self, frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """By its frequencies, of positions (N,), or (3, N) on axes of their own."""
         if positions.ndim == 2:
-            positions = positions[self._axes(frequencies.device)].t()
+            # Row by row in memory, as kernels read what is made of it.
+            positions = positions[self._axes(frequencies.device)].t().contiguous()
         else:
             positions = positions[:, None]
         angles = (positions.float() * frequencies)[:, None]
