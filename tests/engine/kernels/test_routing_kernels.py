@@ -31,8 +31,10 @@ pytestmark = [
 
 # The interpreter rounds to bfloat16 in a way of its own.
 HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
-SIZES = [(1, 8, 128), (7, 2, 6), (33, 8, 60), (64, 10, 512), (256, 8, 128)]
+SIZES = [(1, 8, 128), (7, 2, 6), (33, 8, 60), (64, 10, 512)]
 """Tokens, experts of each, and experts in all."""
+if not IS_INTERPRETED:
+    SIZES.append((256, 8, 128))
 
 Found = TypeVar("Found")
 
