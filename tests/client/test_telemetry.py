@@ -27,7 +27,7 @@ from tinsmith.types import AdamParams, ModelInput, RequestErrorCategory, Samplin
 REQUEST = Request(method="POST", url="http://x")
 
 
-def settle(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def settle(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -48,7 +48,7 @@ def background_tasks() -> int:
     return submit(count()).result(5)
 
 
-def settle(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def settle(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         gc.collect()
