@@ -569,3 +569,21 @@ async def test_of_many_prompts_that_fail_one_error_is_told_and_none_is_left_in_t
     await asyncio.sleep(0.1)
     gc.collect()
     assert unheard == []
+
+
+@pytest.mark.parametrize("outcome", ["raised", "failure", "nothing"])
+async def test_who_is_to_ask_again_because_of_the_engine_is_told_when(
+    server: TestServer, outcome: str
+) -> None:
+    async def stream(*_: object) -> AsyncIterator[object]:
+        if outcome == "raised":
+            raise EngineError("the engine died")
+        if outcome == "failure":
+            yield Failure("the engine failed", "server")
+
+    server.service.sampling.stream = stream  # type: ignore[method-assign]
+    body = {"model": MODEL, "prompt": "ab", "max_tokens": 1}
+    path = "/oai/api/v1/completions"
+    response = await server.api.http.post(path, json=body, headers=server.api.headers)
+    assert response.status_code == 503 and "the engine" in response.text
+    assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == ("1", "1000")

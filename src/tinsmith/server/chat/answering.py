@@ -21,7 +21,7 @@ from tinsmith.server.chat.pictures import with_images
 from tinsmith.server.chat.text import TextStream
 from tinsmith.server.chat.tool_calls import ToolCall, ToolCallStream, form_of
 from tinsmith.server.edge.auth import Caller
-from tinsmith.server.edge.http import Refusal
+from tinsmith.server.edge.http import WAIT, Refusal
 from tinsmith.server.sampling.requests import held_bytes
 from tinsmith.server.service import Service
 from tinsmith.server.store.records import SamplerRecord
@@ -126,17 +126,19 @@ class Answering:
             async with aclosing(self._service.sampling.stream(self._sampler, job)) as events:
                 async for event in events:
                     if isinstance(event, Failure):
-                        raise Refusal(400 if event.category == "user" else 503, event.message)
+                        if event.category == "user":
+                            raise Refusal(400, event.message)
+                        raise Refusal(503, event.message, WAIT)
                     yield event
         except EngineError as error:
-            raise Refusal(503, f"the engine is restarting: {error}") from None
+            raise Refusal(503, f"the engine is restarting: {error}", WAIT) from None
 
     async def _run(self, job: SampleJob) -> SampleResponse:
         async with aclosing(self.stream(job)) as events:
             async for event in events:
                 if isinstance(event, SampleResponse):
                     return event
-        raise Refusal(503, "the engine gave no result")
+        raise Refusal(503, "the engine gave no result", WAIT)
 
 
 async def prepare(service: Service, caller: Caller, ask: Ask) -> Answering:
