@@ -49,7 +49,9 @@ class OnCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        return self._nodes.environment
+        """With what a test has set for its servers since the nodes were started."""
+        of_ray = {k: v for k, v in self._nodes.environment.items() if k.startswith("RAY_")}
+        return server_process.clean_environment() | of_ray
 
     def options(self, server: ServerProcess) -> list[str]:
         """What the server is started with; from then on somebody looks how much it has done."""
