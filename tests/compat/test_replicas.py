@@ -43,11 +43,8 @@ class Pair:
         self.undisturbed: list[str] = []
 
     def train(self) -> Child:
-        environment = self.servers[0].environment | {
-            "PYTHONPATH": "",
-            "TINKER_BASE_URL": self.proxy.url,
-            "TINKER_TELEMETRY": "1",
-        }
+        ours = {"PYTHONPATH": "", "TINKER_BASE_URL": self.proxy.url, "TINKER_TELEMETRY": "1"}
+        environment = self.servers[0].environment | ours | self.servers[0].script_environment
         return Child([sys.executable, str(SCRIPTS / "long_training.py"), STEPS], env=environment)
 
     def by_role(self) -> tuple[ServerProcess, ServerProcess]:
