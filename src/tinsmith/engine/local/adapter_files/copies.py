@@ -58,7 +58,8 @@ class _OnDevice:
         self._num_bytes = num_bytes
 
     def fetch(self) -> dict[str, Tensor]:
-        stream = torch.cuda.Stream(self._device)
+        # Graphs are captured on streams of the usual priority, which are given out again and again.
+        stream = torch.cuda.Stream(self._device, priority=-1)
         stream.wait_event(self._are_made)
         with torch.cuda.stream(stream):
             found = {name: copy.to("cpu") for name, copy in self._copies.items()}

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinsmith.engine.local.kernels.delta_rule import softplus
+from tinsmith.engine.local.kernels.delta_chunks import softplus
 from tinsmith.engine.local.kernels.launching import Launcher
 from tinsmith.engine.local.kernels.short_convolution import columns_of, head_sizes
 from tinsmith.engine.local.model.recurrent.delta_rule import NORM_EPS, DeltaWeights
