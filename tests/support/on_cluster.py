@@ -17,13 +17,13 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from chaos import ray_nodes, tiny_model
 from tests.support import server_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import pytest
 
     from tests.support.server_process import ServerProcess
 
@@ -37,6 +37,9 @@ for the node may be lost of the engine that is to look at it, and that the conte
 
 WORK = 3
 """Operations and samples after which a server loses the node of its engine."""
+
+NOT_HERE = {"test_rolling_upgrade.py": "servers of two releases, and nodes with engines of one"}
+"""Files of tests that are not for a cluster, and why."""
 
 
 class OnCluster:
@@ -113,6 +116,12 @@ _stack = contextlib.ExitStack()
 
 def pytest_sessionstart() -> None:
     server_process.ServerProcess.cluster = _stack.enter_context(_cluster())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if reason := NOT_HERE.get(item.path.name):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

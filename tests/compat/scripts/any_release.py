@@ -12,6 +12,7 @@ from tinker import types
 
 warnings.simplefilter("ignore")
 MODEL = os.environ.get("MODEL", "tinsmith/fake")
+STEP = types.AdamParams(learning_rate=float(os.environ.get("LEARNING_RATE", "0.1")))
 assert tinker.__version__ == sys.argv[1], tinker.__version__
 version = tuple(int(part) for part in tinker.__version__.split("."))
 
@@ -33,7 +34,7 @@ data = [datum(1 + i % 50) for i in range(300 if version < (0, 7) else 1100)]
 losses = []
 for _ in range(3):
     passed = client.forward_backward(data, "cross_entropy")
-    stepped = client.optim_step(types.AdamParams(learning_rate=0.1))
+    stepped = client.optim_step(STEP)
     output = passed.result()
     assert len(output.loss_fn_outputs) == len(data)
     losses.append(output.metrics["loss:sum"])
@@ -48,7 +49,7 @@ if version >= (0, 7):
     full = service.create_training_client_from_state_with_optimizer(state)
     for each in (client, full):
         each.forward_backward(data[:5], "cross_entropy").result()
-        each.optim_step(types.AdamParams(learning_rate=0.1)).result()
+        each.optim_step(STEP).result()
     results = [c.forward(data[:5], "cross_entropy").result().metrics for c in (client, full)]
     assert results[0] == results[1], "the optimizer's state was restored"
 
