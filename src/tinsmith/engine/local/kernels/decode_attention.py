@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinsmith.engine.local.kernels.launching import Staged
 from tinsmith.engine.local.model.families import AttentionSpec
 from tinsmith.engine.local.model.rope import Rotation
 
@@ -169,6 +170,7 @@ def _rotated(
     return x * cos[None, :] + y * tl.where(is_left, -sin, sin)[None, :]
 
 
+@Staged
 @triton.jit(do_not_specialize=["layer"])
 def _attend_kernel(
     qkv,
@@ -313,6 +315,7 @@ def _attend_kernel(
         tl.store(masses + part * 2 + 1, total, mask=member < GROUP)
 
 
+@Staged
 @triton.jit
 def _combine_kernel(
     out,

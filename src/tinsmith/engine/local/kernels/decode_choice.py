@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinsmith.engine.local.kernels.launching import Staged
+
 _CHUNK = 2048
 
 
@@ -88,6 +90,7 @@ def _weights(scaled, peak):
     return tl.exp(scaled - tl.where(peak == -float("inf"), 0.0, peak))
 
 
+@Staged
 @triton.jit
 def _sum_up_kernel(
     logits, temperatures, peaks, totals, best, vocabulary, num_chunks, CHUNK: tl.constexpr
@@ -112,6 +115,7 @@ def _first_above(weights, cumulative, target):
     return tl.minimum(place, last)
 
 
+@Staged
 @triton.jit
 def _draw_kernel(
     logits,

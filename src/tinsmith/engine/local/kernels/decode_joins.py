@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tinsmith.engine.local.kernels import pointwise
 from tinsmith.engine.local.kernels.decode_lora import DTYPES, Part, add_expanded
+from tinsmith.engine.local.kernels.launching import Staged
 from tinsmith.engine.local.kernels.pointwise import activate
 from tinsmith.engine.local.model.families import Projection
 
@@ -112,6 +113,7 @@ def swiglu(
     return out, Part(adapters, narrow, place, down) if begins_next else None
 
 
+@Staged
 @triton.jit(do_not_specialize=["index"])
 def _add_rms_norm_kernel(
     x,
@@ -176,6 +178,7 @@ def _add_rms_norm_kernel(
     tl.store(out + row * SIZE + column, total * inverse * norm, mask=is_in)
 
 
+@Staged
 @triton.jit(do_not_specialize=["index", "down_index"])
 def _swiglu_kernel(
     gate_up,

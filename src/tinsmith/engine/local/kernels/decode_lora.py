@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinsmith.engine.local.kernels.launching import Staged
 from tinsmith.engine.local.kernels.low_rank import inputs_per_share, num_shares
 from tinsmith.engine.local.model.families import Projection
 
@@ -140,6 +141,7 @@ class Part(NamedTuple):
         return y
 
 
+@Staged
 @triton.jit(do_not_specialize=["index"])
 def _shrink_kernel(
     x,
@@ -242,6 +244,7 @@ def add_expanded(
     return sums
 
 
+@Staged
 @triton.jit(do_not_specialize=["index"])
 def _expand_kernel(
     y,

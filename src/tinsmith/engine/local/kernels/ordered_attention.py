@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinsmith.engine.local.kernels.decode_attention import RowBlocks
+from tinsmith.engine.local.kernels.launching import Staged
 from tinsmith.engine.local.model.families import AttentionSpec
 
 _EVERYTHING = 1 << 30
@@ -172,6 +173,7 @@ def _attend(
     return out
 
 
+@Staged
 @triton.jit(do_not_specialize=["layer", "num_tiles", "num_queries", "num_blocks"])
 def _attend_kernel(
     q,
@@ -265,6 +267,7 @@ def _attend_kernel(
         tl.store(normalizers + head * num_queries + first + token, peak + tl.log(total), is_row)
 
 
+@Staged
 @triton.jit(do_not_specialize=["layer", "num_blocks"])
 def _append_kernel(
     k,
