@@ -68,7 +68,8 @@ class Staged:
     def _launch(
         self, grid: tuple[int, ...], *arguments: Any, num_stages: int = _STAGES, **options: Any
     ) -> None:
-        key = (tuple(options.values()), tuple([_facts(argument) for argument in arguments]))
+        facts = tuple([_facts(argument) for argument in arguments])
+        key = (num_stages, tuple(options.values()), facts)
         _, self._stages[key] = _launch_what_fits(
             self._function, grid, arguments, options, self._stages.get(key, num_stages)
         )
