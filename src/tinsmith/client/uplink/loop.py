@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tinsmith.errors import TinkerError
@@ -25,8 +26,8 @@ T = TypeVar("T")
 
 END_SECONDS = 2.0
 SETTLE_SECONDS = 0.02
-"""Time for the HTTP library's threads to release their Python objects; it has no call to wait
-for."""
+"""Time for the HTTP library's threads to release their Python objects, again and again while one
+of them is at work; it has no call to wait for."""
 
 
 class IoThread:
@@ -82,7 +83,22 @@ class IoThread:
         self._is_ending = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(END_SECONDS)
-        time.sleep(SETTLE_SECONDS)
+        until = time.monotonic() + END_SECONDS
+        is_settled = False
+        while not is_settled and time.monotonic() < until:
+            time.sleep(SETTLE_SECONDS)
+            is_settled = not _is_library_at_work()
+
+
+def _is_library_at_work() -> bool:
+    """Whether a thread of the HTTP library runs, or waits for a processor; on other systems than
+    Linux nobody tells."""
+    for thread in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            name, _, rest = thread.read_text().partition("(")[2].rpartition(")")
+            if name.startswith("tokio") and rest.split()[0] == "R":
+                return True
+    return False
 
 
 async def _cancel_all() -> None:
