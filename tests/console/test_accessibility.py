@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pytest
 
 from tests.console.conftest import User, expect, trained_run
-from tests.console.test_playground import ask_for
+from tests.console.test_playground import ask_for, playground
 from tinsmith.server.console.pages.routing import PAGES
 
 AXE = Path(__file__).parent / "vendor" / "axe.js"
@@ -117,7 +117,7 @@ def test_no_dialog_card_or_answer_has_a_fault_that_axe_knows(
     page.keyboard.press("?")
     expect(page.get_by_role("dialog", name="Keyboard")).to_be_visible()
     found += faults(page, "the list of keys")
-    page = user.open("/playground")
+    page = playground(user)
     ask_for(page, 6)
     page.get_by_label("Message").fill("ab")
     page.keyboard.press("Enter")

@@ -14,6 +14,13 @@ SEED = "1"
 """What the fake model answers with it is long enough for these tests."""
 
 
+def playground(user: User, query: str = "") -> Any:
+    """The page, once it listens to keys."""
+    page = user.open(f"/playground{query}")
+    expect(page.locator("#prompt")).to_be_focused()
+    return page
+
+
 def ask_for(page: Any, most_tokens: int) -> None:
     """Set the options for an answer that is always the same."""
     page.get_by_text("Options").click()
@@ -22,7 +29,7 @@ def ask_for(page: Any, most_tokens: int) -> None:
 
 
 def test_an_answer_streams_and_can_be_stopped(user: User) -> None:
-    page = user.open("/playground")
+    page = playground(user)
     ask_for(page, 2000)
     page.get_by_label("Message").fill("hello")
     page.keyboard.press("Enter")
@@ -39,7 +46,7 @@ def test_checkpoints_side_by_side_answer_with_the_same_seed(user: User) -> None:
     run = trained_run(user, 5, "a")
     path = f"tinker://{run}/sampler_weights/a"
     query = f"checkpoint={quote(path, safe='')}"
-    page = user.open(f"/playground?mode=checkpoint&{query}&{query}&model={quote(MODEL, safe='')}")
+    page = playground(user, f"?mode=checkpoint&{query}&{query}&model={quote(MODEL, safe='')}")
     expect(page.locator(".lane")).to_have_count(3)
     ask_for(page, 12)
     page.get_by_label("Message").fill("the")
@@ -51,7 +58,7 @@ def test_checkpoints_side_by_side_answer_with_the_same_seed(user: User) -> None:
 
 
 def test_a_token_shows_its_probability_and_alternatives(user: User) -> None:
-    page = user.open("/playground")
+    page = playground(user)
     ask_for(page, 6)
     page.get_by_label("Message").fill("ab")
     page.keyboard.press("Enter")
@@ -66,7 +73,7 @@ def test_a_token_shows_its_probability_and_alternatives(user: User) -> None:
 
 
 def test_a_text_is_completed_where_it_ends(user: User) -> None:
-    page = user.open("/playground?as=completion")
+    page = playground(user, "?as=completion")
     ask_for(page, 6)
     page.get_by_label("Text to complete").fill("once upon")
     page.keyboard.press("Control+Enter")
@@ -77,7 +84,7 @@ def test_a_text_is_completed_where_it_ends(user: User) -> None:
 
 
 def test_a_message_is_edited_and_answered_anew_and_copied_as_code(user: User) -> None:
-    page = user.open("/playground")
+    page = playground(user)
     ask_for(page, 4)
     page.get_by_label("System prompt").fill("be brief")
     for text in ("first", "second"):
@@ -98,7 +105,7 @@ def test_a_message_is_edited_and_answered_anew_and_copied_as_code(user: User) ->
 
 def test_hostile_text_of_a_model_and_of_a_user_is_shown_as_text(user: User) -> None:
     hostile = '<img src=x onerror="document.title=1">'
-    page = user.open("/playground")
+    page = playground(user)
 
     def answer(route: Any) -> None:
         choice = {"index": 0, "delta": {"content": hostile}, "logprobs": None}
@@ -115,7 +122,7 @@ def test_hostile_text_of_a_model_and_of_a_user_is_shown_as_text(user: User) -> N
 
 
 def test_a_refusal_is_said_where_the_answer_would_be(user: User) -> None:
-    page = user.open("/playground?model=no-such-model")
+    page = playground(user, "?model=no-such-model")
     expect(page.locator(".lane")).to_be_visible()
     page.get_by_label("Message").fill("hello")
     page.keyboard.press("Enter")
@@ -124,7 +131,7 @@ def test_a_refusal_is_said_where_the_answer_would_be(user: User) -> None:
 
 def test_a_revoked_key_ends_a_conversation(new_user: Callable[..., User]) -> None:
     user = new_user()
-    page = user.open("/playground")
+    page = playground(user)
     expect(page.locator("#live")).to_have_text("Live")
     user.console.revoke_all(user.owner)
     expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
