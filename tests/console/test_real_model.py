@@ -64,6 +64,7 @@ def test_a_curve_grows_while_the_real_model_trains_and_it_answers(
         assert last < first / 2, "the curve shows that it learned"
         pool.submit(service.close, "success").result()
     page.goto(f"{server.url}/playground")
+    expect(page.locator("#prompt")).to_be_focused()  # the page listens, and moves it no more
     page.get_by_text("Options").click()
     page.get_by_label("Temperature").fill("0")
     page.get_by_label("Most tokens").fill("12")
