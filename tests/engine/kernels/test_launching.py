@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,7 @@ if importlib.util.find_spec("triton") is None:
 
 import triton
 
-from tinsmith.engine.local.kernels import launching
-from tinsmith.engine.local.kernels.launching import Launcher, Staged
+from tinsmith.engine.local.kernels.launching import Direct, Launcher, Staged
 
 
 class Kernel:
@@ -23,7 +24,7 @@ class Kernel:
     def __init__(self, most: int) -> None:
         self.most = most
         self.tried: list[int] = []
-        self.direct = 0
+        self.direct: list[tuple[object, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(x: torch.Tensor, *rest: object, num_stages: int, **options: object) -> Variant:
@@ -36,33 +37,77 @@ class Kernel:
 
 
 class Variant:
-    """What Triton returns from a launch: it can be launched again, as it is."""
+    """What Triton returns from a launch."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*arguments: object) -> None:
-            self.kernel.direct += 1
 
-        return launch
+class Recorded(Direct):
+    """A direct launch that only notes what it is asked for."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.kernel = variant.kernel
+
+    def __call__(self, grid: Any, device: int, arguments: Any, constants: Any) -> None:
+        self.kernel.direct.append((device, *arguments[1:], *constants))
 
 
 FULL, HALF = torch.zeros(4), torch.zeros(4, dtype=torch.float16)
 
 
-@pytest.mark.parametrize("is_direct", [True, False])
+@pytest.mark.parametrize("direct", [Recorded, None])
 def test_a_launch_takes_the_stages_that_fit_and_the_next_one_begins_with_them(
-    is_direct: bool, monkeypatch: pytest.MonkeyPatch
+    direct: Any,
 ) -> None:
-    monkeypatch.setattr(launching, "CAN_LAUNCH_DIRECTLY", is_direct)
     kernel = Kernel(most=1)
-    launcher = Launcher(kernel)
+    launcher = Launcher(kernel, direct)
     for x in (FULL, FULL, HALF, HALF):
         launcher((1, 1, 1), (x, 3), (64, True), num_warps=4)
     # Each variant has a memory of its own.
-    assert kernel.tried == ([3, 2, 1, 3, 2] if is_direct else [3, 2, 1, 1, 3, 2, 2])
-    assert kernel.direct == (2 if is_direct else 0)
+    assert kernel.tried == ([3, 2, 1, 3, 2] if direct else [3, 2, 1, 1, 3, 2, 2])
+    assert kernel.direct == ([(-1, 3, 64, True)] * 2 if direct else [])
+
+
+def test_a_variant_serves_numbers_of_its_kind_and_no_others() -> None:
+    """Triton compiles another one for 1, multiples of 16, and memory that is not aligned."""
+    kernel = Kernel(most=3)
+    launcher = Launcher(kernel, Recorded)
+    for number in (3, 5, 5, 16, 32, 1):
+        launcher((1, 1, 1), (FULL, number), (), num_warps=4)
+    launcher((1, 1, 1), (FULL[1:], 3), (), num_warps=4)
+    launcher((1, 1, 1), (FULL[1:], 7), (), num_warps=4)
+    launcher((1, 1, 1), (FULL, 3), (), num_warps=8)
+    assert len(kernel.tried) == 5
+    assert [number for _, number in kernel.direct] == [5, 5, 32, 7]
+
+
+def test_what_changes_with_every_batch_is_not_kept_for_ever() -> None:
+    kernel = Kernel(most=3)
+    launcher = Launcher(kernel, Recorded)
+    for number in range(3, 20_000, 2):
+        launcher((1, 1, 1), (FULL, number), (), num_warps=4)
+    assert len(kernel.tried) == 1
+    assert sys.getsizeof(launcher.__dict__["_by_key"]) < 2**18
+
+
+def test_a_direct_launch_hands_on_what_tritons_own_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+    variant = object.__new__(triton.compiler.CompiledKernel)
+    variant.module = object()  # it has been loaded
+    variant.name, variant.src = "kernel", None
+    variant.function, variant.packed_metadata = 77, ("packed",)
+    variant._run = lambda *given: asked.append(given)
+    driver = SimpleNamespace(get_current_stream=lambda device: 1000 + device)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver, raising=False)
+    Direct(variant)((4, 2, 1), 3, (FULL, 5), (64, True))
+    variant[4, 2, 1](FULL, 5, 64, True, stream=1003)
+    ours, tritons = asked
+    assert ours[:6] == tritons[:6] == (4, 2, 1, 1003, 77, ("packed",))
+    assert ours[9:] == tritons[9:] == (FULL, 5, 64, True)
+    # What Triton would tell somebody before and after; nobody is there to hear.
+    assert ours[6:9] == (None, None, None)
+    assert not any(getattr(hook, "calls", None) for hook in tritons[7:9])
 
 
 def test_kernels_with_named_constants_are_launched_with_the_stages_that_fit() -> None:
