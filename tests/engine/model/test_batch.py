@@ -110,8 +110,17 @@ def test_packed_attention_equals_softmax_written_out_for_each_sequence() -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("lengths", [[128] * 3, [100, 1, 61]], ids=["even", "ragged"])
+@pytest.mark.parametrize(
+    ("lengths", "window"),
+    [
+        ([128] * 3, None),
+        ([128] * 3, 30),
+        ([100, 1, 61], None),
+        ([100, 1, 61], 30),
+        ([16_500], None),
+    ],
+    ids=["even", "even, windowed", "ragged", "ragged, windowed", "long"],
+)
 def test_packed_attention_on_cuda_has_the_output_and_gradients_of_the_cpu(
     lengths: list[int], window: int | None, cuda: torch.device
 ) -> None:

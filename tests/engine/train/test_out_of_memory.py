@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.conftest import build_reference
 from tests.support.tiny_families import save_tiny
 from tinsmith.engine.base import Failure, Pass
 from tinsmith.engine.local.config import LocalEngineConfig
@@ -157,10 +158,10 @@ def test_a_sequence_that_does_not_fit_is_tried_without_keeping_activations(
     passes = passes_of(a=[datum(90, 1)])
     expected, adapter = new_adapter(tiny_decoder), new_adapter(tiny_decoder)
     run(tiny_decoder, passes, {"a": expected}, EXACT)
-    is_kept = watch_layers(monkeypatch, error=torch.OutOfMemoryError("CUDA out of memory"))
+    kept = watch_layers(monkeypatch, error=torch.OutOfMemoryError("CUDA out of memory"))
     (result,) = run(tiny_decoder, passes, {"a": adapter}, EXACT).values()
     assert isinstance(result, ForwardBackwardOutput), result
-    assert is_kept == [True, False]
+    assert kept == [None, 0]
     assert adapter.grad is not None and expected.grad is not None
     assert torch.equal(adapter.grad, expected.grad)
 
@@ -170,14 +171,14 @@ def test_a_sequence_beyond_the_memory_for_passes_does_not_keep_activations(
 ) -> None:
     assert tiny_decoder.kept_bytes_a_token is not None
     room = int(50 * tiny_decoder.kept_bytes_a_token / MOST_KEPT) + 1
-    is_kept = watch_layers(monkeypatch)
+    kept = watch_layers(monkeypatch)
     passes = passes_of(a=[datum(50, 1), datum(51, 2)])
     limits = BatchLimits.of(EXACT, tiny_decoder, room)
     results = training.run_passes(
         passes, {"a": new_adapter(tiny_decoder)}, tiny_decoder, EXACT, limits
     )
     assert [type(p.result) for p in results if p] == [ForwardBackwardOutput]
-    assert is_kept == [True, False]
+    assert kept == [None, 0]
 
 
 def test_what_fits_nowhere_is_refused_with_the_numbers(
@@ -198,19 +199,65 @@ def test_what_fits_nowhere_is_refused_with_the_numbers(
     assert "3.0 GiB" in failure.message
 
 
-def watch_layers(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> list[bool]:
-    """Whether each forward pass kept its activations; those that did end in `error`."""
-    is_kept: list[bool] = []
+def watch_layers(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
+) -> list[int | None]:
+    """How many layers each forward pass kept; one that keeps all ends in `error`."""
+    kept: list[int | None] = []
     real = Decoder.hidden
 
-    def hidden(self: Decoder, *arguments: Any, checkpoint_layers: bool, **options: Any) -> Any:
-        is_kept.append(not checkpoint_layers)
-        if error is not None and is_kept[-1]:
+    def hidden(self: Decoder, *arguments: Any, kept_layers: int | None, **options: Any) -> Any:
+        kept.append(kept_layers)
+        if error is not None and kept_layers is None:
             raise error
-        return real(self, *arguments, checkpoint_layers=checkpoint_layers, **options)
+        return real(self, *arguments, kept_layers=kept_layers, **options)
 
     monkeypatch.setattr(Decoder, "hidden", hidden)
-    return is_kept
+    return kept
+
+
+@pytest.fixture(scope="module")
+def deep_decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """Of eight layers."""
+    folder = tmp_path_factory.mktemp("deep")
+    build_reference("qwen3", num_hidden_layers=8).save_pretrained(folder)
+    return Decoder.load(folder)
+
+
+@pytest.mark.parametrize("part", [0.95, 0.8, 0.5, 0.3, 0.05])
+def test_as_many_layers_are_kept_as_there_is_memory_for(
+    part: float, deep_decoder: Decoder, new_adapter: Callable[..., Adapter]
+) -> None:
+    """`part` of what all layers of a sequence would keep is the memory for passes."""
+    num_tokens = 64
+    assert deep_decoder.kept_bytes_a_token is not None
+    of_all = num_tokens * deep_decoder.kept_bytes_a_token
+    limits = BatchLimits.of(EXACT, deep_decoder, int(part * of_all / MOST_KEPT) + 1)
+    kept_layers = limits.kept_layers(num_tokens)
+    assert kept_layers is not None
+    num_bytes = kept_bytes(deep_decoder, new_adapter, num_tokens, kept_layers)
+    of_one = of_all / 8
+    # One more would leave no room for the layer that is computed again.
+    if kept_layers:
+        assert num_bytes + of_one <= 1.15 * part * of_all
+    assert num_bytes + 3 * of_one >= 0.85 * part * of_all
+    assert BatchLimits.of(EXACT, deep_decoder, int(of_all / MOST_KEPT) + 1).kept_layers(64) is None
+
+
+@pytest.mark.parametrize("kept_layers", [None, 0, 1, 5, 8])
+def test_however_many_layers_are_kept_the_gradient_is_the_same(
+    kept_layers: int | None,
+    deep_decoder: Decoder,
+    new_adapter: Callable[..., Adapter],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes = passes_of(a=[datum(90, 1)])
+    expected, adapter = new_adapter(deep_decoder), new_adapter(deep_decoder)
+    run(deep_decoder, passes, {"a": expected}, EXACT)
+    monkeypatch.setattr(BatchLimits, "kept_layers", lambda self, num_tokens: kept_layers)
+    run(deep_decoder, passes, {"a": adapter}, EXACT)
+    assert adapter.grad is not None and expected.grad is not None
+    assert torch.equal(adapter.grad, expected.grad)
 
 
 def test_the_estimate_of_what_is_kept_is_about_right(
@@ -248,18 +295,28 @@ class PlainAttention:
 
 
 def check_estimate(decoder: Decoder, new_adapter: Callable[..., Adapter]) -> None:
-    num_tokens = 64
+    num_bytes = kept_bytes(decoder, new_adapter, num_tokens=64)
+    assert decoder.kept_bytes_a_token == pytest.approx(num_bytes / 64, rel=0.15)
+
+
+def kept_bytes(
+    decoder: Decoder,
+    new_adapter: Callable[..., Adapter],
+    num_tokens: int,
+    kept_layers: int | None = None,
+) -> int:
+    """What a forward pass leaves in memory for the backward pass."""
     adapter = new_adapter(decoder, rank=1)  # what is of adapters does not count
     buffer = GradientBuffer(adapter.layout, adapter.new_gradient())
     segments = AdapterSegments([(0, num_tokens, adapter)], [buffer])
     places = torch.arange(num_tokens)
     before = storages()
-    hidden = decoder.hidden(places, places, PlainAttention(num_tokens), segments)
+    attention = PlainAttention(num_tokens)
+    hidden = decoder.hidden(places, places, attention, segments, kept_layers=kept_layers)
     kept = storages()
     num_bytes = sum(size for place, size in kept.items() if place not in before)
     # Beside blocks there are the stream's end and the norm of it.
-    num_bytes -= 2 * hidden.nbytes
-    assert decoder.kept_bytes_a_token == pytest.approx(num_bytes / num_tokens, rel=0.15)
+    return num_bytes - 2 * hidden.nbytes
 
 
 def storages() -> dict[int, int]:

@@ -70,6 +70,13 @@ def _by_adapter(batch: Sequence[Item]) -> tuple[Item, ...]:
     return tuple(sorted(batch, key=lambda item: first_seen[item.adapter_id]))
 
 
+_LONG = 16_384
+"""A sequence of so many tokens gains more by cuDNN's kernel for plain batches than a plan costs."""
+
+_LONG_STEP = 1024
+"""What the lengths of such sequences are rounded up to, so that there are few plans."""
+
+
 class PackedAttention:
     """Causal attention within each of a row of packed sequences.
 
@@ -168,8 +175,11 @@ class PackedAttention:
     def _attend_packed(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._bounds is None:
             self._bounds = Bounds.of(self._lengths, q.device)
-        if _window(spec, self._bounds) is None and self._is_even(q, k, v):
-            return self._attend_evenly(spec, q, k, v)
+        if _window(spec, self._bounds) is None:
+            if self._is_even(q, k, v):
+                return _attend_evenly(spec, *self._as_batch(q, k, v))
+            if self._is_long(q, k, v):
+                return self._attend_alone(spec, q, k, v)
         return packed_attention(spec, q, k, v, self._bounds, self._bounds)
 
     def _is_even(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -195,11 +205,29 @@ class PackedAttention:
         shape = (len(self._lengths), self._lengths[0])
         return [part.unflatten(0, shape).transpose(1, 2) for part in parts]
 
-    def _attend_evenly(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *self._as_batch(q, k, v), None, True, 0.0, True, False, scale=spec.scale
-        )[0]
-        return out.transpose(1, 2).flatten(0, 1)
+    def _is_long(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether there is one sequence, long enough for the same kernel."""
+        return (
+            len(self._lengths) == 1
+            and self._lengths[0] >= _LONG
+            and not torch.are_deterministic_algorithms_enabled()
+            and _can_use_cudnn(*self._as_batch(q, k, v))
+        )
+
+    def _attend_alone(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Behind the last token there is padding, which no token before it sees."""
+        length = self._lengths[0]
+        padded = [F.pad(x, (0, 0, 0, 0, 0, -length % _LONG_STEP)) for x in (q, k, v)]
+        whole = _attend_evenly(spec, *(x[None].transpose(1, 2) for x in padded))
+        return whole[:length]
+
+
+def _attend_evenly(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(B · n, H, D) from q (B, H, n, D), k and v (B, K, n, D), by cuDNN's kernel."""
+    out = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, True, False, scale=spec.scale
+    )[0]
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _can_use_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -166,7 +166,7 @@ class Decoder:
         attention: Attention,
         adapters: AdapterSegments,
         *,
-        checkpoint_layers: bool = False,
+        kept_layers: int | None = None,
         seen: Seen | None = None,
         steering: Steering | None = None,
     ) -> Tensor:
@@ -174,8 +174,8 @@ class Decoder:
 
         `seen` are the rows that are parts of images, where the model has `vision`. `steering` is
         for routers, where `config.routed` has them.
-        With `checkpoint_layers` the backward pass computes each block's activations again
-        instead of keeping them.
+        With `kept_layers` only so many blocks keep their activations, the last ones, whose memory
+        is free first; the backward pass computes those of the others again.
         """
         if seen is not None:
             assert len(seen.features) == 1, "our own decoder adds nothing to later layers"
@@ -190,6 +190,7 @@ class Decoder:
         if seen is not None:
             x = seen.among(x)
         x = x.to(self.stream_dtype)
+        first_kept = 0 if kept_layers is None else len(self.layers) - kept_layers
         for index, layer in enumerate(self.layers):
             block = Block(
                 self.config,
@@ -202,7 +203,7 @@ class Decoder:
                 steering,
                 dtype=self.dtype,
             )
-            x = block.run(x, recompute=checkpoint_layers)
+            x = block.run(x, recompute=index < first_kept)
         return differentiable_rms_norm(x, self.final_norm, self.config.norm_eps, self.dtype)
 
     def raw_logits(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:

@@ -1,8 +1,8 @@
 """How much a micro-batch of training holds: tokens, and rows of logits at a time.
 
 What the settings leave open goes by the device, the size of the model and the share of memory that
-passes have. A single sequence that does not fit into it with all its activations keeps only each
-layer's input, and the backward pass computes the rest again.
+passes have. A single sequence that does not fit into it with all its activations keeps those of as
+many layers as do, and of the others the input; the backward pass computes their rest again.
 """
 
 from __future__ import annotations
@@ -40,8 +40,12 @@ class BatchLimits:
     score_rows: int
     """Most rows whose log-probabilities and losses are worked out together, logits kept."""
 
+    num_layers: int
     kept_tokens: int | None
-    """Most tokens whose activations are kept for the backward pass, where there is a limit."""
+    """Most tokens whose activations are all kept for the backward pass, where there is a limit."""
+
+    input_share: float
+    """What a layer's input takes of its activations; it is always kept."""
 
     pass_bytes: int | None
     """The memory for passes, where it was planned."""
@@ -75,14 +79,21 @@ class BatchLimits:
             shared_tokens=fixed or _cpu_tokens(decoder) // SHARED_PART,
             logits_rows=logits_rows,
             score_rows=score_rows,
+            num_layers=decoder.config.num_blocks,
             kept_tokens=0 if config.checkpoint_layers else kept,
+            input_share=_input_share(decoder),
             pass_bytes=pass_bytes,
             are_reduced=max_tokens is not None,
         )
 
-    def keeps(self, num_tokens: int) -> bool:
-        """Whether the activations of so many tokens are kept."""
-        return self.kept_tokens is None or num_tokens <= self.kept_tokens
+    def kept_layers(self, num_tokens: int) -> int | None:
+        """How many layers keep the activations of so many tokens; None where all do."""
+        if self.kept_tokens is None or num_tokens <= self.kept_tokens:
+            return None
+        # Of the layers whose activations there is memory for, the inputs of all take some, and one
+        # layer at a time is computed again.
+        room = self.num_layers * (self.kept_tokens / num_tokens - self.input_share)
+        return max(0, int(room / (1 - self.input_share)) - 1)
 
 
 def _kept_tokens(decoder: Decoder, pass_bytes: int | None) -> int | None:
@@ -91,6 +102,15 @@ def _kept_tokens(decoder: Decoder, pass_bytes: int | None) -> int | None:
     if pass_bytes is None or bytes_a_token is None:
         return None
     return int(min(decoder.ranks.numbers(int(MOST_KEPT * pass_bytes) // bytes_a_token)))
+
+
+def _input_share(decoder: Decoder) -> float:
+    """Of all ranks' the largest; those of recurrent layers and others are taken together."""
+    bytes_a_token = decoder.kept_bytes_a_token
+    if bytes_a_token is None:
+        return 0.0
+    of_input = decoder.config.hidden_size * decoder.stream_dtype.itemsize
+    return max(decoder.ranks.numbers(decoder.config.num_blocks * of_input / bytes_a_token))
 
 
 def _cpu_tokens(decoder: Decoder) -> int:

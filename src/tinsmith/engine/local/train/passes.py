@@ -232,7 +232,7 @@ def run_batch(
             torch.from_numpy(positions).to(decoder.device),
             attention,
             adapters,
-            checkpoint_layers=not limits.keeps(sum(lengths)),
+            kept_layers=limits.kept_layers(sum(lengths)),
             seen=seen,
             steering=steering,
         )

@@ -208,11 +208,11 @@ class ForeignDecoder(Decoder):
         attention: Attention,
         adapters: AdapterSegments,
         *,
-        checkpoint_layers: bool = False,
+        kept_layers: int | None = None,
         seen: Seen | None = None,
         steering: Steering | None = None,
     ) -> Tensor:
-        """As in `Decoder`; activations are kept whether or not layers are to be checkpointed."""
+        """As in `Decoder`; activations are kept, of however many layers they are to be."""
         inputs: dict[str, Any]
         if seen is None:
             inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
