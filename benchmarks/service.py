@@ -7,10 +7,11 @@ The engine runs first, in a process that has ended when the server starts, so th
 device to itself. Then `first` is what a program feels that comes the moment a fresh server is
 ready, `sample` are so many samples at once from one program, `tenants` are eight programs with a
 loop of a pass and a step each, `train` is one with a large batch, `save` is
-`save_weights_and_get_sampling_client`, and `history` are samples before and after a pass over 128
-sequences, one over a single long sequence, and eight more models. A ratio is HTTP over engine; the
-engine's rate for `tenants` and `train` has the steps in it, and `of_passes_alone` is over its rate
-without them. Shapes have random weights; without one it is SmolLM2-135M.
+`save_weights_and_get_sampling_client` (in the engine: how long it holds others up), and `history`
+are samples before and after a pass over 128 sequences, one over a single long sequence, and eight
+more models. A ratio is HTTP over engine; the engine's rate for `tenants` and `train` has the steps
+in it, and `of_passes_alone` is over its rate without them. Shapes have random weights; without one
+it is SmolLM2-135M.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def engine_errand(
 
 
 def run_engine(errand: EngineErrand) -> dict[str, Any]:
-    if not {"sample", "tenants", "train"} & set(errand.cases):
+    if not {"sample", "tenants", "train", "save"} & set(errand.cases):
         errand = EngineErrand(**{**json.loads(errand.to_json()), "cases": []})
     command = [sys.executable, str(HERE / "service_engine.py"), errand.to_json()]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -258,11 +259,13 @@ def compared(http: dict[str, Any], engine: dict[str, Any] | None) -> dict[str, A
     """The figures of both sides and their ratios, for a case or each of its sizes."""
     if engine is None:
         return http
-    if "tokens_per_s" not in engine:
+    if all(isinstance(part, dict) for part in engine.values()):
         return {size: compared(http[size], engine[size]) for size in http}
+    both = {**http, **{f"engine_{name}": value for name, value in engine.items()}}
+    if "tokens_per_s" not in engine:
+        return both
     return {
-        **http,
-        **{f"engine_{name}": value for name, value in engine.items()},
+        **both,
         "ratio": round(http["tokens_per_s"] / engine["tokens_per_s"], 3),
         **(
             {"of_passes_alone": round(http["tokens_per_s"] / engine["passes_tokens_per_s"], 3)}

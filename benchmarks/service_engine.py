@@ -12,8 +12,10 @@ import dataclasses
 import json
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +23,7 @@ import torch
 
 import machine
 from tinsmith.engine.base import Pass, SampleJob, Step
+from tinsmith.engine.local.boundary.core import Later
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
 from tinsmith.types import (
@@ -66,6 +69,8 @@ def main() -> None:
         result["tenants"] = side.train(errand.tenants, *errand.tenant_batch)
     if "train" in errand.cases:
         result["train"] = side.train(1, *errand.train_batch)
+    if "save" in errand.cases:
+        result["save"] = side.save()
     if "difference" in errand.cases:
         result["difference"] = side.difference(errand.samples[0])
     print(json.dumps({"machine": side.machine, "vocab_size": side.vocab_size, "found": result}))
@@ -173,6 +178,34 @@ class EngineSide:
             "tokens_per_s": round(num_tokens / statistics.median(times["passes_and_steps"])),
             "passes_tokens_per_s": round(num_tokens / statistics.median(times["passes"])),
         }
+
+    def save(self) -> dict[str, float]:
+        """A model's weights for a sampler: how long other work waits for it, until the files are on
+        disk, and how long a copy that stays on the device takes."""
+        data = {"saved": make_data([32], self.vocab_size)}
+        lora = LoraConfig(rank=RANK, seed=0, train_unembed=False)
+        failure = self._core.create_adapter("saved", self._errand.model, lora)
+        assert failure is None, failure
+        held, written, copied = [], [], []
+        with tempfile.TemporaryDirectory(prefix="tinsmith-bench-saves-") as folder:
+            for number in range(7):
+                self._passes(data)
+                self._steps(["saved"])
+                machine.synchronize(self._device)
+                started = time.perf_counter()
+                rest = self._core.save("saved", Path(folder, str(number)), "sampler")
+                held.append(time.perf_counter() - started)
+                assert isinstance(rest, Later), rest
+                rest.finish()
+                written.append(time.perf_counter() - started)
+                started = time.perf_counter()
+                failure = self._core.freeze("saved", f"frozen {number}")
+                machine.synchronize(self._device)
+                copied.append(time.perf_counter() - started)
+                assert failure is None, failure
+        names = ("held_s", "written_s", "frozen_s")
+        times = (held, written, copied)
+        return {n: round(statistics.median(t), 4) for n, t in zip(names, times, strict=True)}
 
     def _passes(self, data: dict[str, Any]) -> None:
         passes = [Pass(adapter_id=i, data=d, loss_fn="cross_entropy") for i, d in data.items()]

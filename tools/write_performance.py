@@ -339,6 +339,12 @@ for _shape, _rate, _tenants, _few, _many in (
             lambda r: r["history"]["after_over_before"],
             0.9,
         ),
+        _at_most(
+            "saving a sampler: how long other work in the engine waits, s",
+            f"service-cuda-{_shape}",
+            lambda r: r["save"]["engine_held_s"],
+            0.05,
+        ),
         _told(
             "training of 1x32768 over HTTP, tokens/s",
             f"service-cuda-{_shape}",
