@@ -176,3 +176,19 @@ def test_on_cuda_the_last_queries_of_packed_sequences_may_attend_alone(
         SINKS.to(cuda),
     )
     assert (out.float().cpu() - expected).norm() <= 2e-2 * expected.norm()
+
+
+@pytest.mark.gpu
+@WINDOWS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_on_cuda_a_long_sequence_takes_memory_for_its_tokens_alone(
+    dtype: torch.dtype, window: int | None, cuda: torch.device
+) -> None:
+    """Scores of all pairs would take 17 GB in float32."""
+    length = 32_768
+    leaves = [part.to(cuda, dtype).requires_grad_() for part in random(length)]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = PackedAttention(attention_config(spec_of(window)), [length])(0, *leaves, SINKS.to(cuda))
+    assert all(part.isfinite().all() for part in torch.autograd.grad(out.float().sum(), leaves))
+    assert torch.cuda.max_memory_allocated() - before < 1 << 30
