@@ -280,10 +280,11 @@ def test_a_pass_follows_the_record_with_the_gradients_of_a_forced_reference(
     with forced(reference, choices):
         loss, _, expected = Reference(reference, adapter).run(data)
     output = succeed(decoder, data, adapter, KEEPING, choices=choices)
-    assert output.metrics["loss:sum"] == pytest.approx(loss, rel=RELATIVE)
+    # Weights have signs: what adds up to some hundreds may come to two.
+    assert output.metrics["loss:sum"] == pytest.approx(loss, rel=RELATIVE, abs=1e-4)
     assert output.metrics[REPLAYED] == 48
     assert adapter.grad is not None
-    assert_close(adapter.grad, expected)
+    assert_close(adapter.grad, expected, 3 * RELATIVE)
     again = new_adapter(decoder)
     succeed(decoder, data, again, replace(KEEPING, checkpoint_layers=True), choices=choices)
     assert again.grad is not None and torch.equal(again.grad, adapter.grad)

@@ -21,6 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tinsmith.engine.local.kernels import (
+    clamped_swiglu,
     decode_attention,
     decode_choice,
     decode_joins,
@@ -81,6 +82,22 @@ QWEN3 = {
     "Qwen3-4B": Dense(2560, 32, 8, 9728),
     "Qwen3-8B": Dense(4096, 32, 8, 12288),
 }
+GPT_OSS = Dense(2880, 64, 8, 2880, 64)
+"""gpt-oss-20b. Its heads have sinks, and no norms."""
+
+
+class Sparse(NamedTuple):
+    """Experts in place of an MLP."""
+
+    hidden: int
+    inner: int
+    num_experts: int
+    per_token: int
+    is_biased: bool = False
+
+
+A3B = Sparse(2048, 768, 128, 8)
+GPT_OSS_EXPERTS = Sparse(2880, 2880, 32, 4, is_biased=True)
 
 
 class Pretended:
@@ -178,12 +195,16 @@ def attention(model: Dense, num_rows: int) -> None:
     cache = empty(2, 3, kv_heads, 16, dim)
     table = torch.zeros(num_rows * 4, dtype=torch.int32)
     rows = decode_attention.RowBlocks(cache, cache, numbers(num_rows) + 1, numbers(num_rows), table)
-    norms = (empty(dim), empty(dim))
-    spec = AttentionSpec(scale=dim**-0.5, rope=None)
+    has_sinks = model is GPT_OSS
+    norms = None if has_sinks else (empty(dim), empty(dim))
+    sinks = empty(heads, dtype=FULL) if has_sinks else None
+    spec = AttentionSpec(scale=dim**-0.5, rope=None, window=128 if has_sinks else None)
     qkv = empty(num_rows, (heads + 2 * kv_heads) * dim)
     shape = decode_attention.Heads(heads, kv_heads, dim)
     rotation = rotation_of(num_rows, dim)
-    decode_attention.attend(qkv, rows, rotation, norms, 1e-6, spec, 1, shape)
+    decode_attention.attend(qkv, rows, rotation, norms, 1e-6, spec, 1, shape, sinks)
+    if has_sinks:
+        return
     # The attention of the exact mode.
     q, k, v = qkv.view(num_rows, -1, dim).split((heads, kv_heads, kv_heads), dim=1)
     group = heads // kv_heads
@@ -209,17 +230,22 @@ def training_adapters(model: Dense, rank: int, num_rows: int, dtype: torch.dtype
     low_rank.add_gradient_of_b(inner, y, vectors, rows, columns)
 
 
-def of_experts(rank: int, num_tokens: int) -> None:
-    """Of Qwen3-30B-A3B."""
-    hidden, inner, num_experts, per_token = 2048, 768, 128, 8
+def of_experts(model: Sparse, rank: int, num_tokens: int) -> None:
+    hidden, inner, num_experts, per_token, is_biased = model
     choices = torch.arange(num_tokens * per_token).view(num_tokens, per_token) % num_experts
     of_tokens = TokenAdapters(numbers(num_tokens), 3)
     sorted_rows = experts.Sorted(Routing(choices, num_experts), of_tokens)
     of_rows, tiles = sorted_rows.routing, sorted_rows.tiles
     x, y = empty(num_tokens, hidden), empty(of_rows.num_rows, 2 * inner)
     weight = empty(num_experts, 2 * inner, hidden).transpose(1, 2)
-    experts.product(x, weight, y, of_rows.experts, 0, tiles, of_rows.tokens)
-    facts, segments = empty(2, 2, dtype=FULL), (numbers(128, 2), numbers(128, 2), numbers(2))
+    biases = empty(num_experts, 2 * inner) if is_biased else None
+    experts.product(x, weight, y, of_rows.experts, 0, tiles, of_rows.tokens, biases)
+    if biases is not None:
+        clamped_swiglu.add_biases(y, biases, of_rows.experts)
+        gated = clamped_swiglu.forward(y, 1.702, 7.0)
+        clamped_swiglu.backward(gated, y, 1.702, 7.0)
+    edges = numbers(num_experts, 2)
+    facts, segments = empty(2, 2, dtype=FULL), (edges, edges, numbers(2))
     narrow = empty(of_rows.num_rows, rank)
     for size, is_b in ((hidden, False), (inner, True)):
         wide = empty(of_rows.num_rows, size)
@@ -310,8 +336,12 @@ def cases() -> Iterator[Case]:
     yield Case("Qwen3-4B, rank 32, 2,100 rows", training_adapters, (middle, 32, 2_100, HALF))
     yield Case("Qwen3-8B, rank 128, 9,000 rows", training_adapters, (large, 128, 9_000, HALF))
     yield Case("Qwen3-4B, rank 32, 64 rows, float32", training_adapters, (middle, 32, 64, FULL))
-    yield Case("Qwen3-30B-A3B, rank 32, 4 tokens", of_experts, (32, 4))
-    yield Case("Qwen3-30B-A3B, rank 128, 2,000 tokens", of_experts, (128, 2_000))
+    yield Case("Qwen3-30B-A3B, rank 32, 4 tokens", of_experts, (A3B, 32, 4))
+    yield Case("Qwen3-30B-A3B, rank 128, 2,000 tokens", of_experts, (A3B, 128, 2_000))
+    yield Case("gpt-oss-20b, 1 row", attention, (GPT_OSS, 1))
+    yield Case("gpt-oss-20b, 200 rows", attention, (GPT_OSS, 200))
+    yield Case("gpt-oss-20b, rank 32, 64 tokens", of_experts, (GPT_OSS_EXPERTS, 32, 64))
+    yield Case("gpt-oss-20b, rank 32, 2,000 tokens", of_experts, (GPT_OSS_EXPERTS, 32, 2_000))
     yield Case("Qwen3.5-4B", of_delta_rule, (HALF,))
     yield Case("Qwen3.5-4B, float32", of_delta_rule, (FULL,), "_walk_back_kernel")
     yield Case("Qwen3-4B", of_layers, (middle, HALF))

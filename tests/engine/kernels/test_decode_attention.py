@@ -93,14 +93,15 @@ def row_blocks(cache: KVCache, tables: list[BlockTable], num_padding: int) -> An
 
 @pytest.mark.parametrize("num_rows", [1, 7 if IS_INTERPRETED else 300])
 @pytest.mark.parametrize(
-    ("window", "softcap", "has_norms", "distance"),
+    ("window", "softcap", "has_norms", "distance", "has_sinks"),
     [
-        (None, None, False, HEAD_DIM // 2),
-        (20, None, True, HEAD_DIM // 2),
-        (1, None, False, HEAD_DIM // 8),
-        (None, 5.0, True, HEAD_DIM // 8),
+        (None, None, False, HEAD_DIM // 2, False),
+        (20, None, True, HEAD_DIM // 2, True),
+        (1, None, False, HEAD_DIM // 8, True),
+        (None, 5.0, True, HEAD_DIM // 8, False),
+        (None, None, False, HEAD_DIM // 2, True),
     ],
-    ids=["plain", "window", "itself", "cap"],
+    ids=["plain", "window", "itself", "cap", "sinks"],
 )
 def test_attention_finds_what_plain_attention_finds(
     device: torch.device,
@@ -109,6 +110,7 @@ def test_attention_finds_what_plain_attention_finds(
     softcap: float | None,
     has_norms: bool,
     distance: int,
+    has_sinks: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One row splits its scan; many do not. New keys and values go behind the last token and
@@ -133,14 +135,18 @@ def test_attention_finds_what_plain_attention_finds(
     q, k, v = pointwise.apply_rope(qkv[:num_rows], norms, of_rows, KV_HEADS, 1e-5)
     running = [Rows(row, row + 1, table) for row, table in enumerate(tables)]
     # The plain form also writes the new keys and values.
-    wanted = CachedAttention(config, [], running)(1, q, k, v)
+    # One sink takes nearly all of a head, and one nothing.
+    numbers = torch.tensor([0.5, -1.0, 3.0, 40.0, -40.0, 0.0], device=device)
+    sinks = numbers if has_sinks else None
+    wanted = CachedAttention(config, [], running)(1, q, k, v, sinks)
     after = cache.keys.clone(), cache.values.clone()
     cache.keys.copy_(before[0])
     cache.values.copy_(before[1])
 
     rows = row_blocks(cache, tables, 3)
     assert (decode_attention.num_splits(num_rows + 3, KV_HEADS) > 1) == (num_rows == 1)
-    found = decode_attention.attend(qkv, rows, rotation, norms, 1e-5, spec, 1, heads)[:num_rows]
+    found = decode_attention.attend(qkv, rows, rotation, norms, 1e-5, spec, 1, heads, sinks)
+    found = found[:num_rows]
     torch.testing.assert_close(found.view_as(wanted), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(cache.keys, after[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(cache.values, after[1], atol=1e-5, rtol=1e-5)

@@ -99,8 +99,9 @@ def results(dtype: torch.dtype, device: torch.device, *, is_interleaved: bool) -
     found = {"up": y, "up x": up.backward(given(*y.shape, seed=13), x, inners)}
     # As files have them: outputs before inputs.
     weight = given(NUM_EXPERTS, HIDDEN, INNER, seed=14).transpose(1, 2)
+    bias = given(NUM_EXPERTS, HIDDEN, seed=18)
     x, shares = given(routing.num_rows, INNER, seed=15), random(NUM_TOKENS, 2, seed=16).to(device)
-    down = Down(x, ExpertWeights(weight, None, (slice(None),)), batch, (0, "experts_down"))
+    down = Down(x, ExpertWeights(weight, bias, (slice(None),)), batch, (0, "experts_down"))
     y, inners = down.forward(x, shares)
     grad = given(*y.shape, seed=17)
     found |= {"down": y}
@@ -156,9 +157,10 @@ def test_nothing_is_made_that_holds_several_adapters_or_their_gradients(
 def test_a_product_of_rounded_experts_is_that_of_the_full_ones(
     num_tokens: int, device: torch.device
 ) -> None:
-    """Some experts at a time; with rows gathered, and backward."""
+    """Some experts at a time; with rows gathered, biased where asked, and backward."""
     matrices = random(NUM_EXPERTS, INNER, HIDDEN, seed=1).to(device)
-    weights = ExpertWeights(QuantizedStack(matrices, "int8"), None, (slice(None),))
+    bias = random(NUM_EXPERTS, INNER, seed=4).to(device)
+    weights = ExpertWeights(QuantizedStack(matrices, "int8"), bias, (slice(None),))
     scores = random(num_tokens, NUM_EXPERTS, seed=2)
     routing = Routing(scores.topk(3).indices.to(device), NUM_EXPERTS)
     x, grad = (random(num_tokens, n, seed=3).to(device) for n in (HIDDEN, INNER))
@@ -168,6 +170,9 @@ def test_a_product_of_rounded_experts_is_that_of_the_full_ones(
     forward = weights.gathered_product(x, routing, routing.tokens)
     expected = torch.einsum("soi,si->so", chosen, routing.expanded(x))
     torch.testing.assert_close(forward, expected, atol=1e-4, rtol=1e-4)
+    biased = weights.gathered_product(x, routing, routing.tokens, is_biased=True)
+    expected = expected + bias[routing.experts]
+    torch.testing.assert_close(biased, expected, atol=1e-4, rtol=1e-4)
     back = weights.product(routing.expanded(grad), routing, back=True)
     expected = torch.einsum("soi,so->si", chosen, routing.expanded(grad))
     torch.testing.assert_close(back, expected, atol=1e-4, rtol=1e-4)

@@ -19,6 +19,7 @@ from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model import pointwise
 from tinsmith.engine.local.model.adapted_linear import forward, lora_linear
 from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.experts.clamped_swiglu import ClampedSwiglu
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterPool, AdapterSegments, GradientBuffer
 from tinsmith.engine.local.model.rope import Rope, Rotation
@@ -179,7 +180,7 @@ def test_heads_of_positions_on_three_axes(
 
 
 @DTYPES
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", ClampedSwiglu(1.702, 0.7)])
 def test_gate(
     activation: pointwise.Activation,
     dtype: torch.dtype,

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.local import kernels
+from tinsmith.engine.local.model.experts.clamped_swiglu import ClampedSwiglu
 from tinsmith.engine.local.model.experts.mlp import ExpertMlp, ExpertPass
 from tinsmith.engine.local.model.experts.router import Routed, Router
 from tinsmith.engine.local.model.experts.routing import Routing, TokenAdapters
 from tinsmith.engine.local.model.experts.steering import Steer
 from tinsmith.engine.local.model.experts.weights import ExpertWeights
 from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.model.pointwise import Activation
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -158,28 +160,33 @@ def test_rows_of_a_token_are_summed_up_where_they_lie(
     torch.testing.assert_close(routing.weighed_sums(rows, shares), weighed.to(dtype))
 
 
+@pytest.mark.parametrize("activation", ["silu", ClampedSwiglu(1.702, 7.0)])
 @pytest.mark.parametrize("num_tokens", [1, 7, 40])
 def test_a_decoding_step_computes_what_a_pass_computes(
     num_tokens: int,
+    activation: Activation,
     device: torch.device,
     plainly: Callable[[Callable[[], Tensor]], Tensor],
 ) -> None:
     from tinsmith.engine.local.sample.decode_experts import run_experts  # imports Triton
 
     torch.manual_seed(0)
-    up, down = (torch.randn(shape, device=device) for shape in ((12, 32, 32), (12, 16, 32)))
+    shapes = ((12, 32, 32), (12, 16, 32), (12, 32), (12, 32), (12,))
+    up, down, *biases = (torch.randn(shape, device=device) for shape in shapes)
+    # Those whose gate has bounds have biases as well.
+    of_up, of_down, of_router = biases if activation != "silu" else (None, None, None)
     mlp = ExpertMlp(
-        Router(torch.randn(12, 32, device=device), 3, is_normalized=True),
-        ExpertWeights(up, None, (slice(16), slice(16, None))),
-        ExpertWeights(down, None, (slice(None),)),
+        Router(torch.randn(12, 32, device=device), 3, is_normalized=True, bias=of_router),
+        ExpertWeights(up, of_up, (slice(16), slice(16, None))),
+        ExpertWeights(down, of_down, (slice(None),)),
         None,
     )
     x = torch.randn(num_tokens, 32, device=device)
 
     def of_a_pass() -> Tensor:
-        return ExpertPass(mlp, 0, "silu", AdapterSegments.whole(num_tokens)).forward(x)[0]
+        return ExpertPass(mlp, 0, activation, AdapterSegments.whole(num_tokens)).forward(x)[0]
 
-    found = run_experts(x, mlp, "silu", None)
-    assert torch.equal(found, run_experts(x, mlp, "silu", None, lambda choices: choices))
+    found = run_experts(x, mlp, activation, None)
+    assert torch.equal(found, run_experts(x, mlp, activation, None, lambda choices: choices))
     for expected in (of_a_pass(), plainly(of_a_pass)):
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()

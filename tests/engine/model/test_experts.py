@@ -125,16 +125,23 @@ def initial(config: DecoderConfig, lora: LoraConfig) -> dict[str, Tensor]:
     return dict(pool.create("tiny", lora).named_tensors())
 
 
-OURS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
+OURS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss")
 """Families with experts that our own decoder runs."""
 
 
-ONCE_FOREIGN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+ONCE_FOREIGN = (
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_5",
+    "qwen3_5_moe",
+)
 """Families that ran through `transformers`' modules in earlier releases: models are rebuilt from
 their creation on."""
 
 
-@pytest.mark.parametrize("model_type", [*OURS, *ONCE_FOREIGN])
+@pytest.mark.parametrize("model_type", list(dict.fromkeys([*OURS, *ONCE_FOREIGN])))
 def test_an_adapter_has_the_names_and_first_numbers_that_it_has_through_transformers_modules(
     model_type: str, tmp_path: Path
 ) -> None:

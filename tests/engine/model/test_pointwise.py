@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.engine.local.model import pointwise
+from tinsmith.engine.local.model.experts.clamped_swiglu import ClampedSwiglu
 from tinsmith.engine.local.model.pointwise import Activation
 from tinsmith.engine.local.model.rope import Rotation
 
@@ -23,6 +24,10 @@ def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def plain_gate(x: Tensor, activation: Activation) -> Tensor:
     left, right = x.chunk(2, dim=-1)
+    if isinstance(activation, ClampedSwiglu):
+        left = left.clamp(max=activation.limit)
+        right = right.clamp(-activation.limit, activation.limit)
+        return (right + 1) * left * torch.sigmoid(activation.alpha * left)
     active = F.silu(left) if activation == "silu" else F.gelu(left, approximate="tanh")
     return active * right
 
@@ -78,7 +83,7 @@ def test_the_norm_of_a_float32_stream_is_what_products_in_half_precision_read() 
     assert_close(grad_x, wanted)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", ClampedSwiglu(1.702, 0.7)])
 def test_the_gate_has_the_gradient_of_autograd(activation: Activation) -> None:
     torch.manual_seed(0)
     x, grad = torch.randn(6, 24), torch.randn(6, 12)

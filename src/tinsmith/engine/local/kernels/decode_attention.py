@@ -75,11 +75,12 @@ def attend(
     spec: AttentionSpec,
     layer: int,
     heads: Heads,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """(B, H · D): attention of each row's new token, whose heads are qkv (B, (H + 2K) · D).
 
     Queries and keys are normed and rotated, keys and values go to the cache. `norms` are the
-    weights (D,) for queries and keys.
+    weights (D,) for queries and keys, `sinks` (H,) the scores of one more key whose value is zero.
     """
     num_rows = len(qkv)
     out = qkv.new_empty(num_rows, heads.num_heads * heads.head_dim)
@@ -101,6 +102,7 @@ def attend(
         rotation.sin,
         q_norm,
         k_norm,
+        out if sinks is None else sinks,
         layer,
         rows.keys.shape[1],
         rotation.distance,
@@ -117,6 +119,7 @@ def attend(
         SPLITS=splits,
         HAS_NORM=norms is not None,
         HAS_CAP=spec.softcap is not None,
+        HAS_SINKS=sinks is not None,
         num_warps=_NUM_WARPS,
         num_stages=_NUM_STAGES,
     )
@@ -126,10 +129,12 @@ def attend(
             parts,
             masses,
             rows.lengths,
+            out if sinks is None else sinks,
             HEADS=heads.num_heads,
             DIM=heads.head_dim,
             DIM_PAD=triton.next_power_of_2(heads.head_dim),
             SPLITS=splits,
+            HAS_SINKS=sinks is not None,
             num_warps=1,
         )
     return out
@@ -186,6 +191,7 @@ def _attend_kernel(
     sines,
     q_norm,
     k_norm,
+    sinks,
     layer,
     num_blocks,
     distance,
@@ -202,6 +208,7 @@ def _attend_kernel(
     SPLITS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     # One program per row, key/value head and split; the G query heads of a group share its keys.
     row = tl.program_id(0)
@@ -305,6 +312,12 @@ def _attend_kernel(
         peak = new_peak
     # Alone: normalize and store (G, D). Else leave the sums to `_combine_kernel`.
     if SPLITS == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks + kv_head * GROUP + member, mask=member < GROUP, other=-1e30)
+            new_peak = tl.maximum(peak, sink)
+            fade = tl.exp(peak - new_peak)
+            total = total * fade + tl.exp(sink - new_peak)
+            sums = sums * fade[:, None]
         result = sums / total[:, None]
         tl.store(out + row * KV_HEADS * GROUP * DIM + at, result.to(dtype), mask=is_in)
     else:
@@ -322,10 +335,12 @@ def _combine_kernel(
     parts,
     masses,
     lengths,
+    sinks,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     # One program per row and query head.
     row = tl.program_id(0)
@@ -337,11 +352,17 @@ def _combine_kernel(
     dim = tl.arange(0, DIM_PAD)
     peaks = tl.load(masses + (head * SPLITS + split) * 2)
     totals = tl.load(masses + (head * SPLITS + split) * 2 + 1)
-    weights = tl.exp(peaks - tl.max(peaks, axis=0))
+    peak = tl.max(peaks, axis=0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + tl.program_id(1))
+        peak = tl.maximum(peak, sink)
+    weights = tl.exp(peaks - peak)
     # Weighted sum of the splits' sums (P, D) over the weighted total: (D,).
     is_in = (dim < DIM)[None, :]
     at = (head * SPLITS + split)[:, None] * DIM + dim[None, :]
     sums = tl.load(parts + at, mask=is_in, other=0.0)
     total = tl.sum(totals * weights, axis=0)
+    if HAS_SINKS:
+        total += tl.exp(sink - peak)
     result = tl.sum(sums * weights[:, None], axis=0) / total
     tl.store(out + head * DIM + dim, result.to(out.dtype.element_ty), mask=dim < DIM)

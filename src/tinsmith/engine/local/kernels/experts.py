@@ -77,11 +77,13 @@ def product(
     first_expert: int,
     tiles: Tiles,
     sources: Tensor | None,
+    biases: Tensor | None = None,
 ) -> None:
     """Put x W of each row into y (S, outputs), where its expert is one of `weight`.
 
     `weight` is (some, inputs, outputs), of the experts from `first_expert` on; `experts` (S,) has
-    each row's. Row s is found in row `sources[s]` of x.
+    each row's. Row s is found in row `sources[s]` of x. `biases` (E, outputs) of all experts are
+    added where given.
     """
     num_tiles, (count, inputs, outputs) = tiles.table.shape[1], weight.shape
     wide = 64 if tiles.num_rows <= 16 else _WIDE_BLOCK
@@ -92,6 +94,7 @@ def product(
             weight,
             y,
             sources if sources is not None else experts,
+            biases if biases is not None else x,
             experts,
             tiles.table,
             num_tiles,
@@ -105,7 +108,7 @@ def product(
             inputs,
             outputs,
         ),
-        (tiles.num_rows, wide, 64, sources is not None, _precision(x)),
+        (tiles.num_rows, wide, 64, sources is not None, biases is not None, _precision(x)),
         num_warps=8 if tiles.num_rows >= 128 else 4,
         num_stages=4 if tiles.num_rows <= 32 else 3,
     )
@@ -233,6 +236,7 @@ def _product(
     weight,
     y,
     sources,
+    biases,
     experts,
     tiles,
     num_tiles,
@@ -249,6 +253,7 @@ def _product(
     WIDE: tl.constexpr,
     DEEP: tl.constexpr,
     HAS_SOURCES: tl.constexpr,
+    HAS_BIASES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # One program per tile of rows (of one expert) and WIDE outputs.
@@ -281,6 +286,9 @@ def _product(
             other=0.0,
         )
         total = tl.dot(values, matrix, total, input_precision=PRECISION)
+    if HAS_BIASES:
+        bias = tl.load(biases + expert * outputs + wide, mask=is_wide, other=0.0)
+        total += bias.to(tl.float32)[None, :]
     to = y + row[:, None] * y_row + wide[None, :]
     tl.store(to, total, mask=is_row[:, None] & is_wide[None, :])
 

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model import invariant
+from tinsmith.engine.local.model.attention import cudnn
+from tinsmith.engine.local.model.attention import sinks as sink_attention
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
 from tinsmith.engine.local.model.recurrent.recurrence import FreshStates
 
@@ -103,8 +105,8 @@ class PackedAttention:
         spec = self._config.layers[layer]
         if self._is_invariant and kernels.are_usable(q):
             return self._attend_in_order(spec, q, k, v)
-        if has_packed_kernel(spec, q, sinks):
-            return self._attend_packed(spec, q, k, v)
+        if has_packed_kernel(spec, q):
+            return self._attend_packed(spec, q, k, v, sinks)
         return self._attend_by_length(spec, q, k, v, sinks)
 
     def _attend_by_length(
@@ -154,33 +156,24 @@ class PackedAttention:
         random = [grad.new_zeros(size, dtype=torch.uint64) for size in (2, 0)]
         if window is None and self._is_even(q, k, v):
             length = self._lengths[0]
-            by_sequence = normalizers.view(len(normalizers), -1, length, 1).transpose(0, 1)
-            grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                *self._as_batch(grad, q, k, v, out),
-                by_sequence.contiguous(),
-                *(grad.new_zeros((), dtype=torch.int64) for _ in range(2)),
-                None,
-                None,
-                None,
-                length,
-                length,
-                0.0,
-                True,
-                scale=spec.scale,
-            )
+            by_sequence = normalizers.view(len(normalizers), -1, length).transpose(0, 1)
+            grad, *of_batch = self._as_batch(grad, q, k, v, out)
+            grads = cudnn.backward(grad, of_batch, by_sequence, spec.scale)
             return [part.transpose(1, 2).flatten(0, 1) for part in grads]
         settings, options = _flash_arguments(self._bounds, self._bounds, spec.scale, window)
         return _flash_backward(grad, (*kept, *random), settings, options)
 
-    def _attend_packed(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_packed(
+        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         if self._bounds is None:
             self._bounds = Bounds.of(self._lengths, q.device)
         if _window(spec, self._bounds) is None:
             if self._is_even(q, k, v):
-                return _attend_evenly(spec, *self._as_batch(q, k, v))
+                return _attend_evenly(sinks, spec, *self._as_batch(q, k, v))
             if self._is_long(q, k, v):
-                return self._attend_alone(spec, q, k, v)
-        return packed_attention(spec, q, k, v, self._bounds, self._bounds)
+                return self._attend_alone(spec, q, k, v, sinks)
+        return packed_attention(spec, q, k, v, self._bounds, self._bounds, sinks)
 
     def _is_even(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether sequences of one length can be left to cuDNN's kernel for plain batches.
@@ -196,7 +189,7 @@ class PackedAttention:
                 is_round
                 and self._lengths.count(length) == len(self._lengths)
                 and not torch.are_deterministic_algorithms_enabled()
-                and _can_use_cudnn(*self._as_batch(q, k, v))
+                and cudnn.is_usable(*self._as_batch(q, k, v))
             )
         return self._even
 
@@ -211,30 +204,25 @@ class PackedAttention:
             len(self._lengths) == 1
             and self._lengths[0] >= _LONG
             and not torch.are_deterministic_algorithms_enabled()
-            and _can_use_cudnn(*self._as_batch(q, k, v))
+            and cudnn.is_usable(*self._as_batch(q, k, v))
         )
 
-    def _attend_alone(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_alone(
+        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """Behind the last token there is padding, which no token before it sees."""
         length = self._lengths[0]
-        padded = [F.pad(x, (0, 0, 0, 0, 0, -length % _LONG_STEP)) for x in (q, k, v)]
-        whole = _attend_evenly(spec, *(x[None].transpose(1, 2) for x in padded))
-        return whole[:length]
+        padded = (F.pad(x, (0, 0, 0, 0, 0, -length % _LONG_STEP)) for x in (q, k, v))
+        q, k, v = (x[None].transpose(1, 2) for x in padded)
+        return _attend_evenly(sinks, spec, q, k, v)[:length]
 
 
-def _attend_evenly(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(B · n, H, D) from q (B, H, n, D), k and v (B, K, n, D), by cuDNN's kernel."""
-    out = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, True, False, scale=spec.scale
-    )[0]
+def _attend_evenly(
+    sinks: Tensor | None, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """(B · n, H, D) from q (B, H, n, D), k and v (B, K, n, D)."""
+    out = cudnn.attend(q, k, v, spec.scale, sinks)
     return out.transpose(1, 2).flatten(0, 1)
-
-
-def _can_use_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    if torch.cuda.get_device_capability(q.device) < (9, 0):
-        return False
-    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])
-    return bool(torch.backends.cuda.can_use_cudnn_attention(params))
 
 
 class Bounds(NamedTuple):
@@ -250,13 +238,19 @@ class Bounds(NamedTuple):
 
 
 def packed_attention(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, queries: Bounds, keys: Bounds
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Bounds,
+    keys: Bounds,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention where `has_packed_kernel`: q (n, H, D), k and v (m, K, D), packed alike.
 
     A sequence with fewer queries than keys has them for its last tokens.
     """
-    return _FlashAttention.apply(q, k, v, queries, keys, spec.scale, _window(spec, keys))
+    return _FlashAttention.apply(q, k, v, queries, keys, spec.scale, _window(spec, keys), sinks)
 
 
 def _window(spec: AttentionSpec, keys: Bounds) -> int | None:
@@ -269,18 +263,20 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc]  # torch i
     cost more than a small batch computes."""
 
     @staticmethod
-    def forward(ctx, q, k, v, queries, keys, scale, window):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, v, queries, keys, scale, window, sinks):  # type: ignore[no-untyped-def]
         ctx.settings, ctx.options = _flash_arguments(queries, keys, scale, window)
         out, normalizers, *random, _ = torch.ops.aten._flash_attention_forward(
             q, k, v, *ctx.settings, False, **ctx.options
         )
+        if sinks is not None:
+            sink_attention.take_share(out.transpose(0, 1), normalizers, sinks)
         ctx.save_for_backward(q, k, v, out, normalizers, *random)
         return out
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         grads = _flash_backward(grad, ctx.saved_tensors, ctx.settings, ctx.options)
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
 
 
 def _flash_arguments(
@@ -365,9 +361,9 @@ def _strictly_deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def has_packed_kernel(spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None) -> bool:
+def has_packed_kernel(spec: AttentionSpec, q: Tensor) -> bool:
     is_half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and is_half and spec.softcap is None and sinks is None
+    return q.is_cuda and is_half and spec.softcap is None
 
 
 def _attend(
@@ -376,8 +372,11 @@ def _attend(
     """Causal attention of B sequences of n tokens: q (B · n, H, D), k and v (B · n, K, D)."""
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     is_windowed = spec.window is not None and length > spec.window
-    if spec.softcap is not None or sinks is not None:
-        out = _attend_by_hand(spec, q, k, v, sinks)
+    if sinks is not None:
+        assert spec.softcap is None, "no family has both"
+        out = sink_attention.attend(spec, q, k, v, sinks)
+    elif spec.softcap is not None:
+        out = _attend_by_hand(spec, q, k, v)
     elif is_windowed:
         mask = causal_mask(length, spec.window, q.device)
         out = F.scaled_dot_product_attention(
@@ -390,10 +389,8 @@ def _attend(
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _attend_by_hand(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-) -> Tensor:
-    """The same where no fused kernel squeezes the scores or knows sinks. (B, heads, n, D) each."""
+def _attend_by_hand(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same where no fused kernel squeezes the scores. (B, heads, n, D) each."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = q @ k.transpose(2, 3) * spec.scale
@@ -401,16 +398,7 @@ def _attend_by_hand(
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
     mask = causal_mask(q.shape[2], spec.window, q.device)
     scores = scores.masked_fill(~mask, float("-inf"))
-    return softmax_with_sinks(scores, sinks).to(v.dtype) @ v
-
-
-def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Probabilities (…, heads, n, keys) in float32; a head's sink takes its part of them."""
-    if sinks is None:
-        return scores.softmax(dim=-1, dtype=torch.float32)
-    column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-    joined = torch.cat([scores, column], dim=-1)
-    return joined.softmax(dim=-1, dtype=torch.float32)[..., :-1]
+    return scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
 
 
 def causal_mask(num_tokens: int, window: int | None, device: torch.device) -> Tensor:

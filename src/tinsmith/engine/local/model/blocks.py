@@ -99,6 +99,9 @@ class Layer(NamedTuple):
     delta: DeltaMixer | None = None
     """In place of attention, between the first product (`qkv`) and the last (`o`)."""
 
+    sinks: Tensor | None = None
+    """(H,) float32, where heads have such."""
+
     @property
     def qk_norms(self) -> Norms | None:
         if self.q_norm is None or self.k_norm is None:
@@ -360,12 +363,12 @@ class Block:
             normed, norms = wide_norm(qkv, norms, config.norm_eps), None
         q, k, v = apply_rope(normed, norms, self._rotation, config.num_kv_heads, config.norm_eps)
         with torch.set_grad_enabled(keep):
-            inputs = tuple(x.detach().requires_grad_(keep) for x in (q, k, v))
-            output = self._attention(self._place, *inputs)
+            q, k, v = (x.detach().requires_grad_(keep) for x in (q, k, v))
+            output = self._attention(self._place, q, k, v, self._layer.sinks)
         flat = output.detach().reshape(len(qkv), -1)
         if gate is not None:
             flat = flat * gate.sigmoid()
-        return flat, _Attended(qkv, inputs, output, gate)
+        return flat, _Attended(qkv, (q, k, v), output, gate)
 
     def _attend_backward(self, grad: Tensor, attended: _Attended) -> tuple[Tensor, Tensor]:
         """The gradient for the first product; and what attention gives once more."""

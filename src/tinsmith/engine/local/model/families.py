@@ -1,9 +1,9 @@
 """In what model families differ, as far as our decoder cares.
 
 Several families are one decoder with small differences: Llama, Mistral, Qwen2, Qwen3, Gemma 2,
-Gemma 3 (text), with experts Qwen3-MoE, Qwen2-MoE, Mixtral and OLMoE, and with recurrent layers
-Qwen3.5, with and without experts, and Qwen3-Next. `settings` reads the differences from a model's
-folder; the arithmetic is in `decoder`.
+Gemma 3 (text), with experts Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE and gpt-oss, and with recurrent
+layers Qwen3.5, with and without experts, and Qwen3-Next. `settings` reads the differences from a
+model's folder; the arithmetic is in `decoder`.
 """
 
 from __future__ import annotations
@@ -89,6 +89,10 @@ class ExpertsSpec:
     """The part of a layer that has them, in the model's files."""
 
     stored_as: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    is_biased: bool = False
+    """Whether routers and experts have biases, and files the experts' weights in the form of
+    gpt-oss; see `experts.interleaved`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +180,9 @@ class DecoderConfig:
     has_qk_norm: bool = False
     has_wide_qk_norm: bool = False
     """Whether that is over all heads together, and not of each."""
+
+    has_sinks: bool = False
+    """Whether each head has a frozen score of one more key, whose value is zero."""
 
     has_output_gate: bool = False
     """Whether queries come with a gate, by which what attention gives is multiplied."""

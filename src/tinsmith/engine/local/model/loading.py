@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tinsmith.engine.local.config import BaseWeights
 from tinsmith.engine.local.model.blocks import DenseMlp, Layer
+from tinsmith.engine.local.model.experts.interleaved import load_interleaved
 from tinsmith.engine.local.model.experts.mlp import ExpertMlp, SharedExpert
 from tinsmith.engine.local.model.experts.router import Router
 from tinsmith.engine.local.model.experts.weights import ExpertWeights
@@ -217,6 +218,9 @@ def _load_layer(
         mlp_norm=norm("pre_feedforward_layernorm" if post else "post_attention_layernorm"),
         mlp=mlp,
         post_mlp_norm=norm("post_feedforward_layernorm") if post else None,
+        sinks=weights.get(f"{prefix}self_attn.sinks", (config.num_heads,), torch.float32)
+        if config.has_sinks
+        else None,
     )
 
 
@@ -255,6 +259,8 @@ def _load_experts(
     shared: SharedExpert | None,
 ) -> ExpertMlp:
     """The router stays in full."""
+    if spec.is_biased:
+        return load_interleaved(spec, hidden, weights, f"{prefix}mlp", base_weights)
     stored = f"{prefix}{spec.stored_in}"
     gate, up, down = spec.stored_as
     inner = spec.inner_size

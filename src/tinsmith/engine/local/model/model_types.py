@@ -66,6 +66,7 @@ MODEL_TYPES = (
             "qwen2_moe": (*_ATTENTION, *_MLP, *_EXPERTS),
             "mixtral": (*_ATTENTION, *_EXPERTS),
             "olmoe": (*_ATTENTION, *_EXPERTS),
+            "gpt_oss": (*_ATTENTION, *_EXPERTS),
         }.items()
     ),
     ModelType(
@@ -94,13 +95,6 @@ MODEL_TYPES = (
             "qwen3_5": (*_DELTA_RULE, *_ATTENTION, *_MLP),
             "qwen3_5_moe": (*_DELTA_RULE, *_ATTENTION, *_MLP, *_EXPERTS),
         }.items()
-    ),
-    ModelType(
-        name="gpt_oss",
-        runs_on="transformers",
-        adapted=(*_ATTENTION, *_EXPERTS),
-        test=_FAMILIES,
-        limits="sinks take attention by hand: memory grows with the square of a sequence's length",
     ),
     *(
         ModelType(

@@ -14,9 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.engine.local import kernels
+from tinsmith.engine.local.model.experts.clamped_swiglu import ClampedSwiglu
 from tinsmith.engine.local.model.rope import Rotation
 
-Activation = Literal["silu", "gelu_tanh"]
+PlainActivation = Literal["silu", "gelu_tanh"]
+
+Activation = PlainActivation | ClampedSwiglu
 
 Norms = tuple[Tensor, Tensor]
 """Weights (D,) of the norms of queries and of keys; wide ones are (H · D,) and (K · D,)."""
@@ -148,6 +151,8 @@ def wide_norm_backward(grad: Tensor, qkv: Tensor, norms: Norms, eps: float) -> T
 
 def swiglu(gate_up: Tensor, activation: Activation) -> Tensor:
     """activation(left half) · right half of gate_up (N, 2I); with gelu this is GeGLU."""
+    if isinstance(activation, ClampedSwiglu):
+        return activation.forward(gate_up)
     if kernels.are_usable(gate_up):
         return kernels.module("pointwise").swiglu(gate_up, activation == "silu")
     left, right = gate_up.chunk(2, dim=-1)
@@ -156,6 +161,8 @@ def swiglu(gate_up: Tensor, activation: Activation) -> Tensor:
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     """The gradient for gate_up (N, 2I); and the output once more."""
+    if isinstance(activation, ClampedSwiglu):
+        return activation.backward(grad, gate_up)
     if kernels.are_usable(gate_up):
         return kernels.module("pointwise").swiglu_backward(grad, gate_up, activation == "silu")
     left, right = gate_up.chunk(2, dim=-1)
@@ -260,11 +267,11 @@ def _rotate(x: Tensor, rotation: Rotation, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def _activate(x: Tensor, activation: Activation) -> Tensor:
+def _activate(x: Tensor, activation: PlainActivation) -> Tensor:
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
 
 
-def _activate_backward_(grad: Tensor, x: Tensor, activation: Activation) -> None:
+def _activate_backward_(grad: Tensor, x: Tensor, activation: PlainActivation) -> None:
     """In place: the gradient for x from that of its activation."""
     if activation == "silu":
         torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=grad)

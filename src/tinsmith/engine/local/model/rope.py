@@ -64,6 +64,8 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
+    is_truncated: bool = True
+    """Whether yarn's ramp begins and ends at whole dimensions."""
 
     def inverse_frequencies(self) -> Tensor:
         """One frequency per pair of rotated dimensions, (head_dim / 2,) float32."""
@@ -116,8 +118,10 @@ class Rope:
             waves = self.original_context / (rotations * 2 * math.pi)
             return self.head_dim * math.log(waves) / (2 * math.log(self.theta))
 
-        low = max(math.floor(dimension(self.beta_fast)), 0)
-        high = min(math.ceil(dimension(self.beta_slow)), self.head_dim - 1)
+        first, last = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.is_truncated:
+            first, last = math.floor(first), math.ceil(last)
+        low, high = max(first, 0), min(last, self.head_dim - 1)
         index = torch.arange(self.head_dim // 2, dtype=torch.float32)
         # Swapped betas reverse the ramp, as they do in transformers.
         stretched = ((index - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
@@ -212,7 +216,7 @@ def _original_context(family: str, values: Mapping[str, Any], settings: Mapping[
 
 
 def _yarn(rope: Rope, settings: Mapping[str, Any], original_context: int) -> Rope:
-    if others := sorted({"mscale", "mscale_all_dim", "truncate"} & settings.keys()):
+    if others := sorted({"mscale", "mscale_all_dim"} & settings.keys()):
         raise UnsupportedModelError(f"{others[0]} of a rope of the kind yarn is not known")
     factor = _number(settings, "factor")
     attention = settings.get("attention_factor")
@@ -226,6 +230,7 @@ def _yarn(rope: Rope, settings: Mapping[str, Any], original_context: int) -> Rop
         beta_fast=float(settings.get("beta_fast") or 32.0),
         beta_slow=float(settings.get("beta_slow") or 1.0),
         attention_factor=float(attention),
+        is_truncated=bool(settings.get("truncate", True)),
     )
 
 

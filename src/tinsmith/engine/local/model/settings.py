@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.engine.images import ImageRules
+from tinsmith.engine.local.model.experts.clamped_swiglu import ClampedSwiglu
 from tinsmith.engine.local.model.families import (
     AttentionSpec,
     DecoderConfig,
@@ -148,7 +149,15 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "query_pre_attn_scalar": _GEMMAS,
     "hidden_activation": _GEMMAS,
     "use_bidirectional_attention": _GEMMAS,
-    "attention_bias": ("llama", "qwen3", "qwen3_moe", "olmoe", *_GEMMAS, *_OF_DELTA_RULE),
+    "attention_bias": (
+        "llama",
+        "qwen3",
+        "qwen3_moe",
+        "olmoe",
+        "gpt_oss",
+        *_GEMMAS,
+        *_OF_DELTA_RULE,
+    ),
     "mlp_bias": ("llama",),
     "clip_qkv": ("olmoe",),
     "norm_topk_prob": (*_QWENS_OF_EXPERTS, "qwen3_next", "olmoe"),
@@ -249,6 +258,27 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts": 64,
         "num_experts_per_tok": 8,
     },
+    "gpt_oss": {
+        "rope_theta": 150_000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
     "qwen3_next": {
         **_DELTA_RULE,
         "max_position_embeddings": 32_768,
@@ -279,7 +309,7 @@ _WITH_QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text", "olmoe", *_OF_DELTA_RULE)
 _NO_O_BIAS = ("qwen2", "qwen2_moe", "mixtral")
 
 _WITH_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
-_EXPERTS = ("qwen3_moe", "mixtral", "olmoe", *_WITH_SHARED_EXPERT)
+_EXPERTS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", *_WITH_SHARED_EXPERT)
 
 _INNER_SIZE = dict.fromkeys(("qwen3_moe", *_WITH_SHARED_EXPERT), "moe_intermediate_size")
 """What an expert's inner columns are called, where it is not as of an MLP."""
@@ -291,6 +321,7 @@ BY_LAYER_TYPES = (
     "qwen2_moe",
     "gemma2",
     "gemma3_text",
+    "gpt_oss",
     *_OF_DELTA_RULE,
 )
 """Families whose layers are what `layer_types` says, where it is there; the others do not look at
@@ -348,6 +379,7 @@ class _Reader:
             has_post_norms=is_gemma,
             has_qk_norm=self.family in _WITH_QK_NORM,
             has_wide_qk_norm=self.family == "olmoe",
+            has_sinks=self.family == "gpt_oss",
             has_output_gate=is_recurrent,
             has_qkv_bias=self._has_qkv_bias(attention_bias),
             has_o_bias=self.family not in _NO_O_BIAS and attention_bias,
@@ -413,6 +445,8 @@ class _Reader:
             return replace(spec, shared_size=int(values["shared_expert_intermediate_size"]))
         if self.family == "mixtral":
             return replace(spec, stored_in="block_sparse_moe", stored_as=("w1", "w3", "w2"))
+        if self.family == "gpt_oss":
+            return replace(spec, is_normalized=True, is_biased=True)
         return spec
 
     def _architecture(self) -> str:
@@ -424,6 +458,9 @@ class _Reader:
         return int(self.values.get("head_dim", shared))
 
     def _activation(self) -> Activation:
+        if self.family == "gpt_oss":
+            limit = float(self.values["swiglu_limit"])
+            return ClampedSwiglu(float(self.values["swiglu_alpha"]), limit)
         name = self.values.get("hidden_activation") or self.values.get("hidden_act", "silu")
         if name == "silu":
             return "silu"
@@ -489,7 +526,7 @@ class _Reader:
             is_late = layer >= int(values.get("max_window_layers", 28))
             has_window = values["sliding_window"] is not None
             return bool(values["use_sliding_window"]) and has_window and is_late
-        if self.family == "gemma2":
+        if self.family in ("gemma2", "gpt_oss"):
             return layer % 2 == 0
         if self.family == "gemma3_text":
             return (layer + 1) % int(values["sliding_window_pattern"]) != 0

@@ -52,7 +52,9 @@ _MAX_EXPERTS = 8
 _NUM_TOKENS = 24
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_OF_ALL_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj$|\.gate\.weight$")
+_OF_ALL_EXPERTS = re.compile(
+    r"\.experts\.(gate_up|down)_proj(_bias)?$|\.gate\.weight$|\.router\.(weight|bias)$"
+)
 """What has a row, or a matrix, for each expert."""
 
 

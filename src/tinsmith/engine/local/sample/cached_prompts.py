@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinsmith.engine.local.model.attention import sinks as sink_attention
 from tinsmith.engine.local.model.batch import (
     Bounds,
     PackedAttention,
     has_packed_kernel,
     packed_attention,
-    softmax_with_sinks,
 )
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
 from tinsmith.engine.local.sample.cached_rows import MASKED, Gathered, Rows, rows_of, scores_of
@@ -91,7 +91,7 @@ class _LaterRows:
         sinks: Tensor | None,
     ) -> None:
         """From these rows of q (N, H, D) to the same of `out`."""
-        if not has_packed_kernel(spec, q, sinks):
+        if not has_packed_kernel(spec, q):
             for part in self._parts:
                 rows = part.rows
                 out[rows] = part.attend(layer, spec, q[rows], k[rows], v[rows], sinks)
@@ -101,7 +101,7 @@ class _LaterRows:
         keys = self._cache.keys[layer].view(-1, k.shape[-1])[self._places].view(size)
         values = self._cache.values[layer].view(-1, k.shape[-1])[self._places].view(size)
         out[self._rows] = packed_attention(
-            spec, q[self._rows], keys, values, self._queries, self._keys
+            spec, q[self._rows], keys, values, self._queries, self._keys, sinks
         )
 
 
@@ -135,8 +135,11 @@ class PromptRows:
         first = 0 if spec.window is None else max(0, self._past - spec.window + 1)
         keys, values = keys[:, first : self._stop], values[:, first : self._stop]
         is_plain = self._past == 0 and (spec.window is None or self._stop <= spec.window)
-        if spec.softcap is not None or sinks is not None:
-            return self._attend_by_hand(spec, q, keys, values, first, sinks)
+        if sinks is not None:
+            batch = (q.transpose(0, 1)[None], keys[None], values[None])
+            return sink_attention.attend(spec, *batch, sinks)[0].transpose(0, 1)
+        if spec.softcap is not None:
+            return self._attend_by_hand(spec, q, keys, values, first)
         group = q.shape[1] // len(keys)
         bias = None if is_plain else self._mask(first, spec.window).to(q.dtype)
         if bias is not None and q.is_cuda and group > 1:
@@ -156,13 +159,7 @@ class PromptRows:
         return out[0].transpose(0, 1)
 
     def _attend_by_hand(
-        self,
-        spec: AttentionSpec,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        first: int,
-        sinks: Tensor | None,
+        self, spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, first: int
     ) -> Tensor:
         num_tokens, num_heads, head_dim = q.shape
         kv_heads = len(keys)
@@ -172,7 +169,7 @@ class PromptRows:
         # (H, T, keys).
         scores = scores_of(grouped, keys, spec, None).view(num_heads, num_tokens, keys.shape[1])
         scores += self._mask(first, spec.window)
-        weights = softmax_with_sinks(scores, sinks).to(values.dtype)
+        weights = scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype)
         out = torch.bmm(weights.view(kv_heads, -1, keys.shape[1]), values)
         # (K, G · T, D) back to (T, H, D).
         out = out.view(kv_heads, -1, num_tokens, head_dim).permute(2, 0, 1, 3)

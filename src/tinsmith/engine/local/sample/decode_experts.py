@@ -87,12 +87,13 @@ def run_experts(
     _, choices, shares = mlp.router.forward(x, steer)
     routing = Routing(choices, len(mlp.router.weight))
     # Up: (B, d) to (S, 2 I), sorted by expert, to (S, I).
-    z = mlp.gate_up.gathered_product(x, routing, routing.tokens)
+    z = mlp.gate_up.gathered_product(x, routing, routing.tokens, is_biased=True)
     if adapters is not None:
         adapters.add_up(z, x, routing)
     z = swiglu(z, activation)
     # Down: (S, I) to (S, d), summed to (B, d).
-    y = routing.weighed_sums(mlp.down.gathered_product(z, routing, None), shares, dtype)
+    rows = mlp.down.gathered_product(z, routing, None, is_biased=True)
+    y = routing.weighed_sums(rows, shares, dtype)
     if adapters is not None:
         adapters.add_down(y, z, routing, shares)
     return y

@@ -223,7 +223,8 @@ class DecodeStep:
                 rotation = rotations[spec.rope]
                 if tiles is None:
                     eps = config.norm_eps
-                    z = attend(z, rows, rotation, norms, eps, spec, place, self._heads)
+                    heads, sinks = self._heads, layer.sinks
+                    z = attend(z, rows, rotation, norms, eps, spec, place, heads, sinks)
                 else:
                     q, k, v = pointwise.apply_rope(
                         z, norms, rotation, config.num_kv_heads, config.norm_eps

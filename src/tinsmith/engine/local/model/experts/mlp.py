@@ -53,7 +53,7 @@ class ExpertMlp:
     @property
     def nbytes(self) -> int:
         shared = 0 if self.shared is None else self.shared.nbytes
-        return self.router.weight.nbytes + self.gate_up.nbytes + self.down.nbytes + shared
+        return self.router.nbytes + self.gate_up.nbytes + self.down.nbytes + shared
 
     @property
     def linears(self) -> tuple[Linear, ...]:

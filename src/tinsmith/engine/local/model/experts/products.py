@@ -45,8 +45,7 @@ class Up:
         """(S, outputs) of x (T, d); and scale · x Aᵀ, (T, n · rank) each."""
         routing = self._routing
         y = self._weights.product(routing.expanded(x), routing)
-        if self._weights.bias is not None:
-            y += self._weights.bias.index_select(0, routing.experts)
+        self._weights.add_biases(y, routing)
         inners = self._a.shrink(x)
         self._b.expand(y, [routing.expanded(inner) for inner in inners])
         return y, inners
@@ -79,10 +78,10 @@ class Down:
         summed by shares."""
         routing = self._routing
         rows = self._weights.product(x, routing)
-        # Of a sum over ranks, the bias is added by one of them.
-        if self._weights.bias is not None and self._ranks.index == 0:
-            rows += self._weights.bias.index_select(0, routing.experts)
         y = routing.weighed_sums(rows, shares, dtype)
+        # Biases are added to sums, which are fewer than rows; of a sum over ranks, by one of them.
+        if self._weights.bias is not None and self._ranks.index == 0:
+            y.addmm_(routing.by_expert(shares).to(y.dtype), self._weights.bias.to(y.dtype))
         inners = [routing.weighed_sums(inner, shares) for inner in self._a.shrink(x)]
         self._b.expand(y, inners)
         self._ranks.sum_(y, *inners)
@@ -103,12 +102,13 @@ class Down:
         # are fewer, and which a rank may have a part of.
         along = _weigh(grad_x, x, of_rows)
         self._ranks.sum_(along)
+        grad_shares = routing.restored(along)
         if self._weights.bias is not None:
-            bias = self._weights.bias.index_select(0, routing.experts)
-            along += _dots(expanded, bias)
+            of_biases = grad @ self._weights.bias.t()
+            grad_shares = grad_shares + of_biases.gather(1, routing.choices)
         self._a.add_gradients(x, [low * of_rows[:, None] for low in narrow])
         self._b.add_gradients(grad, inners)
-        return grad_x, routing.restored(along)
+        return grad_x, grad_shares
 
 
 def _weigh(rows: Tensor, x: Tensor, shares: Tensor) -> Tensor:

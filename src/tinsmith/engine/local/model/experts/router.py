@@ -1,7 +1,8 @@
 """A router: which experts a token goes to, and what share each has in its output.
 
 A softmax over all experts, of which the largest are taken; in some models their shares are then
-made to sum up to one. Routers have no adapter.
+made to sum up to one: that is also what a softmax over the chosen alone gives. Routers have no
+adapter.
 
 Shapes: T tokens, k experts of each, E experts, d hidden size.
 """
@@ -39,9 +40,16 @@ class Router:
     is_normalized: bool
     """Whether the shares of a token sum up to one."""
 
+    bias: Tensor | None = None
+    """(E,)"""
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
     def forward(self, x: Tensor, steer: Steer | None = None) -> Routed:
         """From x (T, d). `steer` may have tokens go to other experts, by the shares of these."""
-        logits = F.linear(x, self.weight)
+        logits = F.linear(x, self.weight, self.bias)
         if kernels.are_usable(logits):
             return self._on_device(logits, steer)
         probabilities = logits.softmax(dim=-1, dtype=torch.float32)

@@ -47,7 +47,8 @@ class TokenAdapters:
 
 class Routing:
     def __init__(self, choices: Tensor, num_experts: int) -> None:
-        """`choices` (T, k) are the experts of each token."""
+        """`choices` (T, k) are the experts of each token, each once."""
+        self.choices = choices
         self.num_experts = num_experts
         self.num_tokens, self.per_token = choices.shape
         self._is_small = kernels.are_usable(choices) and self.num_rows <= _own().MAX_SORTED
@@ -96,6 +97,11 @@ class Routing:
         if dtype is not None and dtype != rows.dtype:
             of_tokens, shares = of_tokens.to(dtype), shares.to(dtype)
         return torch.bmm(shares, of_tokens)[:, 0]
+
+    def by_expert(self, shares: Tensor) -> Tensor:
+        """(T, E) of shares (T, k): zero where a token does not go."""
+        whole = shares.new_zeros(self.num_tokens, self.num_experts)
+        return whole.scatter_(1, self.choices, shares)
 
     def edges(self, points: Tensor) -> Tensor:
         """(E, P): each expert's first row of token `points` (P,) or a later one."""

@@ -59,17 +59,34 @@ class ExpertWeights:
             return F.grouped_mm(x, turned, offs=routing.offsets)
         return self.gathered_product(x, routing, None, back=back)
 
+    def add_biases(self, rows: Tensor, routing: Routing) -> None:
+        """Add to rows (S, outputs) their experts' biases, in place, where there are any."""
+        if self.bias is None:
+            return
+        if kernels.are_usable(rows):
+            kernels.module("clamped_swiglu").add_biases(rows, self.bias, routing.experts)
+        else:
+            rows += self.bias.index_select(0, routing.experts)
+
     def gathered_product(
-        self, x: Tensor, routing: Routing, sources: Tensor | None, *, back: bool = False
+        self,
+        x: Tensor,
+        routing: Routing,
+        sources: Tensor | None,
+        *,
+        back: bool = False,
+        is_biased: bool = False,
     ) -> Tensor:
-        """The same by our own kernel, which finds row s in row `sources[s]` of x."""
+        """The same by our own kernel, which finds row s in row `sources[s]` of x. If it is to be
+        biased, with the experts' biases, where there are any."""
         own = kernels.module("experts")
         tiles = routing.tiles(_rows_of_tile(routing))
         y = x.new_empty(routing.num_rows, self.weight.shape[1 if back else 2])
+        biases = self.bias if is_biased else None
         for first in range(0, routing.num_experts, self._at_once):
             dense = self._dense(first)
             turned = dense.transpose(1, 2) if back else dense
-            own.product(x, turned, y, routing.experts, first, tiles, sources)
+            own.product(x, turned, y, routing.experts, first, tiles, sources, biases)
         return y
 
     @property

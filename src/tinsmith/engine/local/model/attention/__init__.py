@@ -1,0 +1,1 @@
+"""Attention of kinds that one call of torch does not have."""
