@@ -14,6 +14,7 @@ from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.invariant import row_sums
 from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.transfers import to_device
 
 
 class TargetLogprobs:
@@ -66,7 +67,7 @@ class TargetLogprobs:
         """
         hidden_grad = torch.zeros_like(self._hidden)
         wanted = grad.any(dim=1).numpy()
-        grad = grad.to(self._hidden.device)
+        grad = to_device(grad, self._hidden.device)
         for start in range(0, len(wanted), self._max_rows):
             stop = min(start + self._max_rows, len(wanted))
             rows = start + np.flatnonzero(wanted[start:stop])

@@ -23,6 +23,11 @@ FEWEST_TOKENS = 512
 """... and how many it has at least: with two threads 256 take a tenth longer than 2,048, token by
 token, and 512 as long."""
 
+GROUPS = 4
+"""Into so many groups the rows of a micro-batch are divided where scoring goes ahead of losses."""
+
+FEWEST_GROUP_ROWS = 1024
+
 SHARED_PART = 4
 """A micro-batch whose end others may wait for is so many times smaller. Token by token it takes a
 tenth longer then (128 tokens of SmolLM2-135M), and a sixth with a tiny model (256 tokens)."""
@@ -38,7 +43,10 @@ class BatchLimits:
     """Most rows that are unembedded at a time."""
 
     score_rows: int
-    """Most rows whose log-probabilities and losses are worked out together, logits kept."""
+    """Most rows whose logits are kept while their losses are worked out."""
+
+    is_ahead: bool
+    """Whether the device scores the next rows while the host works out losses."""
 
     num_layers: int
     kept_tokens: int | None
@@ -67,7 +75,6 @@ class BatchLimits:
         logits_rows = max(1, logits_bytes // (4 * decoder.config.vocab_size))
         score_rows = logits_rows
         if is_cuda and config.logits_bytes is None:
-            # Losses are worked out on the CPU: the fewer times the device waits for it, the better.
             unused = int(min(decoder.ranks.numbers(device_memory.unused(decoder.device))))
             row_bytes = decoder.stream_dtype.itemsize * decoder.config.vocab_size
             score_rows = max(logits_rows, min(4 * logits_bytes, unused // 4) // row_bytes)
@@ -79,12 +86,21 @@ class BatchLimits:
             shared_tokens=fixed or _cpu_tokens(decoder) // SHARED_PART,
             logits_rows=logits_rows,
             score_rows=score_rows,
+            is_ahead=is_cuda,
             num_layers=decoder.config.num_blocks,
             kept_tokens=0 if config.checkpoint_layers else kept,
             input_share=_input_share(decoder),
             pass_bytes=pass_bytes,
             are_reduced=max_tokens is not None,
         )
+
+    def group_rows(self, num_rows: int) -> int:
+        """How many rows of so many are scored together; on a device that works ahead, several
+        groups, each large enough for the device to be busy with it."""
+        if not self.is_ahead:
+            return self.score_rows
+        part = max(-(-num_rows // GROUPS), FEWEST_GROUP_ROWS)
+        return max(1, min(part, self.score_rows // 2))
 
     def kept_layers(self, num_tokens: int) -> int | None:
         """How many layers keep the activations of so many tokens; None where all do."""

@@ -1,7 +1,8 @@
 """Scoring a micro-batch: log-probabilities and losses, and the gradient for the hidden states.
 
 The unembedding is visited a few rows at a time, where all three come out together and the logits
-are forgotten. An uploaded loss is compiled and runs in a thread of low priority; whoever iterates
+are forgotten. A GPU scores the next rows while the losses of the last ones are worked out on the
+CPU. An uploaded loss is compiled and runs in a thread of low priority; whoever iterates
 does something else meanwhile.
 """
 
@@ -12,7 +13,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -31,6 +33,7 @@ from tinsmith.engine.local.train.batch_limits import BatchLimits
 from tinsmith.engine.local.train.custom_loss import compile_loss
 from tinsmith.engine.local.train.losses import LARGEST, datum_loss
 from tinsmith.engine.local.train.pass_progress import PassProgress
+from tinsmith.engine.local.transfers import begin_copy, to_device
 from tinsmith.errors import ValidationError
 
 _LOSS_THREADS = 4
@@ -52,28 +55,53 @@ def score(
 ) -> Generator[Future[list[Loss | None]], None, Tensor]:
     """Log-probabilities and losses of a micro-batch; the gradient for `hidden` (N, d)."""
     hidden_grad = torch.zeros_like(hidden)
+    waiting: deque[_Group] = deque()
     start = 0
-    for group, targets in _groups(items, progress, limits.score_rows):
+    for group_items, targets in _groups(items, progress, limits.group_rows(len(hidden))):
         stop = start + len(targets)
+        while waiting and stop - waiting[0].start > limits.score_rows:
+            yield from _finish(waiting.popleft(), progress, hidden_grad, decoder.ranks)
         # Grad mode belongs to the thread, so it must not stay switched across a `yield`.
         with torch.no_grad():
             scores = TargetLogprobs(
                 decoder,
                 hidden[start:stop],
                 adapters.gather(np.arange(start, stop)),
-                targets.to(decoder.device),
+                to_device(targets, decoder.device),
                 max_rows=limits.logits_rows,
                 max_kept_rows=limits.score_rows,
             )
-        # Losses are small and made of many steps: the CPU is the quicker place for them.
-        parts = scores.values.cpu().split([item.length for item in group])
-        losses = yield from _losses(group, progress, parts, decoder.ranks)
-        if not items[0].forward_only:
-            with torch.no_grad():
-                grads = _loss_gradients(group, progress, losses, parts)
-                hidden_grad[start:stop] = scores.backward(grads)
+        waiting.append(_Group(group_items, start, stop, scores, begin_copy(scores.values)))
+        if len(waiting) > 1 or not limits.is_ahead:
+            yield from _finish(waiting.popleft(), progress, hidden_grad, decoder.ranks)
         start = stop
+    while waiting:
+        yield from _finish(waiting.popleft(), progress, hidden_grad, decoder.ranks)
     return hidden_grad
+
+
+class _Group(NamedTuple):
+    """Items whose scores the device has been asked for; rows `start` to `stop`."""
+
+    items: list[Item]
+    start: int
+    stop: int
+    scores: TargetLogprobs
+    fetch: Callable[[], Tensor]
+    """Waits for the log-probabilities, on the host."""
+
+
+def _finish(
+    group: _Group, progress: Mapping[int, PassProgress], hidden_grad: Tensor, ranks: Ranks
+) -> Generator[Future[list[Loss | None]], None, None]:
+    """The losses of a group, and their gradient into its rows of `hidden_grad`."""
+    # Losses are small and made of many steps: the CPU is the quicker place for them.
+    parts = group.fetch().split([item.length for item in group.items])
+    losses = yield from _losses(group.items, progress, parts, ranks)
+    if not group.items[0].forward_only:
+        with torch.no_grad():
+            grads = _loss_gradients(group.items, progress, losses, parts)
+            hidden_grad[group.start : group.stop] = group.scores.backward(grads)
 
 
 def compiling(state: PassProgress, max_seconds: float, ranks: Ranks) -> Iterator[None]:
