@@ -13,7 +13,6 @@ if importlib.util.find_spec("triton") is None:
 
 import triton
 
-from tinsmith.engine.local.kernels import launching
 from tinsmith.engine.local.kernels.launching import Launcher, Staged
 
 
@@ -53,11 +52,10 @@ FULL, HALF = torch.zeros(4), torch.zeros(4, dtype=torch.float16)
 
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_a_launch_takes_the_stages_that_fit_and_the_next_one_begins_with_them(
-    is_direct: bool, monkeypatch: pytest.MonkeyPatch
+    is_direct: bool,
 ) -> None:
-    monkeypatch.setattr(launching, "CAN_LAUNCH_DIRECTLY", is_direct)
     kernel = Kernel(most=1)
-    launcher = Launcher(kernel)
+    launcher = Launcher(kernel, is_direct)
     for x in (FULL, FULL, HALF, HALF):
         launcher((1, 1, 1), (x, 3), (64, True), num_warps=4)
     # Each variant has a memory of its own.

@@ -26,8 +26,9 @@ CAN_LAUNCH_DIRECTLY = tuple(int(part) for part in triton.__version__.split(".")[
 class Launcher:
     """A kernel whose compile-time constants are its last parameters."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, is_direct: bool = CAN_LAUNCH_DIRECTLY) -> None:
         self._function = function
+        self._is_direct = is_direct
         self._variants: dict[tuple[object, ...], Any] = {}  # Triton names no type for them
         self._stages: dict[tuple[object, ...], int] = {}
 
@@ -51,7 +52,7 @@ class Launcher:
             {"num_warps": num_warps},
             self._stages.get(key, num_stages),
         )
-        if CAN_LAUNCH_DIRECTLY:
+        if self._is_direct:
             self._variants[key] = variant
 
 
