@@ -84,7 +84,7 @@ class Ask:
             )
         if self.is_begun and (self.form is not None or self.tool_use.is_forced):
             raise ValidationError(
-                "an answer that is begun can neither have a form nor be made to call a tool",
+                "an answer that continues a message can have no form, nor be made to call a tool",
                 "messages",
             )
 
@@ -150,11 +150,13 @@ def check_name(tools: tuple[dict[str, Any], ...], name: str) -> str:
 def check_beginning(message: Mapping[str, Any], path: str) -> None:
     """Of an answer, which the model is to go on with."""
     if message["role"] != "assistant" or "tool_calls" in message:
-        raise ValidationError("only a text of the assistant can be gone on with", path)
+        raise ValidationError("only a text of the assistant can be continued", path)
     if "reasoning_content" in message:
         raise ValidationError("an answer cannot begin with thoughts", path)
     if not message["content"] or message["content"] != message["content"].rstrip():
-        raise ValidationError("an answer begins with a text that does not end in a blank", path)
+        raise ValidationError(
+            "a text to be continued must be there, and not end in white space", path
+        )
 
 
 def given(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:

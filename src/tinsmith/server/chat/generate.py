@@ -1,6 +1,6 @@
 """Tokens in, tokens out, as vLLM's `generate` has it: messages for reinforcement learning.
 
-A trainer renders prompts itself and trains on the tokens that were sampled, so no text is made.
+A training program renders prompts itself and trains on sampled tokens, so no text is made.
 """
 
 from __future__ import annotations

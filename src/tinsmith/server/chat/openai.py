@@ -183,7 +183,7 @@ def _ask(
 
 
 def _is_begun(fields: Mapping[str, Any], messages: Sequence[dict[str, Any]]) -> bool:
-    """Whether the last message is to be gone on with, as vLLM's clients say it."""
+    """Whether the last message is to be continued, as vLLM's clients say it."""
     is_begun: bool = given(fields, "continue_final_message", bool, False)
     if given(fields, "add_generation_prompt", bool, not is_begun) == is_begun:
         raise ValidationError(

@@ -212,7 +212,7 @@ class ForeignDecoder(Decoder):
         seen: Seen | None = None,
         steering: Steering | None = None,
     ) -> Tensor:
-        """As in `Decoder`; activations are kept whether or not layers are to be checkpointed."""
+        """As in `Decoder`; activations are kept whatever `checkpoint_layers` says."""
         inputs: dict[str, Any]
         if seen is None:
             inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
