@@ -12,7 +12,7 @@ from tinsmith.errors import ValidationError
 from tinsmith.server.chat.forms import Form
 from tinsmith.server.chat.pictures import GivenImage
 from tinsmith.types import SamplingParams
-from tinsmith.types.convert import converter
+from tinsmith.types.convert import read_field
 from tinsmith.types.protocol import MAX_STOP_CHARACTERS
 
 MAX_STOPS = 64
@@ -90,7 +90,7 @@ class Ask:
 
 
 def read_stops(value: Any, name: str) -> tuple[str, ...]:
-    stop = read(name, str | list[str] | None, value)
+    stop = read_field(name, str | list[str] | None, value)
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS or any(len(text) > MAX_STOP_CHARACTERS for text in stops):
         raise ValidationError(
@@ -103,7 +103,7 @@ def read_stops(value: Any, name: str) -> tuple[str, ...]:
 
 def read_shaping(fields: Mapping[str, Any]) -> Shaping | None:
     """What a request says of the choice of tokens; None where it leaves the model's."""
-    said = read("logit_bias", dict[str, float] | None, fields.get("logit_bias")) or {}
+    said = read_field("logit_bias", dict[str, float] | None, fields.get("logit_bias")) or {}
     if len(said) > MAX_BIASES:
         raise ValidationError(f"at most {MAX_BIASES} tokens, got {len(said)}", "logit_bias")
     shaping = Shaping(
@@ -130,7 +130,7 @@ def function(name: Any, description: Any, parameters: Any, path: str) -> dict[st
         raise ValidationError("expected a text", f"{path}.description")
     if not isinstance(parameters, Mapping | None):
         raise ValidationError("expected a JSON schema", f"{path}.parameters")
-    schema = read(f"{path}.parameters", Any, parameters)
+    schema = read_field(f"{path}.parameters", Any, parameters)
     known = {"name": name, "description": description or "", "parameters": schema or {}}
     return {"type": "function", "function": known}
 
@@ -161,14 +161,7 @@ def check_beginning(message: Mapping[str, Any], path: str) -> None:
 
 def given(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     value = fields.get(name)
-    return default if value is None else read(name, kind, value)
-
-
-def read(name: str, annotation: Any, value: Any) -> Any:
-    try:
-        return converter(annotation)(value)
-    except ValidationError as error:
-        raise error.under(name) from None
+    return default if value is None else read_field(name, kind, value)
 
 
 def text_of(content: Any, path: str) -> str:
