@@ -21,7 +21,7 @@ from tinsmith.client.results.retries import RetryConfig
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.server.config import ENVIRONMENT_PREFIX, ServerConfig
 from tinsmith.transport import config as transport_config
-from tinsmith.transport.config import ClientConfig, ProxyRule
+from tinsmith.transport.config import ClientConfig, ProxyRule, Timing
 from tinsmith.transport.retry import RetryPolicy
 
 ROOT = Path(__file__).parents[1]
@@ -73,6 +73,7 @@ folders follow `XDG_CACHE_HOME`, `HF_HUB_CACHE` and `HF_HOME`.
 TABLES = (
     ("Proxies", "One entry of `proxies`.", ProxyRule),
     ("Retries of requests", "`retry` of the client.", RetryPolicy),
+    ("Waits of the client", "`timing` of the client.", Timing),
     ("Retries of samples", "`create_sampling_client(retry_config=…)`.", RetryConfig),
     ("Recovery of a training loop", "`Recovery(policy=…)`.", RecoveryPolicy),
 )
@@ -139,7 +140,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 def _text(value: object) -> str:
     if value in ((), frozenset()) or value == {}:
         return "none"
-    if isinstance(value, RetryPolicy):
+    if isinstance(value, RetryPolicy | Timing):
         return "see below"
     if isinstance(value, tuple):
         return ", ".join(f"`{each.__name__}`" for each in value)

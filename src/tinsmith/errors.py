@@ -43,7 +43,7 @@ class ValidationError(TinkerError, ValueError):
         self.path = path
 
     def under(self, prefix: str) -> ValidationError:
-        """The same complaint, seen from the container that holds the value at `prefix`."""
+        """The same error, seen from the container that holds the value at `prefix`."""
         joint = "" if not self.path or self.path.startswith("[") else "."
         return type(self)(self.problem, f"{prefix}{joint}{self.path}")
 

@@ -20,6 +20,7 @@ OF_THE_FIELD = {"batch", "epoch", "rank"}
 GIVEN_UP = [
     ("slot", "engine/local", {"boundary/messages.py", "boundary/process.py"}, "an adapter's place"),
     ("snapshot", "engine", {"local/model/sources.py"}, "any adapter that an engine saves"),
+    ("trainer", ".", set(), "the code that trains, beside which sampler would be code too"),
     ("owner", "engine/local/boundary", {"worker.py", "company.py"}, "who calls an engine"),
 ]
 """A word, where it has no business, files that use it in its one meaning (or name the hub's folder

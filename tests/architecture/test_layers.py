@@ -20,3 +20,10 @@ def test_a_folder_lists_one_subject() -> None:
     folders = [f for f in (ROOT / "src" / "tinsmith").rglob("*") if f.is_dir()]
     sizes = {str(f.relative_to(ROOT)): len(list(f.glob("*.py"))) for f in folders}
     assert not {folder: size for folder, size in sizes.items() if size > 26}
+
+
+def test_the_tests_of_the_server_have_its_folders() -> None:
+    def folders(root: Path) -> set[str]:
+        return {f.name for f in root.iterdir() if (f / "__init__.py").exists()}
+
+    assert folders(ROOT / "tests" / "server") == folders(ROOT / "src" / "tinsmith" / "server")

@@ -84,5 +84,21 @@ def test_a_walk_names_every_hop_in_order(walks: dict[str, list[str]], walk: str)
         assert first == sorted(first), dict(zip(ordered, first, strict=True))
 
 
+@pytest.mark.slow
+def test_the_first_walk_enters_no_more_modules_than_the_page_says(
+    walks: dict[str, list[str]],
+) -> None:
+    said = re.search(r"(\d+) modules in (\d+) places", PAGE)
+    assert said is not None
+    visited = [m for m in walks["forward_backward"] if not m.startswith(ASIDE)]
+    assert len(visited) <= int(said[1])
+    assert _num_places() == int(said[2])
+
+
 def test_the_first_walk_can_be_held_in_mind() -> None:
-    assert len([n for step in _steps(HEADINGS["forward_backward"]) for n in _names(step)]) <= 28
+    assert _num_places() <= 28
+
+
+def _num_places() -> int:
+    """Names on the page; a folder is one, whatever is entered in it."""
+    return len([n for step in _steps(HEADINGS["forward_backward"]) for n in _names(step)])

@@ -23,8 +23,7 @@ async def test_an_engine_that_hears_nothing_lives_on_beside_the_next(
     wait for its end. Here the network is silent, and both wait for somebody to answer."""
     monkeypatch.syspath_prepend(str(CHAOS))
     places = importlib.import_module("places")
-    monkeypatch.setattr(places, "LOOK_SECONDS", 0.05)
-    place = places.ByHand(tmp_path, 1, random.Random(1), "mark")
+    place = places.ByHand(tmp_path, 1, random.Random(1), "mark", look_seconds=0.05)
     file, authority = tmp_path / "engines" / "slot-0.json", Authority()
     file.parent.mkdir()
 

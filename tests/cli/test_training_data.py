@@ -248,7 +248,7 @@ def test_a_text_begins_with_the_token_that_begins_every_text(tokenizer: Any) -> 
     ("fields", "complaint"),
     [
         ({"prompt": "a"}, "line 2, completion.*missing"),
-        ({"prompt": 3, "completion": "b"}, "line 2, prompt.*is int"),
+        ({"prompt": 3, "completion": "b"}, "line 2, prompt.*not int"),
         ({"prompt": "", "completion": "b"}, "line 2, prompt.*empty"),
         ({"messages": []}, "line 2, messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, r"line 2, messages\[0\].*role"),
@@ -256,7 +256,7 @@ def test_a_text_begins_with_the_token_that_begins_every_text(tokenizer: Any) -> 
         ({"messages": [{"role": "user", "content": "x"}]}, "line 2.*assistant"),
         ({"conversations": [{"from": "me", "value": "x"}]}, r"line 2, conversations\[0\].*from"),
         ({"instruction": "x"}, "line 2, output"),
-        ({"question": "x"}, "line 2.*none of the fields"),
+        ({"question": "x"}, "line 2.*none of the known fields"),
     ],
 )
 def test_a_mistake_in_a_record_is_reported_with_its_place_and_field(

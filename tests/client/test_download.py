@@ -182,7 +182,7 @@ def test_a_checkpoint_that_changes_when_its_addresses_are_renewed_is_fetched_ane
 def test_a_damaged_file_is_not_kept(stub: Any, rest: RestClient, tmp_path: Path) -> None:
     good = {"x-checksum-sha256": hashlib.sha256(CONTENT).hexdigest()}
     stub.on("/files/model", Answer(200, b"damaged", good))
-    with pytest.raises(TinkerError, match="damaged on its way"):
+    with pytest.raises(TinkerError, match="damaged in transit"):
         rest.download_checkpoint(PATH, tmp_path).result(10)
     assert not list(tmp_path.iterdir())
     stub.on("/files/model", Answer(200, CONTENT, good))

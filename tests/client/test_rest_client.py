@@ -11,12 +11,12 @@ import pytest
 
 from tests.client.conftest import rest_client
 from tests.support.scripted_server import Answer, Recorded
-from tinsmith.client import rest as rest_module
 from tinsmith.client.admin import AdminClient
 from tinsmith.client.rest import RestClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.warn import ExperimentalWarning
 from tinsmith.errors import NotFoundError, TinkerError, ValidationError
+from tinsmith.transport.config import Timing
 from tinsmith.types import SessionSearchRequest
 
 
@@ -111,10 +111,8 @@ def test_errors_are_those_of_the_status(stub: Any, rest: RestClient) -> None:
     assert caught.value.body == {"detail": "no such run"} and caught.value.status_code == 404
 
 
-def test_a_trace_is_waited_for(
-    stub: Any, rest: RestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rest_module, "TRACE_POLL_SECONDS", 0.01)
+def test_a_trace_is_waited_for(stub: Any, make_service: Callable[..., ServiceClient]) -> None:
+    rest = rest_client(make_service(timing=Timing(trace_seconds=0.01)))
     path = "/api/v1/sessions/s/trace_export"
     stub.on(path, Answer(200, {"status": "pending"}), Answer(200, {"status": "ready", "url": "u"}))
     assert rest.export_session_trace("s").result(5) == "u"

@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.scripted_server import Answer, Recorded
 from tinsmith.client.results import queue_state
-from tinsmith.client.results import retrieval as results
 from tinsmith.client.results.queue_state import QueueState, QueueStateLogger
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
@@ -26,6 +25,7 @@ from tinsmith.errors import (
     RetryableException,
     TinkerError,
 )
+from tinsmith.transport.config import Timing
 from tinsmith.transport.retry import POLLING
 from tinsmith.types import AdamParams, Datum, ModelInput, RequestErrorCategory
 
@@ -34,15 +34,19 @@ DONE = Answer(200, {"metrics": {"x": 1.0}})
 NOT_YET = {"type": "try_again", "request_id": "r", "queue_state": "paused_capacity"}
 
 
+QUICK = Timing(
+    polling=dataclasses.replace(POLLING, initial_delay_seconds=0.001, max_delay_seconds=0.002)
+)
+
+
+@pytest.fixture
+def service(make_service: Callable[..., ServiceClient]) -> ServiceClient:
+    return make_service(timing=QUICK)
+
+
 @pytest.fixture
 def training(service: ServiceClient) -> TrainingClient:
     return service.create_lora_training_client("m")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = dataclasses.replace(POLLING, initial_delay_seconds=0.001, max_delay_seconds=0.002)
-    monkeypatch.setattr(results, "POLLING", fast)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.scripted_server import Answer
 from tinsmith.client.service import ServiceClient
-from tinsmith.client.uplink import telemetry as telemetry_module
 from tinsmith.client.uplink.tags import request_tags
+from tinsmith.client.uplink.telemetry import MAX_QUEUED_EVENTS
 from tinsmith.client.uplink.user_errors import is_user_error
 from tinsmith.errors import (
     APIConnectionError,
@@ -22,9 +22,12 @@ from tinsmith.errors import (
     TinkerError,
 )
 from tinsmith.transport.base import Request, Response
+from tinsmith.transport.config import Timing
 from tinsmith.types import AdamParams, ModelInput, RequestErrorCategory, SamplingParams
 
 REQUEST = Request(method="POST", url="http://x")
+CLOSED_AT_ONCE = Timing(telemetry_close_seconds=0.1)
+"""What cannot be sent is not waited for when a client is closed."""
 
 
 def settle(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
@@ -54,24 +57,16 @@ def test_many_events_leave_in_few_requests(
     assert indices == list(range(251))
 
 
-@pytest.fixture
-def _closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be sent is not waited for when a client is closed."""
-    monkeypatch.setattr(telemetry_module, "CLOSE_SECONDS", 0.1)
-
-
-@pytest.mark.usefixtures("_closed_at_once")
 def test_a_full_queue_drops_and_does_not_block(
-    stub: Any, monkeypatch: pytest.MonkeyPatch, make_service: Callable[..., ServiceClient]
+    stub: Any, make_service: Callable[..., ServiceClient]
 ) -> None:
     """S96"""
-    monkeypatch.setattr(telemetry_module, "MAX_QUEUED_EVENTS", 50)
     stub.on("/api/v1/telemetry", Answer(fault="stall"))
-    telemetry = make_service(telemetry=True).holder.get_telemetry()
+    telemetry = make_service(telemetry=True, timing=CLOSED_AT_ONCE).holder.get_telemetry()
     assert telemetry is not None
     started = time.thread_time()
-    kept = [telemetry.log("x") for _ in range(5000)]
-    assert time.thread_time() - started < 1.0
+    kept = [telemetry.log("x") for _ in range(MAX_QUEUED_EVENTS + 1000)]
+    assert time.thread_time() - started < 2.0
     assert not kept[-1], "and none waits until there is room, which there never is"
 
 
@@ -100,7 +95,6 @@ def test_batches_are_what_the_official_client_sends(
     assert tinker.__version__ == stub.seen("/telemetry")[0].json()["sdk_version"]
 
 
-@pytest.mark.usefixtures("_closed_at_once")
 @pytest.mark.parametrize(
     "answer",
     [Answer(500), Answer(200, {"status": "no"}), Answer(fault="reset"), Answer(fault="stall")],
@@ -110,7 +104,7 @@ def test_a_telemetry_endpoint_that_is_down_is_not_noticed(
 ) -> None:
     """S98, S99: neither results nor errors are delayed."""
     stub.on("/api/v1/telemetry", answer)
-    service = make_service(telemetry=True)
+    service = make_service(telemetry=True, timing=CLOSED_AT_ONCE)
     sampler = service.create_sampling_client(base_model="m")
     started = time.monotonic()
     sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1)).result(20)

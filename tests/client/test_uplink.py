@@ -20,7 +20,6 @@ import pytest
 from tests.support.scripted_server import Answer, Recorded
 from tinsmith.client.rest import RestClient
 from tinsmith.client.service import ServiceClient
-from tinsmith.client.uplink import session
 from tinsmith.client.uplink.loop import io_loop, submit
 from tinsmith.client.uplink.uplink import Uplink
 from tinsmith.errors import (
@@ -30,7 +29,7 @@ from tinsmith.errors import (
     NotFoundError,
     TinkerError,
 )
-from tinsmith.transport.config import ClientConfig
+from tinsmith.transport.config import ClientConfig, Timing
 from tinsmith.types import AdamParams, ModelInput, SamplingParams
 
 CONFIG = "/api/v1/client/config"
@@ -179,13 +178,12 @@ def test_a_long_silence_is_a_warning(
     stub: Any,
     make_service: Callable[..., ServiceClient],
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """S79"""
-    monkeypatch.setattr(session, "WARN_AFTER_SECONDS", 0.1)
+    timing = Timing(silence_seconds=0.1)
     stub.on("/api/v1/session_heartbeat", Answer(500))
     with caplog.at_level(logging.WARNING):
-        make_service(heartbeat_seconds=0.04).create_sampling_client(base_model="m")
+        make_service(heartbeat_seconds=0.04, timing=timing).create_sampling_client(base_model="m")
         assert settle(lambda: "No heartbeat" in caplog.text)
 
 
@@ -427,11 +425,10 @@ def test_resuming_in_one_request_when_the_service_can(
 
 
 def test_switches_are_refreshed_and_kept_when_that_fails(
-    stub: Any, make_service: Callable[..., ServiceClient], monkeypatch: pytest.MonkeyPatch
+    stub: Any, make_service: Callable[..., ServiceClient]
 ) -> None:
-    monkeypatch.setattr(session, "MIN_REFRESH_SECONDS", 0.03)
     stub.switches = {"refresh_interval_sec": 0}
-    uplink = make_service().holder
+    uplink = make_service(timing=Timing(refresh_seconds=0.03)).holder
     stub.switches = {"refresh_interval_sec": 0, "sample_cancel_enabled": True}
     assert settle(lambda: uplink.get_client_dynamic_config().sample_cancel_enabled)
     stub.on(DYNAMIC, Answer(500))

@@ -343,12 +343,12 @@ async def test_what_was_written_is_there_after_reopening(database_url: str, tmp_
 
 
 async def test_a_second_server_of_one_database_is_refused(
-    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database_url: str, tmp_path: Path
 ) -> None:
     if database_url.startswith("sqlite"):
         pytest.skip("an SQLite file lies in the data folder, which has a lock of its own")
-    monkeypatch.setattr("tinsmith.server.store.database.LOCK_SECONDS", 0.1)
-    first, second = (Store(database_url, tmp_path / name) for name in ("a", "b"))
+    folders = (tmp_path / "a", tmp_path / "b")
+    first, second = (Store(database_url, folder, lock_seconds=0.1) for folder in folders)
     await first.keep_others_out()
     with pytest.raises(StoreInUseError, match="another server"):
         await second.keep_others_out()

@@ -16,6 +16,7 @@ import torch
 from tinsmith.engine.base import CustomLoss
 from tinsmith.engine.local.train import custom_operations, custom_work
 from tinsmith.engine.local.train.custom_loss import CompiledLoss, compile_loss
+from tinsmith.engine.local.train.custom_work import MAX_PASS_WORK, NODE_WORK
 from tinsmith.errors import ValidationError
 from tinsmith.types import CustomLossGraph, CustomLossInput, CustomLossNode
 
@@ -27,7 +28,9 @@ def _node(name: str, op: str, target: str, *args: Any) -> CustomLossNode:
     return CustomLossNode(op=op, name=name, target=target, args=list(args))  # type: ignore[arg-type]
 
 
-def _loss(*nodes: CustomLossNode, max_seconds: float = math.inf) -> CompiledLoss:
+def _loss(
+    *nodes: CustomLossNode, max_seconds: float = math.inf, max_work: int = MAX_PASS_WORK
+) -> CompiledLoss:
     output = {"tuple": [{"ref": "loss"}, {"dict": {}}]}
     graph = CustomLossGraph(
         nodes=[
@@ -38,7 +41,7 @@ def _loss(*nodes: CustomLossNode, max_seconds: float = math.inf) -> CompiledLoss
         ]
     )
     custom = CustomLoss(inputs=(CustomLossInput(name="logprobs", rank=1),), graph=graph)
-    return compile_loss(custom, max_seconds)
+    return compile_loss(custom, max_seconds, max_work)
 
 
 EXPAND = _node("wide", "call_method", "expand", {"ref": "logprobs"}, EXPANDED)
@@ -53,11 +56,8 @@ SELECT = _node("some", "call_function", "operator.getitem", {"ref": "logprobs"},
         pytest.param([MASK, SELECT], EXPANDED, id="shapes that depend on values"),
     ],
 )
-def test_the_work_of_a_pass_is_bounded(
-    monkeypatch: pytest.MonkeyPatch, nodes: list[CustomLossNode], size: int
-) -> None:
-    monkeypatch.setattr(custom_work, "MAX_PASS_WORK", 2 * 20 * (custom_work.NODE_WORK + EXPANDED))
-    compiled = _loss(*nodes)
+def test_the_work_of_a_pass_is_bounded(nodes: list[CustomLossNode], size: int) -> None:
+    compiled = _loss(*nodes, max_work=2 * 20 * (NODE_WORK + EXPANDED))
     num_done = 0
     with pytest.raises(ValidationError, match="in one pass"):
         for _ in range(100):
@@ -70,8 +70,8 @@ def test_the_work_of_a_pass_is_bounded(
 
 def test_an_ordinary_pass_is_far_from_the_bound() -> None:
     """A thousand datums of two thousand tokens, ten operations each, twenty times over."""
-    assert 20 * 1000 * 2000 * 10 * ADDITION.cost <= custom_work.MAX_PASS_WORK
-    assert custom_work.MAX_PASS_WORK >= 20 * 1000 * 10 * custom_work.NODE_WORK
+    assert 20 * 1000 * 2000 * 10 * ADDITION.cost <= MAX_PASS_WORK
+    assert MAX_PASS_WORK >= 20 * 1000 * 10 * NODE_WORK
 
 
 NUMBERS = _node("many", "call_function", "torch.arange", 2**24)

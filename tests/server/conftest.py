@@ -23,6 +23,7 @@ from tinsmith.server.metrics import Metrics
 from tinsmith.server.service import Service
 from tinsmith.server.serving import claim_store
 from tinsmith.server.tracing import Spans
+from tinsmith.server.tuning import TUNING, Tuning
 
 
 @pytest.fixture
@@ -36,6 +37,7 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
         engine: type[FakeEngine] = FakeEngine,
         before_start: Callable[[SlotPlan], Awaitable[None]] | None = None,
         spans: Spans | None = None,
+        tuning: Tuning = TUNING,
         **settings: Any,
     ) -> TestServer:
         """With engines that are up; `broken` is why none can be started, and `before_start` is
@@ -68,7 +70,9 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
             return engines[-1]
 
         secret = await store.keys.secret("signing")
-        service = Service(config, store, secret, factory, Metrics(), spans or Spans())
+        service = Service(
+            config, store, secret, factory, Metrics(), spans or Spans(), tuning=tuning
+        )
         service.url = "http://server"
         await service.start()
         if not broken:

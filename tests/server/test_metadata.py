@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from tinsmith.server import metadata
 from tinsmith.server.metadata import MetadataRoom, size_of
 from tinsmith.server.store.errors import OverQuotaError, StoreUnavailableError
+from tinsmith.server.tuning import Tuning
 
 if TYPE_CHECKING:
     import httpx
@@ -75,10 +75,9 @@ async def test_a_request_that_comes_again_is_not_refused_for_the_model_that_it_m
 
 
 async def test_what_an_owner_writes_about_checkpoints_counts_with_it(
-    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+    start_server: StartServer,
 ) -> None:
-    monkeypatch.setattr(metadata, "COUNT_PAUSE", 0.0)
-    server = await start_server(key_max_metadata_bytes=LIMIT)
+    server = await start_server(key_max_metadata_bytes=LIMIT, tuning=Tuning(count_pause=0.0))
     api = server.api
     model = await api.model()
     saved = [await _save(api, model, seq_id, LARGE) for seq_id in range(1, 6)]

@@ -305,6 +305,8 @@ def _live(seed: int, trouble: Trouble, folder: Path) -> Lived:
     world.folder.mkdir()
     shutil.copy(_template()[0], DataFolder(world.folder).database)
     inline_bytes = loop.random.choice((200, 65_536, 65_536, 65_536))
+    for replica in world.replicas:
+        replica.inline_bytes = inline_bytes
 
     async def main(random: random.Random) -> None:
         await world.live(trouble)
@@ -312,10 +314,6 @@ def _live(seed: int, trouble: Trouble, folder: Path) -> Lived:
     with (
         simulated_machine(seed, clock_error, world.disk.fsync),
         world.disk.in_use(),
-        patch("tinsmith.server.store.log.INLINE_BYTES", inline_bytes),
-        # Who waits for a server that leads looks for it less often: it costs much and shows little.
-        patch("tinsmith.server.replicas.replica.AGAIN_SECONDS", 0.5),
-        patch("tinsmith.server.replicas.lease.LOOK_SECONDS", 1.0),
     ):
         run_loop(loop, seed, main)
     try:

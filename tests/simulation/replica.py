@@ -20,15 +20,20 @@ from tinsmith.server.edge.app import build_app
 from tinsmith.server.engines.plan import SlotPlan
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.replicas.forwarding import Forwarding
-from tinsmith.server.replicas.replica import Replica
+from tinsmith.server.replicas.replica import Replica, ReplicaConfig
 from tinsmith.server.service import Service
 from tinsmith.server.storage import binding
 from tinsmith.server.storage.opening import open_storage
+from tinsmith.server.store.blobs import INLINE_BYTES
 from tinsmith.server.store.errors import StoreUnavailableError
 from tinsmith.server.store.fence import Fence
 from tinsmith.server.store.store import Store
 
 _SHUTDOWN_SECONDS = 1.0
+
+# Who waits for a server that leads looks for it less often: it costs much and shows little.
+_LOOK_SECONDS = 1.0
+_AGAIN_SECONDS = 0.5
 
 
 class SimulatedReplica:
@@ -51,6 +56,7 @@ class SimulatedReplica:
         self.process.is_dead = True
         self.app: ASGIApp | None = None
         self.replica: Replica | None = None
+        self.inline_bytes = INLINE_BYTES
         self.engines: dict[int, FakeEngine] = {}
         """The present engine of each slot."""
         self._stores: list[tuple[Store, LoopWriter]] = []
@@ -109,10 +115,10 @@ class SimulatedReplica:
             return await self._lead(Fence(holder=holder, epoch=epoch, seconds=seconds))
 
         replica = Replica(
-            lambda on_change: LoopLease(leases, seconds, on_change),
+            lambda on_change: LoopLease(leases, seconds, on_change, look_seconds=_LOOK_SECONDS),
             lead,
             Metrics(),
-            self._config.hold_seconds,
+            ReplicaConfig(patience_seconds=self._config.hold_seconds, again_seconds=_AGAIN_SECONDS),
             lost.set,
         )
         replica.forwarding = cast(Forwarding, SimulatedForwarding(self._network, self.name))
@@ -138,7 +144,13 @@ class SimulatedReplica:
         folder = DataFolder(self._config.data_dir)
         folder.create()
         self._database.check()
-        store = Store(self._database.url, folder.blobs, open_writer=open_writer, fence=fence)
+        store = Store(
+            self._database.url,
+            folder.blobs,
+            open_writer=open_writer,
+            fence=fence,
+            inline_bytes=self.inline_bytes,
+        )
         self._stores.append((store, writers[0]))
         try:
             storage = open_storage(self._config)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import tinsmith
-import tinsmith.server.service
 from tinsmith.engine.base import Engine
 from tinsmith.engine.local.boundary import frames
 from tinsmith.engine.local.boundary.messages import Patience, Result, Start
@@ -29,19 +28,16 @@ from tinsmith.engine.local.boundary.remote import RemoteEngine
 from tinsmith.engine.local.boundary.worker import Incoming, Worker
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.server.config import build_config
-from tinsmith.server.engines import supervisor
 from tinsmith.server.engines.plan import SlotPlan
-from tinsmith.server.operations import scheduler
 from tinsmith.server.serving import serve_alone
+from tinsmith.server.tuning import Tuning
 from tinsmith.transport.config import ClientConfig
 from tinsmith.types import Datum, ModelInput, SamplingParams
 
 ROOT = Path(tinsmith.__file__).parent
 
-# They come every few seconds, at times in the midst of a walk that has no part in them.
-tinsmith.server.service.HOUSEKEEPING_SECONDS = 3600.0
-scheduler.HOUSEKEEPING_SECONDS = 3600.0
-supervisor.HEALTH_SECONDS = 3600.0
+TUNING = Tuning(housekeeping_seconds=3600.0, models_seconds=3600.0, health_seconds=3600.0)
+"""These come every few seconds, at times in the midst of a walk that has no part in them."""
 
 BESIDE = {"scheduler", "garbage", "lag", "serve", "watching"}
 """Tasks of the server that look after everything every moment, and have no part in a walk either;
@@ -133,7 +129,7 @@ class House:
 
         asyncio.set_event_loop(self._loop)
         task = self._loop.create_task(
-            serve_alone(self._config, lambda: (factory, None), announce, lambda _: None),
+            serve_alone(self._config, lambda: (factory, None), announce, lambda _: None, TUNING),
             name="serve",
         )
         with contextlib.suppress(asyncio.CancelledError):

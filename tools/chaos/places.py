@@ -20,8 +20,6 @@ from proxy import FaultProxy
 Fault = tuple[str, int, Callable[[], Coroutine[Any, Any, None]]]
 """What it is called, how often it comes in comparison with others, and what does it."""
 
-LOOK_SECONDS = 0.2
-
 
 class WithTheServer:
     """Engines are the server's own processes."""
@@ -46,8 +44,16 @@ class ByHand(WithTheServer):
     """Engines join over TCP, through a network that drops and delays; there is another as soon as
     the server waits for one."""
 
-    def __init__(self, data: Path, num_engines: int, chance: random.Random, mark: str) -> None:
+    def __init__(
+        self,
+        data: Path,
+        num_engines: int,
+        chance: random.Random,
+        mark: str,
+        look_seconds: float = 0.2,
+    ) -> None:
         super().__init__()
+        self._look_seconds = look_seconds
         port = free_port()
         self.options = ["--cluster", "manual", "--set", f"engine_port={port}"]
         self._files = [data / "engines" / f"slot-{slot}.json" for slot in range(num_engines)]
@@ -82,7 +88,7 @@ class ByHand(WithTheServer):
         started: dict[bytes, asyncio.subprocess.Process] = {}
         try:
             while True:
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(self._look_seconds)
                 content = await asyncio.to_thread(_content, credentials)
                 # Who ended without using them is started again.
                 if content and (content not in started or started[content].returncode is not None):

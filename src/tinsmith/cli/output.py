@@ -134,6 +134,11 @@ def size_text(num_bytes: int | None) -> str:
     return f"{size / 1024:.1f} EB"
 
 
+def moment(seconds: float) -> datetime:
+    """Since 1970."""
+    return datetime.fromtimestamp(seconds, UTC)
+
+
 def time_text(moment: datetime | None, now: datetime | None = None) -> str:
     """How long ago or ahead, in the largest unit; the date when that is over a month.
 

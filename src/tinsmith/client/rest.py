@@ -57,8 +57,6 @@ Resp = TypeVar("Resp")
 AccessScope = Literal["owned", "accessible"]
 AuditEventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
-TRACE_POLL_SECONDS = 5.0
-
 _MOVED = (
     "this method of RestClient is deprecated; use AdminClient, which is made with the "
     "same arguments"
@@ -397,7 +395,7 @@ class RestClient(SessionlessClient):
                         "Writing the trace of session %s; this may take a while.", session_id
                     )
                     is_first = False
-                await asyncio.sleep(TRACE_POLL_SECONDS)
+                await asyncio.sleep(self.holder.config.timing.trace_seconds)
 
         return self.holder.submit(export).future()
 

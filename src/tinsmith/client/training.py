@@ -520,7 +520,7 @@ def _check_loss_type_input(loss_type_input: str | None) -> None:
     if loss_type_input is None:
         return
     warnings.warn(
-        "loss_type_input is deprecated: a custom loss always receives logprobs; leave it out",
+        "loss_type_input is deprecated: a custom loss always receives logprobs; omit it",
         DeprecationWarning,
         stacklevel=3,
     )

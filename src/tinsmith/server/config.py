@@ -133,11 +133,11 @@ class ServerConfig:
     """Whether results must be equal to the last bit whatever else runs; slower."""
 
     on_policy: Literal["close", "exact"] = "close"
-    """With exact, log-probabilities of sampler and trainer are the same bits; slower."""
+    """With exact, log-probabilities of sampling and of training are the same bits; slower."""
 
     router_replay: bool = False
     """Whether a pass whose data say which samples their tokens came from sends these tokens to the
-    experts that the sampler chose; for models with experts."""
+    experts that they went to when they were sampled; for models with experts."""
 
     router_replay_bytes: int = 256 * 1024 * 1024
     """Most memory for the experts of sampled tokens; where it is full, the owner who takes most

@@ -15,13 +15,10 @@ from dataclasses import dataclass, field
 
 from tinsmith.server.store.errors import OverQuotaError, StoreUnavailableError
 from tinsmith.server.store.store import Store
+from tinsmith.server.tuning import TUNING
 
 _FREE_BYTES = 64
 """A text no longer than this counts with what it belongs to."""
-
-COUNT_PAUSE = 20.0
-"""Between two countings for an owner who has no room left pass so many times what one takes: it
-looks at all that he has, and he may ask as often as he likes."""
 
 
 def size_of(*texts: object) -> int:
@@ -31,8 +28,9 @@ def size_of(*texts: object) -> int:
 
 
 class MetadataRoom:
-    def __init__(self, store: Store, most: int) -> None:
+    def __init__(self, store: Store, most: int, count_pause: float = TUNING.count_pause) -> None:
         """An owner has at most so many bytes."""
+        self._count_pause = count_pause
         self._store = store
         self._most = most
         self._held: dict[str, _Held] = {}
@@ -80,7 +78,7 @@ class MetadataRoom:
         held.written = found + (held.written - before)
         held.counted_at, held.is_known = began_at, True
         now = time.monotonic()
-        held.next_count_at = now + COUNT_PAUSE * (now - began_at)
+        held.next_count_at = now + self._count_pause * (now - began_at)
 
 
 @dataclass(slots=True)

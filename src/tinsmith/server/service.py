@@ -63,6 +63,7 @@ from tinsmith.server.storage.opening import open_storage
 from tinsmith.server.store.records import ModelRecord, StepRecord, StepSource
 from tinsmith.server.store.store import Store
 from tinsmith.server.tracing import Spans
+from tinsmith.server.tuning import TUNING, Tuning
 from tinsmith.server.uploads import Uploads
 from tinsmith.server.usage import Usage
 from tinsmith.server.weights import WeightsFolders
@@ -70,7 +71,6 @@ from tinsmith.wire.limits import Limits
 
 logger = logging.getLogger(__name__)
 
-HOUSEKEEPING_SECONDS = 5.0
 _ROUNDS_PER_RESULT_SWEEP = 12
 _FORGET_SECONDS = 300.0
 _DRAIN_SECONDS = 30.0
@@ -97,11 +97,13 @@ class Service:
         *,
         epoch: int | None = None,
         sockets: Sockets | None = None,
+        tuning: Tuning = TUNING,
     ) -> None:
         """`epoch` is that of the lease, where several servers share a store; `sockets` are those
         of the process, where it has had connections before."""
         self.epoch = epoch
         self.config = config
+        self._tuning = tuning
         self.store = store
         self.metrics = metrics
         self.spans = spans
@@ -122,7 +124,7 @@ class Service:
         changes = Path(config.data_dir) / KEY_CHANGES
         self.auth = Auth(store, secret, is_required=config.auth, changes=changes)
         self.browsers = Browsers(store, self.auth)
-        self.events = Events(store)
+        self.events = Events(store, tuning)
         self.posted = Posted(store, config.key_max_posted_bytes)
         self.folder = DataFolder(config.data_dir)
         self.storage = open_storage(config)
@@ -134,11 +136,12 @@ class Service:
             ),
             self.weights.sweep_drafts,
             lambda: LoadedSamplers(self.weights.reading, config.max_loaded_samplers),
+            tuning.health_seconds,
         )
         self.promises = Promises(_RECENT_RESULT_BYTES)
-        self.models = LiveModels(store, self.promises)
+        self.models = LiveModels(store, self.promises, tuning.history_bytes)
         self.sessions = Sessions(store, self.models, config)
-        self.metadata = MetadataRoom(store, config.key_max_metadata_bytes)
+        self.metadata = MetadataRoom(store, config.key_max_metadata_bytes, tuning.count_pause)
         self.checkpoints = Checkpoints(store, self.weights, self.metadata)
         self.uploads = Uploads(self.folder.uploads, config.key_max_upload_bytes, self.disk, epoch)
         self.imports = Imports(
@@ -157,6 +160,7 @@ class Service:
             examples=self.sampled_examples,
             metrics=metrics,
             config=config,
+            tuning=tuning,
             spans=spans,
             on_sample=lambda s: self.events.changed_often(s.owner, "sample", s.model_id),
         )
@@ -203,6 +207,7 @@ class Service:
                 snapshots=self.snapshots,
                 metrics=metrics,
                 config=config,
+                tuning=tuning,
                 let_go=let_go,
                 take_history=self.models.take_history,
             )
@@ -395,7 +400,7 @@ class Service:
 
     async def _keep_house(self) -> None:
         for round_number in itertools.count(1):
-            await asyncio.sleep(HOUSEKEEPING_SECONDS)
+            await asyncio.sleep(self._tuning.housekeeping_seconds)
             try:
                 await self.tidy()
                 if round_number % _ROUNDS_PER_RESULT_SWEEP == 0:

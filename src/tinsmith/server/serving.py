@@ -36,7 +36,7 @@ from tinsmith.server.engines.slot import EngineFactory
 from tinsmith.server.garbage import collected_rarely
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.replicas.lease import Lease
-from tinsmith.server.replicas.replica import Replica
+from tinsmith.server.replicas.replica import Replica, ReplicaConfig
 from tinsmith.server.service import Service
 from tinsmith.server.storage import binding
 from tinsmith.server.storage.opening import open_blobs, open_storage
@@ -48,6 +48,7 @@ from tinsmith.server.store.losses import LossBounds
 from tinsmith.server.store.store import Store
 from tinsmith.server.thread_turns import short_waits
 from tinsmith.server.tracing import exporting_spans
+from tinsmith.server.tuning import TUNING, Tuning
 from tinsmith.wire.endpoints import CONSOLE_LOGIN_LINK
 
 logger = logging.getLogger(__name__)
@@ -101,11 +102,12 @@ async def serve_alone(
     new_engines: NewEngines,
     announce: Announce,
     report_models: ReportModels,
+    tuning: Tuning = TUNING,
 ) -> None:
     metrics = Metrics()
     store = await claim_store(config, metrics)
     key = await _first_key(config, store)
-    service = await _new_service(config, store, new_engines, metrics)
+    service = await _new_service(config, store, new_engines, metrics, tuning=tuning)
     _report_changes(service, report_models)
     listener = _listen(config)
     service.url = config.public_url or _url(config, listener)
@@ -149,7 +151,7 @@ class _Replica:
             lambda on_change: Lease(self._leases, self._config.lease_seconds, on_change),
             self._lead,
             self._metrics,
-            self._config.hold_seconds,
+            ReplicaConfig(patience_seconds=self._config.hold_seconds),
             lambda: server.leave(),
         )
         server = _Server(
@@ -226,6 +228,7 @@ async def _new_service(
     *,
     epoch: int | None = None,
     sockets: Sockets | None = None,
+    tuning: Tuning = TUNING,
 ) -> Service:
     engine_factory, cluster = new_engines()
     return Service(
@@ -238,6 +241,7 @@ async def _new_service(
         cluster,
         epoch=epoch,
         sockets=sockets,
+        tuning=tuning,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from tinsmith.transport import urls
 from tinsmith.transport.credentials import CredentialsFile
-from tinsmith.transport.retry import RetryPolicy
+from tinsmith.transport.retry import POLLING, RetryPolicy
 
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 
@@ -37,6 +37,26 @@ class ProxyRule:
 
     no_proxy: str | None = None
     """Hosts that are reached directly, separated by commas."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """How long the client waits for what it does by itself, and not for a caller's request."""
+
+    polling: RetryPolicy = POLLING
+    """When a result is asked for again."""
+
+    silence_seconds: float = 120.0
+    """After this long without a heartbeat that got through there is a warning."""
+
+    refresh_seconds: float = 10.0
+    """Least time between two questions for the service's changing settings."""
+
+    trace_seconds: float = 5.0
+    """Between two questions whether a session's trace is written."""
+
+    telemetry_close_seconds: float = 2.0
+    """How long the last events may take to leave when the client is closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +117,9 @@ class ClientConfig:
 
     heartbeat_seconds: float = 10.0
     """How often the service hears that the session is alive."""
+
+    timing: Timing = Timing()
+    """How long the client waits for what it does by itself."""
 
     @classmethod
     def from_env(

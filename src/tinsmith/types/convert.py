@@ -107,6 +107,24 @@ def converter(annotation: Any) -> Converter:
     raise TypeError(f"no converter for the annotation {annotation!r}")
 
 
+def fields_of(obj: Any, what: str, known: tuple[str, ...]) -> dict[str, Any]:
+    """A mapping that has no other fields than `known`; errors call it `what`."""
+    if not isinstance(obj, Mapping):
+        raise ValidationError(f"expected an object for {what}, got {kind_of(obj)}")
+    for name in obj:
+        if name not in known:
+            raise ValidationError(f"{what} has no such field", str(name)[:80])
+    return dict(obj)
+
+
+def read_field(name: str, annotation: Any, value: Any) -> Any:
+    """A field's value, converted; an error names the field."""
+    try:
+        return converter(annotation)(value)
+    except ValidationError as error:
+        raise error.under(name) from None
+
+
 def kind_of(value: object) -> str:
     """How a message names a value's kind to a user."""
     if value is None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tinsmith.errors import ValidationError
 from tinsmith.types.arrays import int_array, short_array
-from tinsmith.types.convert import kind_of
+from tinsmith.types.convert import fields_of, kind_of
 from tinsmith.types.model import Frozen, Request, is_dumped, shorten
 
 
@@ -117,7 +117,7 @@ class EncodedTextChunk(_Plain):
     def model_validate(cls, obj: Any) -> Self:
         if isinstance(obj, cls):
             return obj
-        fields = _fields_of(obj, cls.__name__, ("tokens", "type"))
+        fields = fields_of(obj, cls.__name__, ("tokens", "type"))
         if fields.get("tokens") is None:
             raise ValidationError("EncodedTextChunk needs this field", "tokens")
         return cls(**fields)
@@ -275,7 +275,7 @@ class ModelInput(_Plain):
     def model_validate(cls, obj: Any) -> Self:
         if isinstance(obj, cls):
             return obj
-        fields = _fields_of(obj, cls.__name__, ("chunks",))
+        fields = fields_of(obj, cls.__name__, ("chunks",))
         if fields.get("chunks") is None:
             raise ValidationError("ModelInput needs this field", "chunks")
         return cls(**fields)
@@ -378,15 +378,6 @@ def _expected_length(chunk: ImageChunk | ImageAssetPointerChunk) -> int:
     if chunk.expected_tokens is None:
         raise ValidationError("set it to give the image a length", "expected_tokens")
     return chunk.expected_tokens
-
-
-def _fields_of(obj: Any, what: str, known: tuple[str, ...]) -> dict[str, Any]:
-    if not isinstance(obj, Mapping):
-        raise ValidationError(f"expected an object for {what}, got {kind_of(obj)}")
-    for name in obj:
-        if name not in known:
-            raise ValidationError(f"{what} has no such field", str(name)[:80])
-    return dict(obj)
 
 
 def _rebuild_text(tokens: npt.NDArray[np.int32]) -> EncodedTextChunk:

@@ -88,7 +88,7 @@ class RunExample(Response):
     """As texts; as their numbers where the server has no tokenizer."""
     ids: list[int]
     logprobs: list[float] | None = None
-    """The trainer's; of an answer the sampler's."""
+    """As a pass found them; of an answer, as they were when it was sampled."""
     sampled_logprobs: list[float] | None = None
     weights: list[float] | None = None
     advantages: list[float] | None = None
@@ -167,7 +167,7 @@ class ConsoleServerResponse(Response):
     """How often the lead has changed hands, where several servers share a store: the one at `url`
     has it. None for a server that is alone."""
     on_policy: str = ""
-    """"exact" where log-probabilities of sampler and trainer are the same bits, otherwise
+    """"exact" where log-probabilities of sampling and of training are the same bits, otherwise
     "close"."""
     models: list[str]
     refused_models: list[dict[str, str]]

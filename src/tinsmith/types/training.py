@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from tinsmith.errors import ValidationError
-from tinsmith.types.convert import converter, kind_of
+from tinsmith.types.convert import converter, fields_of, kind_of
 from tinsmith.types.datum import Datum, LossFnOutput
 from tinsmith.types.model import Request, Response
 from tinsmith.types.non_finite import ResultFloat, from_json, to_json
@@ -112,7 +112,7 @@ class ForwardBackwardInput:
         """From the JSON form that releases before 0.25.0 sent, or an instance as it is."""
         if isinstance(obj, cls):
             return obj
-        fields = _object(obj, "ForwardBackwardInput", ("data", "loss_fn", "loss_fn_config"))
+        fields = fields_of(obj, "ForwardBackwardInput", ("data", "loss_fn", "loss_fn_config"))
         for name in ("data", "loss_fn"):
             if fields.get(name) is None:
                 raise ValidationError("ForwardBackwardInput needs this field", name)
@@ -220,15 +220,6 @@ def _output_tensor(obj: Any) -> Any:
     if isinstance(obj, Mapping) and isinstance(data := obj.get("data"), list):
         return {**obj, "data": [from_json(value) for value in data]}
     return obj
-
-
-def _object(obj: Any, what: str, known: tuple[str, ...]) -> dict[str, Any]:
-    if not isinstance(obj, Mapping):
-        raise ValidationError(f"expected an object for {what}, got {kind_of(obj)}")
-    for name in obj:
-        if name not in known:
-            raise ValidationError(f"{what} has no such field", str(name)[:80])
-    return dict(obj)
 
 
 _check_loss_fn = converter(LossFnType)

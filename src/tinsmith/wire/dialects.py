@@ -21,7 +21,7 @@ from tinsmith.types import (
     SampleResponse,
     TelemetrySendRequest,
 )
-from tinsmith.types.convert import converter
+from tinsmith.types.convert import read_field
 from tinsmith.types.model import Model
 from tinsmith.types.protocol import JSON, PROTOBUF
 from tinsmith.wire import json, proto
@@ -90,8 +90,8 @@ def _pass_parts(
         parsed = ForwardBackwardInput.model_validate(inputs)
     except ValidationError as error:
         raise error.under(name) from None
-    model_id = _field("model_id", str, fields.get("model_id"))
-    seq_id = _field("seq_id", int | None, fields.get("seq_id"))
+    model_id = read_field("model_id", str, fields.get("model_id"))
+    seq_id = read_field("seq_id", int | None, fields.get("seq_id"))
     return parsed, model_id, seq_id
 
 
@@ -128,10 +128,3 @@ def _depth(value: Any) -> int:
 def media_type(content_type: str) -> str:
     """`application/json` of `application/json; charset=utf-8`."""
     return content_type.partition(";")[0].strip().lower()
-
-
-def _field(name: str, annotation: Any, value: Any) -> Any:
-    try:
-        return converter(annotation)(value)
-    except ValidationError as error:
-        raise error.under(name) from None

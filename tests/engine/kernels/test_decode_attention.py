@@ -111,14 +111,12 @@ def test_attention_finds_what_plain_attention_finds(
     has_norms: bool,
     distance: int,
     has_sinks: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One row splits its scan; many do not. New keys and values go behind the last token and
     nowhere else."""
     from tinsmith.engine.local.kernels import decode_attention
 
-    if IS_INTERPRETED:
-        monkeypatch.setattr(decode_attention, "ENOUGH_PROGRAMS", 32)
+    enough = 32 if IS_INTERPRETED else decode_attention.ENOUGH_PROGRAMS
     torch.manual_seed(0)
     heads = decode_attention.Heads(HEADS, KV_HEADS, HEAD_DIM)
     spec = AttentionSpec(scale=0.2, rope=None, window=window, softcap=softcap)
@@ -144,8 +142,8 @@ def test_attention_finds_what_plain_attention_finds(
     cache.values.copy_(before[1])
 
     rows = row_blocks(cache, tables, 3)
-    assert (decode_attention.num_splits(num_rows + 3, KV_HEADS) > 1) == (num_rows == 1)
-    found = decode_attention.attend(qkv, rows, rotation, norms, 1e-5, spec, 1, heads, sinks)
+    assert (decode_attention.num_splits(num_rows + 3, KV_HEADS, enough) > 1) == (num_rows == 1)
+    found = decode_attention.attend(qkv, rows, rotation, norms, 1e-5, spec, 1, heads, sinks, enough)
     found = found[:num_rows]
     torch.testing.assert_close(found.view_as(wanted), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(cache.keys, after[0], atol=1e-5, rtol=1e-5)

@@ -31,16 +31,9 @@ pytestmark = [
 HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
 KEY_HEADS, HEADS, TAPS = (1, 2, 4) if IS_INTERPRETED else (2, 6, 4)
 LENGTHS = [5, 1, 64, 70] if IS_INTERPRETED else [5, 1, 64, 300, 128, 65]
-SIZES = pytest.mark.parametrize(
-    "sizes", [(16, 16), (32, 16)] if IS_INTERPRETED else delta_rule.KERNEL_SIZES
-)
-
-
-@pytest.fixture(autouse=True)
-def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter is too slow for those that there are kernels for."""
-    if IS_INTERPRETED:
-        monkeypatch.setattr(delta_rule, "KERNEL_SIZES", ((16, 16), (32, 16)))
+# The interpreter is too slow for those that there are kernels for.
+KERNEL_SIZES = ((16, 16), (32, 16)) if IS_INTERPRETED else delta_rule.KERNEL_SIZES
+SIZES = pytest.mark.parametrize("sizes", KERNEL_SIZES)
 
 
 @pytest.fixture
@@ -134,6 +127,7 @@ def make_case(
         num_key_heads=key_heads,
         key_dim=keys,
         value_dim=values,
+        kernel_sizes=KERNEL_SIZES,
     )
     # Rows of a fused projection, further apart than they are long; in half of them similar keys.
     mixed = normal(num_rows, channels + 8)[:, :channels]
@@ -181,7 +175,7 @@ def test_a_sequence_does_not_depend_on_the_others(
     dtype: torch.dtype, device: torch.device, run: Callable[..., Found]
 ) -> None:
     """To the bit, gradients too."""
-    case = make_case(delta_rule.KERNEL_SIZES[0], device, is_fresh=False)
+    case = make_case(KERNEL_SIZES[0], device, is_fresh=False)
     together = run(case, dtype, by_kernels=True)
     start = 0
     for i, length in enumerate(LENGTHS):

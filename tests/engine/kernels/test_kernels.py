@@ -5,6 +5,7 @@ Needs CUDA with Triton, or Triton alone and TRITON_INTERPRET=1 in the environmen
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -233,7 +234,9 @@ def test_linear_layers_under_adapters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Forward, backward and the adapters' gradients, on a projection of three modules."""
-    monkeypatch.setattr(kernels.module("low_rank"), "CHUNK_ROWS", 2 if is_split else 1 << 20)
+    low_rank = kernels.module("low_rank")
+    divide_rows = functools.partial(low_rank.divide_rows, chunk_rows=2 if is_split else 1 << 20)
+    monkeypatch.setattr(low_rank, "divide_rows", divide_rows)
     torch.manual_seed(0)
     weight = torch.randn(128, 32, device=device, dtype=dtype)
     x = torch.randn(12, 32, device=device, dtype=dtype)

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.conftest import save_tokenizer
+from tests.support import tiny_llama
 from tests.support.tiny_families import TINY_FAMILIES, save_tiny
 from tests.support.tiny_vision import TINY_TEXT_PARTS, save_tiny_vision
 from tinsmith import memory
 from tinsmith.engine.base import SampleJob
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.model import linear
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.foreign.decoder import ForeignDecoder
@@ -109,9 +109,12 @@ def test_a_model_in_use_is_never_dropped(three: dict[str, Path]) -> None:
 
 
 @pytest.fixture
-def packed_bytes(three: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> int:
-    """What packing adds to one of the three, which are otherwise too small to be packed."""
-    monkeypatch.setattr(linear, "MIN_NUMBERS", 1)
+def packed_bytes(three: dict[str, Path]) -> int:
+    """What packing adds to one of the three, where they are large enough to be packed."""
+    for folder in three.values():
+        shutil.rmtree(folder)
+        size = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+        tiny_llama.save(folder, seed=0, vocab_size=256, tie_word_embeddings=False, **size)
     found = models_of(three, pack_weights=False).get("one").packed_bytes
     if not found:
         pytest.skip("this machine's torch cannot pack")

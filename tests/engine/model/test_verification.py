@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.engine.conftest import build_reference
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
-from tinsmith.engine.local.model import settings, verification
+from tinsmith.engine.local.model import verification
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import AdapterSegments
@@ -277,13 +277,15 @@ def test_a_verified_model_is_not_compared_again_until_its_settings_change(
 def test_a_window_larger_than_what_is_compared_is_compared_all_the_same(
     respelled: Callable[[str, dict[str, Any]], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if Llamas had windows in our reading, and in that of transformers' settings."""
-    folder = respelled("llama", {**KINDS, "sliding_window": 100})
-    for module in (settings, verification):
-        monkeypatch.setattr(module, "BY_LAYER_TYPES", ("llama",))
-    monkeypatch.setattr(verification, "NEVER_SLIDING", ())
+    """As if transformers' Mistral had none, whatever its settings say."""
+    from transformers.models.mistral import modeling_mistral
+
+    folder = respelled("mistral", {"sliding_window": 100})
     config = read_config(folder)
     assert config.layers[0].window == 100
+    assert verification.compare(folder, config) <= verification.TOLERANCE
+    plain = modeling_mistral.create_causal_mask
+    monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", plain)
     assert verification.compare(folder, config) > verification.TOLERANCE
 
 

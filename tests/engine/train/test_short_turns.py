@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import tiny_llama
 from tinsmith.engine.base import Pass, SampleJob
 from tinsmith.engine.local.boundary.company import REMEMBERED_BATCHES
 from tinsmith.engine.local.boundary.core import PassResults
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
-from tinsmith.engine.local.train import batch_limits
 from tinsmith.types import Datum, ForwardBackwardOutput, LoraConfig, ModelInput, SamplingParams
 
 TOKENS = [10 + number % 80 for number in range(65)]
@@ -23,10 +23,17 @@ DATUM = Datum(
 )
 
 
+@pytest.fixture(scope="module")
+def large_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 17 MB: micro-batches of a smaller model are longer."""
+    settings = {"vocab_size": 97, "num_hidden_layers": 4, "hidden_size": 256}
+    folder = tmp_path_factory.mktemp("large")
+    return tiny_llama.save(folder, seed=0, intermediate_size=1150, **settings)
+
+
 @pytest.fixture
-def core(tiny_llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
-    monkeypatch.setattr(batch_limits, "CPU_WORK", 1)  # as if the model were large
-    core = EngineCore(LocalEngineConfig(models={"tiny": str(tiny_llama_folder)}, device="cpu"))
+def core(large_folder: Path) -> EngineCore:
+    core = EngineCore(LocalEngineConfig(models={"tiny": str(large_folder)}, device="cpu"))
     for name in ("ann", "bob"):
         assert core.create_adapter(name, "tiny", LoraConfig(rank=2, seed=1)) is None
     return core

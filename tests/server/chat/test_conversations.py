@@ -89,7 +89,7 @@ def test_a_last_message_of_the_assistant_is_gone_on_with(tmp_path: Path) -> None
     with pytest.raises(ValidationError, match="changes the beginning of the answer"):
         rendered(begun("He"), tmp_path, SHOUTS)
     for ending in ("He ", "", "\n"):
-        with pytest.raises(ValidationError, match=r"messages\[1\]: an answer begins with a text"):
+        with pytest.raises(ValidationError, match=r"messages\[1\]: a text to be continued"):
             begun(ending)
     thought = {"type": "thinking", "thinking": "x"}
     with pytest.raises(ValidationError, match="cannot begin with thoughts"):
@@ -100,7 +100,9 @@ def test_a_last_message_of_the_assistant_is_gone_on_with(tmp_path: Path) -> None
         {"tools": tools, "tool_choice": {"type": "any"}},
         {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
     ):
-        with pytest.raises(ValidationError, match="an answer that is begun can neither"):
+        with pytest.raises(
+            ValidationError, match="an answer that continues a message can have no form"
+        ):
             begun("He", **fields)
 
 

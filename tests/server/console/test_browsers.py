@@ -10,7 +10,8 @@ import pytest
 from tests.support.event_stream import listening
 from tinsmith.server.console import browsers
 from tinsmith.server.serving import console_link
-from tinsmith.server.store import browsers as stored_browsers
+from tinsmith.server.store.browsers import MAX_PER_KEY
+from tinsmith.server.store.records import BrowserSessionRecord
 from tinsmith.wire.endpoints import ENDPOINTS
 
 if TYPE_CHECKING:
@@ -99,8 +100,10 @@ async def test_keys_are_listed_and_revoked_by_their_owner_alone(server: TestServ
 
 
 async def test_a_cookie_ends_after_a_while(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(browsers, "SESSION_SECONDS", -1)
-    assert (await _look(api, await _login(api))).status_code == 401
+    cookie = await _login(api)
+    later = time.time() + browsers.SESSION_SECONDS + 1
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert (await _look(api, cookie)).status_code == 401
 
 
 async def test_a_cookie_does_not_count_for_the_protocol(api: Api) -> None:
@@ -153,8 +156,9 @@ async def test_the_link_that_the_server_prints_lets_one_browser_in_once(
     monkeypatch.setattr(time, "time", lambda: later)
     shown = await _look(api, first.cookies["tinsmith_session"])
     assert shown.status_code == 200, "the link is short-lived, the browser's session is not"
-    monkeypatch.setattr(browsers, "LINK_SECONDS", -1)
-    late = await api.http.get(str(await console_link(server.service)))
+    link = str(await console_link(server.service))
+    later += browsers.LINK_SECONDS + 1
+    late = await api.http.get(link)
     assert late.headers["location"] == "/login?reason=link" and "set-cookie" not in late.headers
 
 
@@ -172,14 +176,21 @@ async def test_only_hashes_of_cookies_are_stored(server: TestServer, api: Api) -
 
 
 async def test_a_key_lets_in_so_many_browsers_and_the_oldest_leaves(
-    server: TestServer, monkeypatch: pytest.MonkeyPatch
+    server: TestServer,
 ) -> None:
-    monkeypatch.setattr(stored_browsers, "MAX_PER_KEY", 3)
     other = await server.other_user()
     others = await _login(other)
     cookies = [await _login(server.api) for _ in range(2)]
     for cookie in cookies:
         assert (await _look(server.api, cookie)).status_code == 200
+    store, now = server.service.store, time.time()
+    key_id = next(key.key_id for key in await store.keys.list() if key.name == "first")
+    for number in range(MAX_PER_KEY - 3):
+        await store.browsers.add(
+            BrowserSessionRecord(
+                cookie_hash=str(number), key_id=key_id, created_at=now, expires_at=now + 60
+            )
+        )
     cookies += [await _login(server.api) for _ in range(2)]
     found = [(await _look(server.api, cookie)).status_code for cookie in cookies]
     assert found == [401, 200, 200, 200]

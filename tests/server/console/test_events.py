@@ -14,6 +14,7 @@ from tests.support.event_stream import listening
 from tests.support.in_process_server import MODEL
 from tinsmith.server.console import events
 from tinsmith.server.store.records import StepRecord
+from tinsmith.server.tuning import Tuning
 
 if TYPE_CHECKING:
     from tests.support.in_process_server import Api, StartServer, TestServer
@@ -153,9 +154,10 @@ async def test_a_stream_goes_on_where_the_last_one_ended_also_after_a_restart(
 
 
 async def test_a_reader_who_was_away_for_long_is_told_to_begin_again(
-    server: TestServer, api: Api, monkeypatch: pytest.MonkeyPatch
+    start_server: StartServer,
 ) -> None:
-    monkeypatch.setattr(events, "MAX_REPEATED", 2)
+    server = await start_server(tuning=Tuning(repeated_steps=2))
+    api = server.api
     run = await api.model()
     for number in range(1, 5):
         await api.result(await api.send_pass(run, number))
@@ -171,10 +173,9 @@ async def test_a_reader_who_was_away_for_long_is_told_to_begin_again(
         assert (await stream.next("step")).data["seq"] == 6
 
 
-async def test_a_reader_who_does_not_read_is_let_go(
-    server: TestServer, api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(events, "MAX_PENDING_BYTES", 1000)
+async def test_a_reader_who_does_not_read_is_let_go(start_server: StartServer) -> None:
+    server = await start_server(tuning=Tuning(pending_bytes=1000))
+    api = server.api
     run = await api.model()
     stream = server.service.events.stream("owner", None, None, 3600.0)
     assert await anext(stream)
@@ -184,9 +185,8 @@ async def test_a_reader_who_does_not_read_is_let_go(
     assert server.service.events.num_readers == 0
 
 
-def test_no_more_is_kept_for_a_reader_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MAX_PENDING_BYTES", 1000)
-    reader = events.Reader(None)
+def test_no_more_is_kept_for_a_reader_who_does_not_read() -> None:
+    reader = events.Reader(None, max_bytes=1000)
     for number in range(20):
         reader.give("run", number, b"x" * 400)
     assert [len(message) for _, message in reader.pending] == [400] * 3

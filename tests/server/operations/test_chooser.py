@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tinsmith.server.operations.chooser import (
-    BYTES_AT_ONCE,
     COSTLY,
     PASSES_AT_ONCE,
     SAVING_AT_ONCE,
@@ -26,6 +25,7 @@ from tinsmith.server.operations.kinds import operation_of
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.shares import Shares
 from tinsmith.server.store.records import OperationRecord
+from tinsmith.server.tuning import TUNING
 
 
 def _operation(
@@ -147,10 +147,10 @@ def test_a_pass_beyond_the_budget_runs_alone_and_is_not_overtaken_for_ever() -> 
 
 def test_the_requests_of_a_batch_have_a_bound_in_bytes() -> None:
     """All of them are in memory while it runs, and few tokens may come with very many bytes."""
-    third = BYTES_AT_ONCE // 3
+    third = TUNING.batch_bytes // 3
     many = _candidate("many", *["forward"] * 9, num_tokens=1, num_bytes=third)
     assert _names(choose_passes([many], Shares(), 1000, 60.0)) == ["many"] * 3
-    huge = _candidate("huge", "forward", "forward", num_tokens=1, num_bytes=4 * BYTES_AT_ONCE)
+    huge = _candidate("huge", "forward", "forward", num_tokens=1, num_bytes=4 * TUNING.batch_bytes)
     assert _names(choose_passes([huge], Shares(), 1000, 60.0)) == ["huge"], "alone"
     shares = Shares()
     shares.charge("huge", "huge", 1.0)

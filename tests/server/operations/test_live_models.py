@@ -12,7 +12,6 @@ import sqlalchemy as sa
 from tests.contract.store_rows import MODEL, SESSION, operation
 from tests.support.databases import provide_tables
 from tinsmith.server.futures import Promises
-from tinsmith.server.operations import live_models
 from tinsmith.server.operations.live_models import LiveModels
 from tinsmith.server.store import schema
 from tinsmith.server.store.database import Database, row_of, sqlite_url
@@ -127,19 +126,18 @@ async def test_a_long_log_of_one_model_is_read_a_part_at_a_time(
 
 
 async def test_a_history_too_large_to_be_kept_is_not(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store,
 ) -> None:
     await store.sessions.add(SESSION)
     model_id = await _add_model(store, 0, 5000)
-    monkeypatch.setattr(live_models, "KEPT_BYTES", 4_000_000)
-    models = LiveModels(store, Promises(1))
+    models = LiveModels(store, Promises(1), history_bytes=4_000_000)
     model = await models.get(model_id)
     assert model is not None and model.is_changed
     assert models.take_history(model) is None, "it is read when the model is rebuilt"
 
 
 async def test_at_a_start_one_owners_requests_take_a_part_of_the_memory_for_them(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store,
 ) -> None:
     """What waits of the first models that are read would leave no room for anybody else's."""
     await store.sessions.add(SESSION)
@@ -151,8 +149,7 @@ async def test_at_a_start_one_owners_requests_take_a_part_of_the_memory_for_them
             body = {"payload": b"x" * 1000, "payload_bytes": 1000, "owner": owner}
             name = f"{number}.{seq_id}"
             await store.log.record(operation(seq_id, request_id=name, model_id=model_id, **body))
-    monkeypatch.setattr(live_models, "KEPT_BYTES", 8 * 3000)
-    models = LiveModels(store, Promises(1))
+    models = LiveModels(store, Promises(1), history_bytes=8 * 3000)
     await models.bring_back(0.0, 100)
     assert 2000 <= models.backlog_of("rude").held_bytes <= 3000
     assert 2000 <= models.backlog_of("kind").held_bytes <= 3000

@@ -15,16 +15,16 @@ from tinsmith.server.operations import scheduler as scheduler_module
 from tinsmith.server.operations.chooser import choose
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.operations.queue import SequenceQueue
+from tinsmith.server.tuning import Tuning
 
 if TYPE_CHECKING:
     from tests.support.in_process_server import StartServer, TestServer
 
 
 async def test_models_with_nothing_to_do_are_not_looked_at(
-    server: TestServer, monkeypatch: pytest.MonkeyPatch
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [scheduler] = server.service.scheduler.schedulers.values()
-    scheduler.housekeeping_seconds = 600.0  # that looks at everything
+    server = await start_server(tuning=Tuning(models_seconds=600.0))  # that looks at everything
     idle = [await server.api.model() for _ in range(5)]
     busy = await server.api.model()
     looked_at: list[int] = []
@@ -44,11 +44,10 @@ async def test_models_with_nothing_to_do_are_not_looked_at(
 
 
 async def test_what_comes_for_a_model_at_work_is_looked_at_when_it_is_free(
-    server: TestServer, monkeypatch: pytest.MonkeyPatch
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [scheduler] = server.service.scheduler.schedulers.values()
-    scheduler.housekeeping_seconds = 600.0
-    monkeypatch.setattr(scheduler_module, "SHORT_BATCH_SECONDS", 600.0)
+    tuning = Tuning(models_seconds=600.0, short_batch_seconds=600.0)
+    server = await start_server(tuning=tuning)
     model = await server.api.model()
     engine = server.engines[-1]
     plain, may_pass, has_begun = engine.run_passes, asyncio.Event(), asyncio.Event()
@@ -78,10 +77,10 @@ async def test_what_comes_for_a_model_at_work_is_looked_at_when_it_is_free(
 
 
 async def test_models_of_one_batch_are_stepped_in_one_call(
-    server: TestServer, monkeypatch: pytest.MonkeyPatch
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first of them is done before the others, and its step waits for theirs."""
-    monkeypatch.setattr(scheduler_module, "SHORT_BATCH_SECONDS", 600.0)  # on any machine
+    server = await start_server(tuning=Tuning(short_batch_seconds=600.0))  # on any machine
     models = [await server.api.model() for _ in range(4)]
     engine = server.engines[-1]
     plain_passes, plain_step = engine.run_passes, engine.step

@@ -18,8 +18,8 @@ import pytest
 
 from tinsmith.engine.base import Failure
 from tinsmith.engine.fake import FakeEngine
-from tinsmith.server.operations import scheduler
 from tinsmith.server.operations.shares import Shares
+from tinsmith.server.tuning import Tuning
 from tinsmith.types import Datum, ModelInput
 
 if TYPE_CHECKING:
@@ -209,10 +209,10 @@ async def test_a_pass_that_does_not_end_is_waited_for_by_its_owner_alone(
 
 @pytest.mark.parametrize("expected_seconds", [0.001, 1000.0])
 async def test_a_batch_is_waited_for_only_if_it_is_expected_to_be_short(
-    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, expected_seconds: float
+    start_server: StartServer, expected_seconds: float
 ) -> None:
-    monkeypatch.setattr(scheduler, "SHORT_BATCH_SECONDS", 600.0)
-    server = await start_server(engine=HeldEngine)
+    tuning = Tuning(short_batch_seconds=600.0)
+    server = await start_server(engine=HeldEngine, tuning=tuning)
     rude, kind = await server.other_user(), server.api
     costly, model = await rude.model(), await kind.model()
     live = await server.service.models.get(costly)
@@ -392,9 +392,11 @@ async def test_an_owners_requests_that_are_slow_to_read_are_read_for_one_batch_a
 ) -> None:
     """Each batch that left some out began to read others, and all of them were in memory at once,
     uncounted."""
-    monkeypatch.setattr(scheduler, "SHORT_BATCH_SECONDS", 1000.0)  # one batch after the other
     server = await start_server(
-        max_queued_memory_bytes=0, max_gathered_tokens=12, fake_pass_seconds=0.02
+        max_queued_memory_bytes=0,
+        max_gathered_tokens=12,
+        fake_pass_seconds=0.02,
+        tuning=Tuning(short_batch_seconds=1000.0),  # one batch after the other
     )
     rude, kind = server.api, await server.other_user()
     models = [await rude.model() for _ in range(10)]
@@ -454,8 +456,8 @@ async def test_a_request_that_is_slow_to_read_is_waited_for_by_its_owner_alone(
             async for finished in super().run_passes(passes):
                 yield finished
 
-    monkeypatch.setattr(scheduler, "SHORT_BATCH_SECONDS", 1000.0)  # all wait for the first one
-    server = await start_server(engine=Gate, max_queued_memory_bytes=0)
+    tuning = Tuning(short_batch_seconds=1000.0)  # all wait for the first one
+    server = await start_server(engine=Gate, max_queued_memory_bytes=0, tuning=tuning)
     api, other, first = server.api, await server.other_user(), await server.other_user()
     slow, quick, gate = await api.model(), await other.model(), await first.model()
     slow_owner = (await server.service.store.keys.list())[0].owner

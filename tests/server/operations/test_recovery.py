@@ -14,6 +14,7 @@ from tinsmith.engine.fake import FakeEngine
 from tinsmith.server.operations.codecs import PassCodec
 from tinsmith.server.store.database import Database
 from tinsmith.server.trash import Trash
+from tinsmith.server.tuning import Tuning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -435,9 +436,7 @@ async def test_who_holds_few_models_keeps_them_though_they_are_idle_longest(
 async def test_who_is_idle_for_a_moment_does_not_make_room_for_another_owners_many_at_work(
     start_server: StartServer,
 ) -> None:
-    server = await start_server(max_loaded_models=3)
-    [scheduler] = server.service.scheduler.schedulers.values()
-    scheduler.housekeeping_seconds = 0.01
+    server = await start_server(max_loaded_models=3, tuning=Tuning(models_seconds=0.01))
     rude, kind = server.api, await server.other_user()
     names = [await rude.model(seed=n) for n in range(6)]
     for name in names:

@@ -13,7 +13,7 @@ import pytest
 
 from tinsmith.engine.base import FinishedPass, Pass
 from tinsmith.engine.fake import FakeEngine
-from tinsmith.server.operations import chooser
+from tinsmith.server.tuning import Tuning
 from tinsmith.types import (
     Datum,
     EncodedTextChunk,
@@ -136,11 +136,11 @@ async def test_what_an_owner_has_no_room_for_waits_on_disk(start_server: StartSe
 
 
 async def test_requests_of_few_tokens_and_many_bytes_are_read_a_few_at_a_time(
-    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+    start_server: StartServer,
 ) -> None:
     """By their tokens alone, all that an owner may queue would be in memory at once."""
-    monkeypatch.setattr(chooser, "BYTES_AT_ONCE", 3 * 2**20)
-    server = await start_server(engine=WeighingEngine, max_queued_memory_bytes=8)
+    tuning = Tuning(batch_bytes=3 * 2**20)
+    server = await start_server(engine=WeighingEngine, max_queued_memory_bytes=8, tuning=tuning)
     api, weights = server.api, np.ones(2**18, np.float32)  # 1 MiB
     model_id = await api.model()
     datum = Datum(

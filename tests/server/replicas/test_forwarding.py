@@ -24,11 +24,9 @@ from tinsmith.server.edge.auth import hash_key
 from tinsmith.server.edge.connections import Connection
 from tinsmith.server.edge.sockets import Sockets
 from tinsmith.server.metrics import Metrics
-from tinsmith.server.replicas import body as bodies
-from tinsmith.server.replicas import replica as replicas
 from tinsmith.server.replicas import upstream
 from tinsmith.server.replicas.lease import Holder, View
-from tinsmith.server.replicas.replica import Replica
+from tinsmith.server.replicas.replica import Replica, ReplicaConfig
 from tinsmith.server.serving import console_link
 
 if TYPE_CHECKING:
@@ -105,7 +103,9 @@ async def leading(
 
 
 @contextlib.asynccontextmanager
-async def following(patience_seconds: float) -> AsyncIterator[Follower]:
+async def following(
+    patience_seconds: float = PATIENCE_SECONDS, **config: Any
+) -> AsyncIterator[Follower]:
     leases: list[ScriptedLease] = []
 
     def lease(on_change: Callable[[], None]) -> Any:
@@ -125,7 +125,8 @@ async def following(patience_seconds: float) -> AsyncIterator[Follower]:
         there.num_requests += 1
         await replica(scope, receive, send)
 
-    replica = Replica(lease, lead, Metrics(), patience_seconds, lambda: None)
+    settings = ReplicaConfig(patience_seconds=patience_seconds, **config)
+    replica = Replica(lease, lead, Metrics(), settings, lambda: None)
     async with (
         listening(counted) as url,
         httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as http,
@@ -139,7 +140,7 @@ async def following(patience_seconds: float) -> AsyncIterator[Follower]:
 
 @pytest.fixture
 async def follower() -> AsyncIterator[Follower]:
-    async with following(PATIENCE_SECONDS) as there:
+    async with following() as there:
         yield there
 
 
@@ -162,7 +163,9 @@ async def holding(server: TestServer) -> AsyncIterator[str]:
     async def lead(epoch: int) -> Any:
         return server.service, server.app
 
-    replica = Replica(lease, lead, Metrics(), PATIENCE_SECONDS, lambda: None)
+    replica = Replica(
+        lease, lead, Metrics(), ReplicaConfig(patience_seconds=PATIENCE_SECONDS), lambda: None
+    )
     leases[0].show(View(epoch=1))
     await server.until(lambda: replica.service is not None)
     async with listening(replica) as url:
@@ -306,17 +309,13 @@ async def test_when_nobody_leads_for_long_the_client_is_told_to_come_again() -> 
     assert answer.json() == {"detail": "no server runs the engines now; send this again"}
 
 
-async def test_a_body_too_large_to_be_kept_is_asked_for_again(
-    follower: Follower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bodies, "MAX_KEPT_BYTES", 1000)
-
+async def test_a_body_too_large_to_be_kept_is_asked_for_again() -> None:
     async def cut(request: Request) -> Response:
         await request.body()
         request.scope["tinsmith.connection"].abort()
         return Response()
 
-    async with leading(cut) as url:
+    async with following(max_body_bytes=1000) as follower, leading(cut) as url:
         follower.follow(url)
         answer = await follower.http.post("/x", content=b"x" * 5000)
     assert answer.status_code == 503 and "does not answer" in answer.json()["detail"]
@@ -527,11 +526,7 @@ async def test_only_the_holders_word_makes_a_key_known(
     assert set(named) <= {"owner"}, "the browser's, by the holder"
 
 
-async def test_the_names_that_a_follower_knows_are_those_used_last(
-    follower: Follower, named: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replicas, "MOST_NAMES", 2)
-
+async def test_the_names_that_a_follower_knows_are_those_used_last(named: list[str]) -> None:
     async def known(request: Request) -> Response:
         return Response(headers={"x-tinsmith-owner": request.headers["x-api-key"]})
 
@@ -544,9 +539,10 @@ async def test_the_names_that_a_follower_knows_are_those_used_last(
             await follower.http.get("/x", headers={"x-api-key": key})
         return list(named)
 
-    async with leading(known) as url:
-        follower.follow(url)
-        assert await ask("a", "b", "a", "c", "a", "b") == ["a", "a"]
-    async with leading(revoked) as url:
-        follower.follow(url, 2)
-        assert await ask("a", "b", "a", "b") == ["a", "b"], "and then not again"
+    async with following(max_known=2) as follower:
+        async with leading(known) as url:
+            follower.follow(url)
+            assert await ask("a", "b", "a", "c", "a", "b") == ["a", "a"]
+        async with leading(revoked) as url:
+            follower.follow(url, 2)
+            assert await ask("a", "b", "a", "b") == ["a", "b"], "and then not again"

@@ -10,9 +10,8 @@ from typing import Any, cast
 import pytest
 
 from tinsmith.server.metrics import Metrics
-from tinsmith.server.replicas import lease as leases
 from tinsmith.server.replicas.lease import Lease, View
-from tinsmith.server.replicas.replica import Replica
+from tinsmith.server.replicas.replica import Replica, ReplicaConfig
 from tinsmith.server.store.errors import StoreUnavailableError
 
 SECONDS = 0.04
@@ -64,13 +63,19 @@ def table() -> ScriptedTable:
 
 
 @pytest.fixture
-async def lease(table: ScriptedTable, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lease]:
-    monkeypatch.setattr(leases, "LOOK_SECONDS", SECONDS / 4)
-    lease = Lease(cast(Any, table), SECONDS, lambda: None)
+async def lease(table: ScriptedTable) -> AsyncIterator[Lease]:
+    lease = _lease(table, lambda: None, rest_seconds=0.2)
     await lease.start()
     yield lease
     table.is_away = False
     await lease.close()
+
+
+def _lease(table: ScriptedTable, on_change: Callable[[], None], rest_seconds: float) -> Lease:
+    look_seconds = SECONDS / 4
+    return Lease(
+        cast(Any, table), SECONDS, on_change, look_seconds=look_seconds, rest_seconds=rest_seconds
+    )
 
 
 async def _until(is_so: Callable[[], bool]) -> None:
@@ -93,10 +98,9 @@ async def test_a_lease_that_is_to_be_given_back_is_when_the_database_is_there_ag
 
 
 async def test_who_gave_the_lease_back_leaves_it_to_others_for_a_while(
-    table: ScriptedTable, lease: Lease, monkeypatch: pytest.MonkeyPatch
+    table: ScriptedTable, lease: Lease
 ) -> None:
     """From then on: the database may have been away for longer than the while."""
-    monkeypatch.setattr(leases, "REST_SECONDS", 0.2)
     table.is_away = True
     lease.rest()
     await asyncio.sleep(0.25)
@@ -106,12 +110,10 @@ async def test_who_gave_the_lease_back_leaves_it_to_others_for_a_while(
 
 
 async def test_a_lease_that_is_being_given_back_is_not_taken_over_with(
-    table: ScriptedTable, monkeypatch: pytest.MonkeyPatch
+    table: ScriptedTable,
 ) -> None:
     """The database was away when the server took over, and is back when it has tried again: what
     it began then had an epoch that was no longer its own, and nothing it wrote was taken."""
-    monkeypatch.setattr(leases, "LOOK_SECONDS", SECONDS / 4)
-    monkeypatch.setattr(leases, "REST_SECONDS", 0.1)
     epochs: list[int] = []
 
     async def lead(epoch: int) -> Any:
@@ -124,9 +126,9 @@ async def test_a_lease_that_is_being_given_back_is_not_taken_over_with(
         return Service(), None
 
     def lease(on_change: Callable[[], None]) -> Lease:
-        return Lease(cast(Any, table), SECONDS, on_change)
+        return _lease(table, on_change, rest_seconds=0.1)
 
-    replica = Replica(lease, lead, Metrics(), 5.0, lambda: None)
+    replica = Replica(lease, lead, Metrics(), ReplicaConfig(patience_seconds=5.0), lambda: None)
     take, table.take = table.take, lambda: None  # type: ignore[method-assign]
     await replica.start()
     table.take = take  # type: ignore[method-assign]
@@ -140,11 +142,10 @@ async def test_a_lease_that_is_being_given_back_is_not_taken_over_with(
 
 
 async def test_a_server_that_begins_takes_over_once_though_the_database_is_away_meanwhile(
-    table: ScriptedTable, monkeypatch: pytest.MonkeyPatch
+    table: ScriptedTable,
 ) -> None:
     """It began a second service beside the first, with engines of its own and the same epoch, so
     that both could write."""
-    monkeypatch.setattr(leases, "LOOK_SECONDS", SECONDS / 4)
     epochs: list[int] = []
     kept: list[Lease] = []
 
@@ -157,10 +158,10 @@ async def test_a_server_that_begins_takes_over_once_though_the_database_is_away_
         return Service(), None
 
     def lease(on_change: Callable[[], None]) -> Lease:
-        kept.append(Lease(cast(Any, table), SECONDS, on_change))
+        kept.append(_lease(table, on_change, rest_seconds=5.0))
         return kept[-1]
 
-    replica = Replica(lease, lead, Metrics(), 5.0, lambda: None)
+    replica = Replica(lease, lead, Metrics(), ReplicaConfig(patience_seconds=5.0), lambda: None)
     await replica.start()
     try:
         assert epochs == [1] and replica.service is not None

@@ -316,12 +316,11 @@ def test_servers_that_start_at_once_on_an_empty_database_make_its_tables_once(ur
 
 
 async def test_a_tool_that_must_be_alone_and_servers_keep_each_other_out(
-    join: Join, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    join: Join, url: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tinsmith.server.store.database.LOCK_SECONDS", 0.1)
     a = join("a")
     assert a.take() == 1
-    store = Store(url, tmp_path / "blobs")
+    store = Store(url, tmp_path / "blobs", lock_seconds=0.1)
     with pytest.raises(StoreInUseError, match="another server"):
         await store.keep_others_out()
     a.close()

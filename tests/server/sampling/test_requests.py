@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.in_process_server import MODEL
-from tinsmith.server.sampling import requests
+from tinsmith.server.tuning import Tuning
 from tinsmith.types import SampleResponse
 from tinsmith.wire import proto
 
@@ -138,7 +138,7 @@ async def test_whatever_a_sample_brings_counts_while_it_is_under_way(
 async def test_an_answer_of_many_numbers_is_written_beside_the_loop(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = await start_server()
+    server = await start_server(tuning=Tuning(many_cells=50))
     api, threads = server.api, list[bool]()
     encode = proto.encode_sample
 
@@ -147,7 +147,6 @@ async def test_an_answer_of_many_numbers_is_written_beside_the_loop(
         return encode(response)
 
     monkeypatch.setattr(proto, "encode_sample", noted)
-    monkeypatch.setattr(requests, "MANY_CELLS", 50)
     sampler = await _base_sampler(api)
     for seq_id, count in enumerate((2, 20)):
         body = api.sample_body(sampler, seq_id, topk_sample_logprobs=count)

@@ -197,7 +197,7 @@ def test_a_store_of_a_later_version_is_refused_and_left_alone(tmp_path: Path) ->
         database.execute("UPDATE alembic_version SET version_num = '9999'")
         before = list(database.iterdump())
     database.close()
-    with pytest.raises(StoreTooNewError, match=r"version 9999 .* later version"):
+    with pytest.raises(StoreTooNewError, match=r"version 9999 .* later release"):
         Store(sqlite_url(file), tmp_path / "blobs")
     database = sqlite3.connect(file)
     assert list(database.iterdump()) == before

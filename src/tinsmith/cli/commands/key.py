@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tinsmith.cli.failures import CommandError
-from tinsmith.cli.output import Output, Table, time_text, with_output
+from tinsmith.cli.output import Output, Table, moment, time_text, with_output
 from tinsmith.cli.server.local_server import config_of, which_server
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def list_keys(output: Output, /, **where: Any) -> None:
                     str(record.key_id),
                     record.name,
                     record.owner,
-                    time_text(_moment(record.created_at)),
+                    time_text(moment(record.created_at)),
                     _status(record),
                     record.note,
                 ]
@@ -99,9 +98,9 @@ def _facts(record: KeyRecord) -> dict[str, Any]:
         "name": record.name,
         "owner": record.owner,
         "note": record.note,
-        "created_at": _moment(record.created_at),
-        "revoked_at": None if record.revoked_at is None else _moment(record.revoked_at),
-        "expires_at": None if record.expires_at is None else _moment(record.expires_at),
+        "created_at": moment(record.created_at),
+        "revoked_at": None if record.revoked_at is None else moment(record.revoked_at),
+        "expires_at": None if record.expires_at is None else moment(record.expires_at),
     }
 
 
@@ -109,7 +108,3 @@ def _status(record: KeyRecord) -> str:
     if record.revoked_at is not None:
         return "Revoked"
     return "Active" if record.is_good(time.time()) else "Expired"
-
-
-def _moment(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)

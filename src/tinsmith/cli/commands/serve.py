@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     "--deterministic/--no-deterministic", default=None, help="Equal to the last bit; slower."
 )
 @click.option(
-    "--on-policy", help="close, or exact: sampler and trainer agree in every bit; slower."
+    "--on-policy", help="close, or exact: sampling and training agree in every bit; slower."
 )
 @click.option("--seed", type=int, help="Seed for adapters that are created without one.")
 @click.option("--database-url", help="A Postgres URL instead of a file.")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tinsmith.cli import naming
-from tinsmith.cli.output import Output, Table, size_text, time_text, with_output
+from tinsmith.cli.output import Output, Table, moment, size_text, time_text, with_output
 from tinsmith.cli.server.local_server import config_of, which_server
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def trash(output: Output, /, empty: bool, **where: Any) -> None:
                 {
                     "id": e.entry_id,
                     "name": e.name,
-                    "moved_at": _moment(e.moved_at),
+                    "moved_at": moment(e.moved_at),
                     "bytes": e.size_bytes,
                     "owner": e.owner,
                     "reason": e.reason,
@@ -74,7 +73,7 @@ def trash(output: Output, /, empty: bool, **where: Any) -> None:
             [
                 [
                     e.entry_id,
-                    time_text(_moment(e.moved_at)),
+                    time_text(moment(e.moved_at)),
                     size_text(e.size_bytes),
                     e.owner or "",
                     e.reason,
@@ -177,7 +176,3 @@ def _show_faults(output: Output, found: Findings) -> None:
             None if faults else f"All {found.num_known} are there and whole",
         ),
     )
-
-
-def _moment(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)

@@ -52,7 +52,7 @@ def command(output: Output, run_folder: Path | None) -> None:
         return
     if context.invoked_subcommand is not None:
         raise CommandError(
-            f"--resume needs no {context.invoked_subcommand}: the run's file says what it is"
+            f"omit {context.invoked_subcommand}: with --resume the run's file says what it is"
         )
     from tinsmith.cli.training.run_folder import RunFolder
 

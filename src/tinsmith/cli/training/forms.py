@@ -99,7 +99,7 @@ def _examples(fields: Mapping[str, Any], tokenizer: Tokenizer) -> list[Example]:
     if "prompt" in fields or "completion" in fields:
         words = _text(fields, "prompt"), _text(fields, "completion")
         return [conversation.completion_example(tokenizer, *words)]
-    raise ValidationError(f"none of the fields that are known is here: {_KNOWN}")
+    raise ValidationError(f"has none of the known fields: {_KNOWN}")
 
 
 def _pair(fields: Mapping[str, Any], tokenizer: Tokenizer) -> Pair:
@@ -180,8 +180,8 @@ def _conversation(fields: Mapping[str, Any], needs_reply: bool = True) -> list[M
 def _text(fields: Mapping[str, Any], name: str) -> str:
     value = fields.get(name)
     if not isinstance(value, str):
-        found = "is missing" if value is None else f"is {type(value).__name__}"
-        raise ValidationError(f"expected a text, which {found}", name)
+        found = "is missing" if value is None else f"must be a text, not {type(value).__name__}"
+        raise ValidationError(found, name)
     if not value:
         raise ValidationError("must not be empty", name)
     return value

@@ -93,7 +93,7 @@ def write(
     if len(matrices) != 1 or not matrices <= _TYPES.keys():
         raise ValidationError(
             f"the matrices in {folder} are {', '.join(sorted(matrices))}; "
-            f"they must all be one of {', '.join(_TYPES)}"
+            f"they must all have one type: {', '.join(_TYPES)}"
         )
     writer = GGUFWriter(target, family)
     try:

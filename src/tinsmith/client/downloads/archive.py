@@ -21,13 +21,13 @@ MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 1024
 
 
-def extract(archive: Path, folder: Path) -> list[Path]:
+def extract(archive: Path, folder: Path, max_files: int = MAX_FILES) -> list[Path]:
     """Unpack `archive` as `folder`, which must not exist or must be empty; its files."""
     check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
-        names = _unpack(archive, beside)
+        names = _unpack(archive, beside, max_files)
         beside.chmod(0o755)  # mkdtemp's is for the owner alone
         put_in_place(beside, folder)
     except BaseException:
@@ -63,13 +63,13 @@ def confined(folder: Path, name: str) -> Path:
     return target
 
 
-def _unpack(archive: Path, folder: Path) -> list[PurePosixPath]:
+def _unpack(archive: Path, folder: Path, max_files: int) -> list[PurePosixPath]:
     names: list[PurePosixPath] = []
     try:
         with tarfile.open(archive, "r:") as tar:
             for number, member in enumerate(tar, start=1):
-                if number > MAX_FILES:
-                    raise TooLargeError(f"{archive.name} has more than {MAX_FILES} files")
+                if number > max_files:
+                    raise TooLargeError(f"{archive.name} has more than {max_files} files")
                 target = _target(folder, member)
                 if target is not None and member.isreg():
                     _write(tar, member, target)

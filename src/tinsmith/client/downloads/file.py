@@ -70,7 +70,7 @@ async def fetch(
         found = await asyncio.to_thread(_sha256, local.part)
         if found != expected:
             local.forget()
-            raise TinkerError(f"{name} was damaged on its way: SHA-256 {found}, not {expected}")
+            raise TinkerError(f"{name} was damaged in transit: SHA-256 {found}, not {expected}")
     local.part.replace(target)
 
 

@@ -44,14 +44,14 @@ async def fetch_tokenizer(api: Api, base_model: str) -> Path | None:
 async def _fetch(api: Api, file: TokenizerFile) -> bytes:
     response = await api.send(endpoints.GET_TOKENIZER_FILE.at(sha256=file.sha256), None)
     if hashlib.sha256(response.content).hexdigest() != file.sha256:
-        raise TinkerError(f"the server's {file.name} is not what its hash says; try again")
+        raise TinkerError(f"{file.name} was damaged in transit: its SHA-256 differs; try again")
     return response.content
 
 
 def _check(file: TokenizerFile) -> None:
     """Names become paths here, so they are not taken on trust."""
     if file.name not in TOKENIZER_FILES:
-        raise TinkerError(f"the server calls {file.name!r} a tokenizer's file, which it is not")
+        raise TinkerError(f"the server lists {file.name!r}, which is no file of a tokenizer")
     if file.size > MAX_TOKENIZER_FILE_BYTES:
         raise TinkerError(
             f"the server's {file.name} has {file.size} bytes; at most {MAX_TOKENIZER_FILE_BYTES} "

@@ -24,7 +24,7 @@ from tinsmith.errors import (
     ValidationError,
 )
 from tinsmith.transport.base import Response
-from tinsmith.transport.retry import NO_RETRY, POLLING
+from tinsmith.transport.retry import NO_RETRY
 from tinsmith.types import (
     ForwardBackwardOutput,
     FutureFinished,
@@ -155,7 +155,8 @@ class _Asking:
     async def ask(self) -> tuple[Response, dict[str, Any] | None]:
         """A response, and what it says if it is not the result itself. Failures that do not mean
         anything about the request are waited out here."""
-        return await self._uplink.api.repeater.run(lambda _: self._ask_once(), POLLING)
+        policy = self._uplink.config.timing.polling
+        return await self._uplink.api.repeater.run(lambda _: self._ask_once(), policy)
 
     async def _ask_once(self) -> tuple[Response, dict[str, Any] | None]:
         try:

@@ -13,7 +13,7 @@ import time
 
 from tinsmith.client.uplink.api import Api
 from tinsmith.errors import APIStatusError, TinkerError
-from tinsmith.transport.config import PROTOCOL_VERSION
+from tinsmith.transport.config import PROTOCOL_VERSION, ClientConfig
 from tinsmith.transport.retry import NO_RETRY, RetryPolicy
 from tinsmith.types import (
     CancelFutureRequest,
@@ -26,8 +26,6 @@ from tinsmith.wire import endpoints
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUT_SECONDS = 10.0
-WARN_AFTER_SECONDS = 120.0
-MIN_REFRESH_SECONDS = 10.0
 CONFIG_TIMEOUT_SECONDS = 10.0
 CANCEL_TIMEOUT_SECONDS = 30.0
 CLOSING_SECONDS = 2.0
@@ -35,12 +33,12 @@ RELEASE_TIMEOUT_SECONDS = 10.0
 
 
 async def heartbeat(
-    api: Api, session_id: str, period_seconds: float, ended: threading.Event
+    api: Api, session_id: str, config: ClientConfig, ended: threading.Event
 ) -> None:
     """Send heartbeats until the service says that the session has ended (410); then set `ended`."""
     last_success = time.monotonic()
     while True:
-        await asyncio.sleep(period_seconds)
+        await asyncio.sleep(config.heartbeat_seconds)
         try:
             if not await is_alive(api, session_id):
                 logger.info("Session %s has ended; its heartbeat stops.", session_id)
@@ -49,7 +47,7 @@ async def heartbeat(
             last_success = time.monotonic()
         except Exception as error:
             silence = time.monotonic() - last_success
-            if silence > WARN_AFTER_SECONDS:
+            if silence > config.timing.silence_seconds:
                 logger.warning(
                     "No heartbeat of session %s got through for %.0f s (%s: %s). If this goes on, "
                     "the service will end the session.",
@@ -96,10 +94,10 @@ class Switches:
     def __init__(self, current: ClientDynamicConfigResponse) -> None:
         self.current = current
 
-    async def keep_fresh(self, api: Api) -> None:
+    async def keep_fresh(self, api: Api, least_seconds: float) -> None:
         """A failed refresh keeps what was known."""
         while True:
-            await asyncio.sleep(max(self.current.refresh_interval_sec, MIN_REFRESH_SECONDS))
+            await asyncio.sleep(max(self.current.refresh_interval_sec, least_seconds))
             try:
                 self.current = await fetch_switches(api, NO_RETRY)
             except TinkerError as error:

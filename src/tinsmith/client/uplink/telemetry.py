@@ -45,7 +45,6 @@ MAX_QUEUED_EVENTS = 10_000
 FLUSH_SECONDS = 10.0
 SEND_TIMEOUT_SECONDS = 5.0
 SEND_ATTEMPTS = 5
-CLOSE_SECONDS = 2.0
 
 
 class Telemetry:
@@ -57,11 +56,13 @@ class Telemetry:
         session_id: str | None,
         loop: asyncio.AbstractEventLoop,
         *,
+        close_seconds: float,
         flush_seconds: float = FLUSH_SECONDS,
     ) -> None:
         """Without a session id, events go under an id of their own and no session is announced."""
         self._api = api
         self._loop = loop
+        self._close_seconds = close_seconds
         self._flush_seconds = flush_seconds
         self._session_id = session_id or f"sessionless-{uuid.uuid4()}"
         self._has_session = session_id is not None
@@ -171,7 +172,7 @@ class Telemetry:
         self._flush_all = True
         self._wake.set()
         try:
-            async with asyncio.timeout(CLOSE_SECONDS):
+            async with asyncio.timeout(self._close_seconds):
                 await self._idle.wait()
         except TimeoutError:
             logger.debug("%d telemetry events were not delivered", len(self._queue))

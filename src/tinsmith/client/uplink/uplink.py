@@ -178,15 +178,16 @@ class Uplink:
         if isinstance(self._plan, NewSession) and self._session_id is None:
             self._session_id = await self._create_session(self._plan)
         if self._session_id is not None:
-            self.keep(
-                heartbeat(
-                    self.api, self._session_id, self.config.heartbeat_seconds, self._session_end
-                )
-            )
-            self.keep(self._switches.keep_fresh(self.api))
+            self.keep(heartbeat(self.api, self._session_id, self.config, self._session_end))
+            self.keep(self._switches.keep_fresh(self.api, self.config.timing.refresh_seconds))
             self.keep(self._cancellations.run())
         if self.config.telemetry:
-            self._telemetry = Telemetry(self.api, self._session_id, self._loop)
+            self._telemetry = Telemetry(
+                self.api,
+                self._session_id,
+                self._loop,
+                close_seconds=self.config.timing.telemetry_close_seconds,
+            )
             self.api.on_failure = self._telemetry.note_failure
             self.keep(self._telemetry.run())
         self._is_open = True

@@ -15,7 +15,6 @@ from tinsmith.server.chat.ask import (
     function,
     given,
     joined_parts,
-    read,
     read_stops,
     text_of,
     tool_list,
@@ -24,6 +23,7 @@ from tinsmith.server.chat.forms import Form, schema_form
 from tinsmith.server.chat.pictures import MARK, GivenImage, anthropic_image
 from tinsmith.server.chat.tool_calls import ToolCall
 from tinsmith.types import SamplingParams
+from tinsmith.types.convert import read_field
 
 _KNOWN = {
     "model", "messages", "max_tokens", "system", "temperature", "top_p", "top_k",
@@ -51,12 +51,12 @@ def read_messages(fields: Mapping[str, Any], *, is_counted_only: bool = False) -
     if fields.get("system"):
         messages.insert(0, {"role": "system", "content": text_of(fields["system"], "system")})
     stops = read_stops(fields.get("stop_sequences"), "stop_sequences")
-    max_tokens = read("max_tokens", int | None, fields.get("max_tokens"))
+    max_tokens = read_field("max_tokens", int | None, fields.get("max_tokens"))
     if max_tokens is None and not is_counted_only:
         raise ValidationError("is required", "max_tokens")
-    config = read("output_config", dict[str, Any] | None, fields.get("output_config")) or {}
+    config = read_field("output_config", dict[str, Any] | None, fields.get("output_config")) or {}
     return Ask(
-        model=read("model", str, fields.get("model")),
+        model=read_field("model", str, fields.get("model")),
         is_chat=True,
         messages=tuple(messages),
         is_begun=is_begun,
@@ -170,7 +170,7 @@ def _add_block(
     elif kind == "thinking" and role == "assistant":
         message["reasoning_content"] = str(part.get("thinking", ""))
     elif kind == "tool_use" and role == "assistant" and isinstance(part.get("name"), str):
-        arguments = read(f"{path}.input", dict[str, Any] | None, part.get("input")) or {}
+        arguments = read_field(f"{path}.input", dict[str, Any] | None, part.get("input")) or {}
         called = {"name": part["name"], "arguments": arguments}
         call = {"id": str(part.get("id", "")), "type": "function", "function": called}
         message.setdefault("tool_calls", []).append(call)
@@ -180,8 +180,8 @@ def _add_block(
 
 def _check_edits(value: Any) -> None:
     """Nothing is cleared from a conversation here; Claude Code asks for all of it to be kept."""
-    said = read("context_management", dict[str, Any] | None, value) or {}
-    edits = read("context_management.edits", list[Any] | None, said.get("edits")) or []
+    said = read_field("context_management", dict[str, Any] | None, value) or {}
+    edits = read_field("context_management.edits", list[Any] | None, said.get("edits")) or []
     for index, edit in enumerate(edits):
         kind = str(edit.get("type")) if isinstance(edit, Mapping) else ""
         if not kind.startswith("clear_thinking_") or edit.get("keep") != "all":
@@ -243,5 +243,5 @@ def _effort(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in config.keys() - {"effort", "format"}:
         if config[name] is not None:
             raise ValidationError("not supported by this server", f"output_config.{name[:40]}")
-    effort = read("output_config.effort", str | None, config.get("effort"))
+    effort = read_field("output_config.effort", str | None, config.get("effort"))
     return {} if effort is None else {"reasoning_effort": effort}

@@ -12,7 +12,7 @@ from tinsmith.errors import ValidationError
 from tinsmith.server.chat.forms import Form
 from tinsmith.server.chat.pictures import GivenImage
 from tinsmith.types import SamplingParams
-from tinsmith.types.convert import converter
+from tinsmith.types.convert import read_field
 from tinsmith.types.protocol import MAX_STOP_CHARACTERS
 
 MAX_STOPS = 64
@@ -84,13 +84,13 @@ class Ask:
             )
         if self.is_begun and (self.form is not None or self.tool_use.is_forced):
             raise ValidationError(
-                "an answer that is begun can neither have a form nor be made to call a tool",
+                "an answer that continues a message can have no form, nor be made to call a tool",
                 "messages",
             )
 
 
 def read_stops(value: Any, name: str) -> tuple[str, ...]:
-    stop = read(name, str | list[str] | None, value)
+    stop = read_field(name, str | list[str] | None, value)
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS or any(len(text) > MAX_STOP_CHARACTERS for text in stops):
         raise ValidationError(
@@ -103,7 +103,7 @@ def read_stops(value: Any, name: str) -> tuple[str, ...]:
 
 def read_shaping(fields: Mapping[str, Any]) -> Shaping | None:
     """What a request says of the choice of tokens; None where it leaves the model's."""
-    said = read("logit_bias", dict[str, float] | None, fields.get("logit_bias")) or {}
+    said = read_field("logit_bias", dict[str, float] | None, fields.get("logit_bias")) or {}
     if len(said) > MAX_BIASES:
         raise ValidationError(f"at most {MAX_BIASES} tokens, got {len(said)}", "logit_bias")
     shaping = Shaping(
@@ -130,7 +130,7 @@ def function(name: Any, description: Any, parameters: Any, path: str) -> dict[st
         raise ValidationError("expected a text", f"{path}.description")
     if not isinstance(parameters, Mapping | None):
         raise ValidationError("expected a JSON schema", f"{path}.parameters")
-    schema = read(f"{path}.parameters", Any, parameters)
+    schema = read_field(f"{path}.parameters", Any, parameters)
     known = {"name": name, "description": description or "", "parameters": schema or {}}
     return {"type": "function", "function": known}
 
@@ -150,23 +150,18 @@ def check_name(tools: tuple[dict[str, Any], ...], name: str) -> str:
 def check_beginning(message: Mapping[str, Any], path: str) -> None:
     """Of an answer, which the model is to go on with."""
     if message["role"] != "assistant" or "tool_calls" in message:
-        raise ValidationError("only a text of the assistant can be gone on with", path)
+        raise ValidationError("only a text of the assistant can be continued", path)
     if "reasoning_content" in message:
         raise ValidationError("an answer cannot begin with thoughts", path)
     if not message["content"] or message["content"] != message["content"].rstrip():
-        raise ValidationError("an answer begins with a text that does not end in a blank", path)
+        raise ValidationError(
+            "a text to be continued must be there, and not end in white space", path
+        )
 
 
 def given(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     value = fields.get(name)
-    return default if value is None else read(name, kind, value)
-
-
-def read(name: str, annotation: Any, value: Any) -> Any:
-    try:
-        return converter(annotation)(value)
-    except ValidationError as error:
-        raise error.under(name) from None
+    return default if value is None else read_field(name, kind, value)
 
 
 def text_of(content: Any, path: str) -> str:

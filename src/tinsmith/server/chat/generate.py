@@ -1,6 +1,6 @@
 """Tokens in, tokens out, as vLLM's `generate` has it: messages for reinforcement learning.
 
-A trainer renders prompts itself and trains on the tokens that were sampled, so no text is made.
+A training program renders prompts itself and trains on sampled tokens, so no text is made.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinsmith.errors import ValidationError
-from tinsmith.server.chat.ask import MAX_STOPS, SHAPING, Ask, given, read, read_shaping, read_stops
+from tinsmith.server.chat.ask import MAX_STOPS, SHAPING, Ask, given, read_shaping, read_stops
 from tinsmith.server.chat.openai import MAX_TOP_LOGPROBS, check_choices, check_known
 from tinsmith.types import SampledSequence, SamplingParams
+from tinsmith.types.convert import read_field
 
 _KNOWN = {"model", "token_ids", "sampling_params", "return_token_ids", "request_id", "cache_salt"}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"stream": (False,), "priority": (0,)}
@@ -30,10 +31,10 @@ _NEUTRAL_PARAMS: dict[str, tuple[Any, ...]] = {
 
 def read_generate(fields: Mapping[str, Any]) -> Ask:
     check_known(fields, _KNOWN, _NEUTRAL)
-    tokens = read("token_ids", list[int], fields.get("token_ids"))
-    params = read("sampling_params", dict[str, Any], fields.get("sampling_params"))
+    tokens = read_field("token_ids", list[int], fields.get("token_ids"))
+    params = read_field("sampling_params", dict[str, Any], fields.get("sampling_params"))
     try:
-        return _ask(read("model", str, fields.get("model")), tokens, params)
+        return _ask(read_field("model", str, fields.get("model")), tokens, params)
     except ValidationError as error:
         raise error.under("sampling_params") from None
 
@@ -65,11 +66,11 @@ def generated(
 def _ask(model: str, tokens: list[int], params: Mapping[str, Any]) -> Ask:
     check_known(params, _PARAMS, _NEUTRAL_PARAMS)
     n = check_choices(given(params, "n", int, 1))
-    count = read("logprobs", int | None, params.get("logprobs"))
+    count = read_field("logprobs", int | None, params.get("logprobs"))
     if not 0 <= (count or 0) <= MAX_TOP_LOGPROBS:
         raise ValidationError(f"must be between 0 and {MAX_TOP_LOGPROBS}", "logprobs")
     stops = read_stops(params.get("stop"), "stop")
-    stop_tokens = read("stop_token_ids", list[int] | None, params.get("stop_token_ids")) or []
+    stop_tokens = read_field("stop_token_ids", list[int] | None, params.get("stop_token_ids")) or []
     if stops and stop_tokens:
         raise ValidationError("texts and tokens cannot both stop a sequence", "stop_token_ids")
     if len(stop_tokens) > MAX_STOPS:
@@ -80,8 +81,8 @@ def _ask(model: str, tokens: list[int], params: Mapping[str, Any]) -> Ask:
         is_chat=False,
         prompts=(tokens,),
         params=SamplingParams(
-            max_tokens=read("max_tokens", int | None, params.get("max_tokens")),
-            seed=read("seed", int | None, params.get("seed")),
+            max_tokens=read_field("max_tokens", int | None, params.get("max_tokens")),
+            seed=read_field("seed", int | None, params.get("seed")),
             stop=list(stops) or stop_tokens or None,
             temperature=given(params, "temperature", float, 1.0),
             top_p=given(params, "top_p", float, 1.0),

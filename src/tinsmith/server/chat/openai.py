@@ -20,7 +20,6 @@ from tinsmith.server.chat.ask import (
     function,
     given,
     joined_parts,
-    read,
     read_shaping,
     read_stops,
     text_of,
@@ -33,6 +32,7 @@ from tinsmith.server.chat.pictures import MARK, GivenImage, openai_image
 from tinsmith.server.chat.tool_calls import ToolCall
 from tinsmith.text_model import TextModel
 from tinsmith.types import SampledSequence, SamplingParams
+from tinsmith.types.convert import read_field
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_CHOICES = 128
@@ -72,11 +72,11 @@ def read_completion(fields: Mapping[str, Any]) -> Ask:
     elif isinstance(prompt, list) and prompt and all(isinstance(p, int) for p in prompt):
         prompts = (prompt,)
     elif isinstance(prompt, list) and prompt:
-        prompts = tuple(read("prompt", str | list[int], p) for p in prompt)
+        prompts = tuple(read_field("prompt", str | list[int], p) for p in prompt)
     else:
         raise ValidationError("expected a text, tokens, or a list of either", "prompt")
-    count = read("logprobs", int | None, fields.get("logprobs"))
-    max_tokens = read("max_tokens", int | None, fields.get("max_tokens"))
+    count = read_field("logprobs", int | None, fields.get("logprobs"))
+    max_tokens = read_field("max_tokens", int | None, fields.get("max_tokens"))
     echo = given(fields, "echo", bool, False)
     if echo and fields.get("stream"):
         raise ValidationError("cannot be streamed; leave out stream", "echo")
@@ -96,11 +96,11 @@ def read_chat(fields: Mapping[str, Any]) -> Ask:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ValidationError("expected a list of messages", "messages")
-    most = read("max_completion_tokens", int | None, fields.get("max_completion_tokens"))
-    max_tokens = read("max_tokens", int | None, fields.get("max_tokens"))
-    verbosity = read("verbosity", str | None, fields.get("verbosity"))
-    with_logprobs = bool(read("logprobs", bool | None, fields.get("logprobs")))
-    top = read("top_logprobs", int | None, fields.get("top_logprobs")) or 0
+    most = read_field("max_completion_tokens", int | None, fields.get("max_completion_tokens"))
+    max_tokens = read_field("max_tokens", int | None, fields.get("max_tokens"))
+    verbosity = read_field("verbosity", str | None, fields.get("verbosity"))
+    with_logprobs = bool(read_field("logprobs", bool | None, fields.get("logprobs")))
+    top = read_field("top_logprobs", int | None, fields.get("top_logprobs")) or 0
     if top and not with_logprobs:
         raise ValidationError("needs logprobs to be true", "top_logprobs")
     tools = tuple(
@@ -150,9 +150,9 @@ def _ask(
         )
     if not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
         raise ValidationError(f"must be between 0 and {MAX_TOP_LOGPROBS}", "top_logprobs")
-    options = read("stream_options", dict[str, Any] | None, fields.get("stream_options")) or {}
+    options = given(fields, "stream_options", dict[str, Any], {})
     return Ask(
-        model=read("model", str, fields.get("model")),
+        model=read_field("model", str, fields.get("model")),
         is_chat=is_chat,
         prompts=prompts,
         messages=messages,
@@ -160,7 +160,7 @@ def _ask(
         images=tuple(images),
         params=SamplingParams(
             max_tokens=max_tokens,
-            seed=read("seed", int | None, fields.get("seed")),
+            seed=read_field("seed", int | None, fields.get("seed")),
             stop=list(stops) or None,
             temperature=given(fields, "temperature", float, 1.0),
             top_p=given(fields, "top_p", float, 1.0),
@@ -183,7 +183,7 @@ def _ask(
 
 
 def _is_begun(fields: Mapping[str, Any], messages: Sequence[dict[str, Any]]) -> bool:
-    """Whether the last message is to be gone on with, as vLLM's clients say it."""
+    """Whether the last message is to be continued, as vLLM's clients say it."""
     is_begun: bool = given(fields, "continue_final_message", bool, False)
     if given(fields, "add_generation_prompt", bool, not is_begun) == is_begun:
         raise ValidationError(
@@ -232,10 +232,10 @@ def _tool(tool: Any, path: str) -> dict[str, Any]:
 
 
 def _template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    options = read(
+    options = read_field(
         "chat_template_kwargs", dict[str, Any] | None, fields.get("chat_template_kwargs")
     )
-    effort = read("reasoning_effort", str | None, fields.get("reasoning_effort"))
+    effort = read_field("reasoning_effort", str | None, fields.get("reasoning_effort"))
     return {**(options or {}), **({} if effort is None else {"reasoning_effort": effort})}
 
 
@@ -429,7 +429,7 @@ def _message(value: Any, index: int, images: list[GivenImage]) -> dict[str, Any]
             called(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)
         ]
     for name in ("tool_call_id", "reasoning_content"):
-        if (told := read(f"{path}.{name}", str | None, value.get(name))) is not None:
+        if (told := read_field(f"{path}.{name}", str | None, value.get(name))) is not None:
             message[name] = told
     return message
 
@@ -457,7 +457,7 @@ def called(call: Any, path: str) -> dict[str, Any]:
         arguments = orjson.loads(made.get("arguments") or "{}")
     except (orjson.JSONDecodeError, TypeError):
         raise ValidationError("expected an object as JSON", f"{path}.function.arguments") from None
-    arguments = read(f"{path}.function.arguments", Any, arguments)
+    arguments = read_field(f"{path}.function.arguments", Any, arguments)
     called = {"name": made["name"], "arguments": arguments}
     return {"id": str(call.get("id", "")), "type": "function", "function": called}
 

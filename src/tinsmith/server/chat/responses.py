@@ -17,7 +17,6 @@ from tinsmith.server.chat.ask import (
     Ask,
     function,
     given,
-    read,
     read_shaping,
     tool_list,
 )
@@ -25,6 +24,7 @@ from tinsmith.server.chat.forms import Form, schema_form
 from tinsmith.server.chat.openai import called, check_known, tool_use
 from tinsmith.server.chat.tool_calls import ToolCall
 from tinsmith.types import SamplingParams
+from tinsmith.types.convert import read_field
 
 _KNOWN = SHAPING | {
     "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "top_k", "seed",
@@ -57,9 +57,9 @@ def read_response(fields: Mapping[str, Any]) -> Ask:
         raise ValidationError("this server keeps no responses; send false", "store")
     check_known(fields, _KNOWN, _NEUTRAL)
     for name in _REPEATED:
-        read(name, Any, fields.get(name))
+        read_field(name, Any, fields.get(name))
     messages = _messages(fields.get("input"))
-    if (told := read("instructions", str | None, fields.get("instructions"))) is not None:
+    if (told := read_field("instructions", str | None, fields.get("instructions"))) is not None:
         messages.insert(0, {"role": "system", "content": told})
     tools = tuple(
         _tool(tool, f"tools[{index}]")
@@ -67,12 +67,12 @@ def read_response(fields: Mapping[str, Any]) -> Ask:
     )
     text = _parts(fields, "text", {"format", "verbosity"})
     return Ask(
-        model=read("model", str, fields.get("model")),
+        model=read_field("model", str, fields.get("model")),
         is_chat=True,
         messages=tuple(messages),
         params=SamplingParams(
-            max_tokens=read("max_output_tokens", int | None, fields.get("max_output_tokens")),
-            seed=read("seed", int | None, fields.get("seed")),
+            max_tokens=read_field("max_output_tokens", int | None, fields.get("max_output_tokens")),
+            seed=read_field("seed", int | None, fields.get("seed")),
             temperature=given(fields, "temperature", float, 1.0),
             top_p=given(fields, "top_p", float, 1.0),
             top_k=given(fields, "top_k", int, -1),
@@ -218,7 +218,7 @@ def _add_item(messages: list[dict[str, Any]], item: Any, path: str) -> None:
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = _text(item.get("output"), f"{path}.output")
-        call_id = read(f"{path}.call_id", str, item.get("call_id"))
+        call_id = read_field(f"{path}.call_id", str, item.get("call_id"))
         messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
     elif kind == "item_reference":
         raise ValidationError(_NOTHING_KEPT, path)
@@ -257,7 +257,7 @@ def _form(value: Any) -> Form | None:
 
 def _effort(fields: Mapping[str, Any]) -> dict[str, Any]:
     reasoning = _parts(fields, "reasoning", {"effort"}, {"summary": ("auto",)})
-    effort = read("reasoning.effort", str | None, reasoning.get("effort"))
+    effort = read_field("reasoning.effort", str | None, reasoning.get("effort"))
     return {} if effort is None else {"reasoning_effort": effort}
 
 
@@ -268,7 +268,7 @@ def _parts(
     neutral: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> dict[str, Any]:
     """An object among the fields; unknown parts of it are refused."""
-    parts: dict[str, Any] = read(name, dict[str, Any] | None, fields.get(name)) or {}
+    parts: dict[str, Any] = read_field(name, dict[str, Any] | None, fields.get(name)) or {}
     try:
         check_known(parts, known, neutral or {})
     except ValidationError as error:

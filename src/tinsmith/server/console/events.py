@@ -20,6 +20,7 @@ import orjson
 
 from tinsmith.server.store.records import CheckpointRecord, ModelRecord, StepRecord
 from tinsmith.server.store.store import Store
+from tinsmith.server.tuning import TUNING, Tuning
 from tinsmith.types.observing import RunOperation
 from tinsmith.wire import json
 
@@ -28,12 +29,6 @@ GATHER_SECONDS = 0.2
 
 ALIVE_SECONDS = 1.0
 """How often a stream with nothing to tell is awake, to see whether its reader still may listen."""
-
-MAX_REPEATED = 2000
-"""A reader who has missed more is told to read the curves again instead."""
-
-MAX_PENDING_BYTES = 2**20
-"""A reader who lets more than this wait is let go."""
 
 _ALIVE = b": alive\n\n"
 _ROUNDS_PER_ALIVE = 15
@@ -44,6 +39,8 @@ class Reader:
     """Whoever reads the stream, and what waits for them."""
 
     run: str | None
+    max_bytes: int = TUNING.pending_bytes
+    """A reader who lets more than this wait is let go."""
     pending: list[tuple[int | None, bytes]] = field(default_factory=list)
     num_bytes: int = 0
     noted: set[bytes] = field(default_factory=set)
@@ -52,14 +49,15 @@ class Reader:
 
     def give(self, run: str | None, number: int | None, message: bytes) -> None:
         """Nothing once too much waits."""
-        if self.run in (None, run) and self.num_bytes <= MAX_PENDING_BYTES:
+        if self.run in (None, run) and self.num_bytes <= self.max_bytes:
             self.pending.append((number, message))
             self.num_bytes += len(message)
             self.wake.set()
 
 
 class Events:
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, tuning: Tuning = TUNING) -> None:
+        self._tuning = tuning
         self._store = store
         self._readers: dict[str, set[Reader]] = {}
         """By owner; only owners who look."""
@@ -116,7 +114,7 @@ class Events:
         """Events of an owner's runs, or of one of them, from now on or after an entry, for so many
         seconds. Yields at least every second, nothing where there is nothing to tell."""
         end = time.monotonic() + seconds
-        reader = Reader(run)
+        reader = Reader(run, self._tuning.pending_bytes)
         self._readers.setdefault(owner, set()).add(reader)
         try:
             yield b"retry: 1000\n\n"
@@ -126,7 +124,7 @@ class Events:
                 last, missed = await self._missed(owner, run, after)
                 yield missed
             rounds = 0
-            while reader.num_bytes <= MAX_PENDING_BYTES and not self._is_closed:
+            while reader.num_bytes <= reader.max_bytes and not self._is_closed:
                 left = end - time.monotonic()
                 if left <= 0:
                     break
@@ -146,8 +144,9 @@ class Events:
     async def _missed(self, owner: str, run: str | None, after: int) -> tuple[int, bytes]:
         """What was recorded after an entry, and the number of the last one."""
         newest = await self._store.steps.last_entry()
-        steps = await self._store.steps.since(after, owner, run, MAX_REPEATED + 1)
-        if steps is not None and len(steps) <= MAX_REPEATED and after <= newest:
+        most = self._tuning.repeated_steps
+        steps = await self._store.steps.since(after, owner, run, most + 1)
+        if steps is not None and len(steps) <= most and after <= newest:
             last = steps[-1].entry_id if steps else after
             return last, b"".join(_message(step.entry_id, step) for step in steps)
         # Too much has happened since; or an older copy of the store was brought back, and what

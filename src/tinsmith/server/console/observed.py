@@ -37,7 +37,7 @@ def observed(item: Pass, output: ForwardBackwardOutput) -> dict[str, float]:
 
 
 def _of_policy(item: Pass, output: ForwardBackwardOutput) -> dict[str, float]:
-    """Advantages, and how far trainer and sampler are apart, over the tokens that were sampled."""
+    """Advantages, and how far the policy has moved, over the tokens that were sampled."""
     advantages, sampled = (
         np.concatenate([datum.loss_fn_inputs[name].to_numpy().ravel() for datum in item.data])
         for name in ("advantages", "logprobs")

@@ -20,6 +20,7 @@ from collections.abc import (
     Mapping,
 )
 from contextlib import aclosing, contextmanager
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -321,6 +322,11 @@ async def guarded(
         _give_memory_back(service, request)
     service.metrics.count("refusals", status=str(status))
     return answer(errors(status, detail), status, with_pause(request.headers, headers))
+
+
+def moment(seconds: float) -> datetime:
+    """Since 1970, as answers have it."""
+    return datetime.fromtimestamp(seconds, UTC)
 
 
 def query_int(request: Request, name: str, default: int, *, least: int = 0, most: int) -> int:

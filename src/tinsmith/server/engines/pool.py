@@ -17,6 +17,7 @@ from tinsmith.server.engines.plan import SlotPlan
 from tinsmith.server.engines.slot import EngineFactory, Slot
 from tinsmith.server.operations.live_model import LiveModel
 from tinsmith.server.sampling.loaded import LoadedSamplers
+from tinsmith.server.tuning import TUNING
 from tinsmith.types import EncodedTextChunk, ModelInput
 
 _ACTIVE_SECONDS = 60.0
@@ -33,8 +34,11 @@ class EnginePool:
         factory: EngineFactory,
         clean_up: Callable[[], Awaitable[None]],
         new_samplers: Callable[[], LoadedSamplers],
+        health_seconds: float = TUNING.health_seconds,
     ) -> None:
-        self.slots = tuple(Slot(plan, factory, clean_up, new_samplers()) for plan in plans)
+        self.slots = tuple(
+            Slot(plan, factory, clean_up, new_samplers(), health_seconds) for plan in plans
+        )
         self.training = tuple(slot for slot in self.slots if slot.plan.trains)
         self.sampling = tuple(slot for slot in self.slots if slot.plan.samples)
         self.capabilities: Capabilities | None = None

@@ -25,8 +25,9 @@ class Slot(EngineSupervisor):
         factory: EngineFactory,
         clean_up: Callable[[], Awaitable[None]],
         samplers: LoadedSamplers,
+        health_seconds: float,
     ) -> None:
-        super().__init__(partial(factory, plan), clean_up)
+        super().__init__(partial(factory, plan), clean_up, health_seconds)
         self.plan = plan
         self.samplers = samplers
         """The frozen weights that its engine holds."""

@@ -13,15 +13,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from tinsmith.engine.base import Capabilities, Engine, Health
 from tinsmith.errors import EngineDiedError, EngineError
+from tinsmith.server.tuning import TUNING
 
 logger = logging.getLogger(__name__)
 
 
 async def _nothing() -> None: ...
 
-
-HEALTH_SECONDS = 1.0
-"""How often an engine that nobody talks to is asked whether it lives."""
 
 _LONGEST_PAUSE_SECONDS = 30.0
 """Most time between two attempts to start an engine that does not start."""
@@ -38,8 +36,10 @@ class EngineSupervisor:
         self,
         factory: Callable[[], Awaitable[Engine]],
         clean_up: Callable[[], Awaitable[None]] = _nothing,
+        health_seconds: float = TUNING.health_seconds,
     ) -> None:
         """`clean_up` is called before each start, when the last engine is gone."""
+        self._health_seconds = health_seconds
         self._factory = factory
         self._clean_up = clean_up
         self._closing: asyncio.Task[None] | None = None
@@ -191,7 +191,7 @@ class EngineSupervisor:
         generation = self.generation
         while not self._is_needed.is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEALTH_SECONDS):
+                async with asyncio.timeout(self._health_seconds):
                     await self._is_needed.wait()
             if self._is_needed.is_set():
                 return

@@ -23,6 +23,7 @@ from typing import Generic, TypeVar
 
 from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.shares import Shares
+from tinsmith.server.tuning import TUNING
 
 SAVING_AT_ONCE = 2
 """Snapshots under way at a time: the disk is also what every request waits for."""
@@ -34,17 +35,9 @@ engine busy, and all that another owner's has to wait for."""
 BATCHES_AT_ONCE = 4
 """Batches of passes under way at a time, of different owners."""
 
-SHORT_BATCH_SECONDS = 0.05
-"""A batch that is expected to take less, and has not taken more, is waited for: those who come
-meanwhile gather, and the next batch is the more efficient."""
-
 PASSES_AT_ONCE = 1024
 """Passes in one batch: far more would be no more efficient, and to choose them takes a moment of
 everybody's."""
-
-BYTES_AT_ONCE = 64 * 1024 * 1024
-"""Of the requests in one batch, which are all in memory while it runs. A few tokens may come with
-very many bytes; a larger request runs alone."""
 
 STEPS_AT_ONCE = 32
 """Steps in one call; the answers come together."""
@@ -139,6 +132,7 @@ def choose(
     max_tokens: int,
     max_seconds: float,
     max_attempts: int,
+    max_bytes: int = TUNING.batch_bytes,
 ) -> Choice[M]:
     """`max_tokens` and the `max_seconds` that it is expected to take bound a batch of passes; at
     `max_attempts` deaths an operation is given up."""
@@ -171,7 +165,7 @@ def choose(
     return Choice(
         moves,
         [] if under_way.has_steps else choose_steps(steps, shares),
-        choose_passes(passes, shares, max_tokens, max_seconds) if may_pass else [],
+        choose_passes(passes, shares, max_tokens, max_seconds, max_bytes) if may_pass else [],
     )
 
 
@@ -203,7 +197,11 @@ def choose_steps(ready: Sequence[Candidate[M]], shares: Shares) -> list[Candidat
 
 
 def choose_passes(
-    ready: Sequence[Candidate[M]], shares: Shares, max_tokens: int, max_seconds: float
+    ready: Sequence[Candidate[M]],
+    shares: Shares,
+    max_tokens: int,
+    max_seconds: float,
+    max_bytes: int = TUNING.batch_bytes,
 ) -> list[Candidate[M]]:
     """Passes for one batch, in fair turns, in order within each model.
 
@@ -213,7 +211,7 @@ def choose_passes(
     turns = _Turns(ready, shares)
     chosen: list[Candidate[M]] = []
     num_taken: Counter[str] = Counter()
-    tokens_left, bytes_left, seconds_left = max_tokens, BYTES_AT_ONCE, 0.0
+    tokens_left, bytes_left, seconds_left = max_tokens, max_bytes, 0.0
     is_batch_costly = False
     while len(chosen) < PASSES_AT_ONCE and (candidate := turns.take()) is not None:
         position = num_taken[candidate.model_id]

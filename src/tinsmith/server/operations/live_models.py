@@ -16,15 +16,13 @@ from tinsmith.server.operations.operation import Operation
 from tinsmith.server.operations.queue import SequenceQueue
 from tinsmith.server.store.records import ModelRecord, OperationRecord
 from tinsmith.server.store.store import Store
+from tinsmith.server.tuning import TUNING
 
 _READ_AT_A_TIME = 128
 """Models that are read together at a start."""
 
 _ROWS_AT_A_TIME = 4096
 """Operations that are read together with them, with requests of a few kilobytes each."""
-
-KEPT_BYTES = 64 * 1024 * 1024
-"""Of all histories; and as much of requests that were read with their models and wait."""
 
 _OWNER_PART = 8
 """One owner's decoded requests take at most this fraction of the memory for all of them."""
@@ -49,7 +47,10 @@ class Backlog:
 
 
 class LiveModels:
-    def __init__(self, store: Store, promises: Promises) -> None:
+    def __init__(
+        self, store: Store, promises: Promises, history_bytes: int = TUNING.history_bytes
+    ) -> None:
+        self._max_bytes = history_bytes
         self._store = store
         self._promises = promises
         self._models: dict[str, LiveModel] = {}
@@ -161,7 +162,7 @@ class LiveModels:
                 if not logs:
                     await self._read_log(left.pop(last))
             for model_id in list(logs if is_cut else left):
-                log = _LogAfterSnapshot()
+                log = _LogAfterSnapshot(self._max_bytes)
                 log.add(logs.pop(model_id, []))
                 await self._make(left.pop(model_id), log)
 
@@ -171,7 +172,7 @@ class LiveModels:
 
     async def _read_log(self, record: ModelRecord) -> LiveModel:
         """A model of its record and its log, whose requests are read when they are used."""
-        log = _LogAfterSnapshot()
+        log = _LogAfterSnapshot(self._max_bytes)
         async for page in self._store.log.pages(record.model_id, record.snapshot_seq_id):
             log.add(page)
         return await self._make(record, log)
@@ -208,14 +209,14 @@ class LiveModels:
 
     def _waiting(self, record: OperationRecord) -> Operation:
         """An operation for its model's queue; its request may have been read with it."""
-        if not self.has_room(record.owner, record.payload_bytes, KEPT_BYTES):
+        if not self.has_room(record.owner, record.payload_bytes, self._max_bytes):
             record = dataclasses.replace(record, payload=None)
         operation = operation_of(record)
         operation.held_bytes = 0 if record.payload is None else record.payload_bytes
         return operation
 
     def _keep(self, model: LiveModel, log: _LogAfterSnapshot) -> None:
-        if log.has_history and self._kept_bytes + log.history_bytes <= KEPT_BYTES:
+        if log.has_history and self._kept_bytes + log.history_bytes <= self._max_bytes:
             self._histories[model] = log.history, log.history_bytes
             self._kept_bytes += log.history_bytes
 
@@ -224,7 +225,8 @@ class _LogAfterSnapshot:
     """What is wanted of a model's log above its snapshot; it is added in order, a part at a time.
     Of operations that have ended and are not replayed only the numbers are kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self.creation: OperationRecord | None = None
         self.pending: list[OperationRecord] = []
         self.ended: list[int] = []
@@ -237,7 +239,7 @@ class _LogAfterSnapshot:
 
     @property
     def has_history(self) -> bool:
-        return self.history_bytes <= KEPT_BYTES
+        return self.history_bytes <= self._max_bytes
 
     def add(self, operations: Sequence[OperationRecord]) -> None:
         for operation in operations:

@@ -1,7 +1,7 @@
 """A pass as it is recorded: the request as it came, and the experts that its tokens go to.
 
-Experts are not a function of the request: what the sampler chose is known for a while only. So they
-are found once, before the pass is recorded, and stay with it; a pass that runs again, after any
+Experts are not a function of the request: those of a sample are known for a while only. So they are
+found once, before the pass is recorded, and stay with it; a pass that runs again, after any
 death, goes to the same ones.
 
     length of the header (u32), header (JSON), the request's body, one array after another

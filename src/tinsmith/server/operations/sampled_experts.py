@@ -42,10 +42,10 @@ def with_experts(
 
 
 def choices_for(datum: Datum, sequences: Mapping[str, KeptSequence]) -> np.ndarray | None:
-    """The experts that the sampler sent a datum's tokens to, by the sequences that it names.
+    """The experts that a datum's tokens went to when they were sampled, by the sequences it names.
 
     A token counts where it stands at the place, and behind the very tokens, that it had in the
-    sampled sequence: elsewhere the sampler has not read it so. None where there is none.
+    sampled sequence: elsewhere it was not read so. None where there is none.
     """
     if not all(isinstance(chunk, EncodedTextChunk) for chunk in datum.model_input.chunks):
         return None

@@ -23,7 +23,6 @@ from tinsmith.server.operations.batches import PassBatch, Single, StepBatch
 from tinsmith.server.operations.chooser import (
     BATCHES_AT_ONCE,
     PASSES_AT_ONCE,
-    SHORT_BATCH_SECONDS,
     Candidate,
     Choice,
     Move,
@@ -44,11 +43,9 @@ from tinsmith.server.operations.shares import Shares
 from tinsmith.server.operations.snapshots import Snapshots
 from tinsmith.server.store.errors import StoreUnavailableError
 from tinsmith.server.store.store import Store
+from tinsmith.server.tuning import TUNING, Tuning
 
 logger = logging.getLogger(__name__)
-
-HOUSEKEEPING_SECONDS = 1.0
-"""How often all models are looked at: time alone ends gaps and makes snapshots due."""
 
 _EARLY_SECONDS = 0.001
 """A timer may ring so much too early."""
@@ -65,6 +62,7 @@ class Scheduler:
         snapshots: Snapshots,
         metrics: Metrics,
         config: ServerConfig,
+        tuning: Tuning = TUNING,
         let_go: Free,
         take_history: TakeHistory,
     ) -> None:
@@ -77,6 +75,7 @@ class Scheduler:
         self._snapshots = snapshots
         self._metrics = metrics
         self._config = config
+        self._tuning = tuning
         self._recovery = Recovery(executor, take_history)
         self._residents = Residents(slot, config, self.wake)
         self._shares = Shares()
@@ -91,7 +90,6 @@ class Scheduler:
         )
         self._gathering = Gathering()
         self._gaps = GapWatch(config.gap_timeout_seconds, time.monotonic)
-        self.housekeeping_seconds = HOUSEKEEPING_SECONDS
         self._wake = asyncio.Event()
         self._awake: dict[LiveModel, None] = {}
         """Models that may have something to do; all others are left out of the search for it."""
@@ -115,13 +113,13 @@ class Scheduler:
         return asyncio.get_running_loop().call_later(seconds, self._wake.set)
 
     async def run(self) -> None:
-        watched_at, timer = 0.0, self._wake_later(self.housekeeping_seconds)
+        watched_at, timer = 0.0, self._wake_later(self._tuning.models_seconds)
         while True:
             await self._wake.wait()
-            if time.monotonic() - watched_at >= self.housekeeping_seconds:
+            if time.monotonic() - watched_at >= self._tuning.models_seconds:
                 watched_at = time.monotonic()
                 timer.cancel()
-                timer = self._wake_later(self.housekeeping_seconds + _EARLY_SECONDS)
+                timer = self._wake_later(self._tuning.models_seconds + _EARLY_SECONDS)
                 for model in self._gaps.over(self._slot.models):
                     self._end_gap(model)
                 self._residents.put_away_excess()
@@ -148,7 +146,7 @@ class Scheduler:
     def _may_pass(self) -> bool:
         """Whether a batch of passes may begin, beside those that are under way."""
         batches = self._pass_batches()
-        return len(batches) < BATCHES_AT_ONCE and not any(map(_is_short, batches))
+        return len(batches) < BATCHES_AT_ONCE and not any(map(self._is_short, batches))
 
     def ahead_of(self, model: LiveModel) -> tuple[int, int]:
         """How many models are served before one that waits for its turn, and the tokens of what
@@ -203,9 +201,8 @@ class Scheduler:
             may_pass = under_way.may_pass and model.owner not in under_way.owners_passing
             return max_tokens if may_pass else 0
 
-        in_batch = {
-            model for batch in self._pass_batches() if _holds_steps(batch) for model in batch.models
-        }
+        holding = filter(self._holds_steps, self._pass_batches())
+        in_batch = {model for batch in holding for model in batch.models}
         choice = choose(
             [self._candidate(model, tokens_of(model), model in in_batch) for model in ready],
             under_way,
@@ -213,6 +210,7 @@ class Scheduler:
             max_tokens=max_tokens,
             max_seconds=self._config.max_gathered_seconds,
             max_attempts=self._config.engine_attempts,
+            max_bytes=self._tuning.batch_bytes,
         )
         self._carry_out(choice)
         self._awake = {model: None for model in ready if self._is_waiting(model)}
@@ -281,7 +279,7 @@ class Scheduler:
         if choice.passes:
             self._start_work(self._pass_batch(choice.passes), is_alone=choice.is_alone)
             # By then it is no short one, and others may begin beside it.
-            self._wake_later(SHORT_BATCH_SECONDS)
+            self._wake_later(self._tuning.short_batch_seconds)
 
     def _work_of(self, model: LiveModel, move: Move) -> Work | None:
         if move is Move.FAIL:
@@ -362,10 +360,10 @@ class Scheduler:
         for batch in own:
             if batch.first_done_at is None:
                 batch.first_done_at = time.monotonic()
-                self._wake_later(SHORT_BATCH_SECONDS)
+                self._wake_later(self._tuning.short_batch_seconds)
         head = model.queue.head()
         is_step = head is not None and head.is_step
-        if not (is_step and any(map(_holds_steps, own))):
+        if not (is_step and any(map(self._holds_steps, own))):
             self._wake.set()
 
     def _end_gap(self, model: LiveModel) -> None:
@@ -393,15 +391,13 @@ class Scheduler:
                 await asyncio.sleep(STORE_PAUSE_SECONDS)
         self._free(model)
 
+    def _is_short(self, batch: PassBatch) -> bool:
+        """Whether a batch is expected to end soon, so that others wait for it and gather."""
+        has_run = time.monotonic() - batch.began_at
+        return max(has_run, batch.expected_seconds) < self._tuning.short_batch_seconds
 
-def _is_short(batch: PassBatch) -> bool:
-    """Whether a batch is expected to end soon, so that others wait for it and gather."""
-    has_run = time.monotonic() - batch.began_at
-    return max(has_run, batch.expected_seconds) < SHORT_BATCH_SECONDS
-
-
-def _holds_steps(batch: PassBatch) -> bool:
-    """Whether the steps of those whose passes are done wait for the others of the batch: for a
-    moment, since one owner's long pass is not another's to wait for."""
-    done_at = batch.first_done_at
-    return done_at is None or time.monotonic() - done_at < SHORT_BATCH_SECONDS
+    def _holds_steps(self, batch: PassBatch) -> bool:
+        """Whether the steps of those whose passes are done wait for the others of the batch: for a
+        moment, since one owner's long pass is not another's to wait for."""
+        done_at = batch.first_done_at
+        return done_at is None or time.monotonic() - done_at < self._tuning.short_batch_seconds

@@ -6,9 +6,6 @@ from collections.abc import AsyncIterator
 
 from starlette.types import Message, Receive
 
-MAX_KEPT_BYTES = 16 * 1024 * 1024
-"""Largest body that is kept to be sent again."""
-
 
 class ClientGoneError(Exception):
     """The client that sent the request has gone away."""
@@ -17,8 +14,10 @@ class ClientGoneError(Exception):
 class Memory:
     """How much all bodies together may keep."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, max_body_bytes: int) -> None:
         self.free_bytes = max_bytes
+        self.max_body_bytes = max_body_bytes
+        """Largest body that is kept to be sent again."""
 
 
 class Body:
@@ -84,7 +83,8 @@ class Body:
     def _keep(self, piece: bytes) -> None:
         if not self.is_repeatable:
             return
-        if self._kept_bytes + len(piece) > MAX_KEPT_BYTES or self._memory.free_bytes < len(piece):
+        memory, num_bytes = self._memory, self._kept_bytes + len(piece)
+        if num_bytes > memory.max_body_bytes or memory.free_bytes < len(piece):
             self.forget()
             self._position = 0
             self.is_repeatable = False

@@ -19,12 +19,6 @@ from tinsmith.server.store.leases import Leases
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.25
-"""How often a server asks who holds the lease, and for it when nobody does."""
-
-REST_SECONDS = 5.0
-"""How long a server that could not take over leaves the lease to others."""
-
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -46,8 +40,22 @@ class View:
 
 
 class Lease:
-    def __init__(self, leases: Leases, seconds: float, on_change: Callable[[], None]) -> None:
-        """`on_change` is called in the event loop whenever `view` is another."""
+    def __init__(
+        self,
+        leases: Leases,
+        seconds: float,
+        on_change: Callable[[], None],
+        *,
+        look_seconds: float = 0.25,
+        rest_seconds: float = 5.0,
+    ) -> None:
+        """`on_change` is called in the event loop whenever `view` is another.
+
+        Who holds the lease is asked, and the lease asked for when nobody does, every
+        `look_seconds`. A server that could not take over leaves it to others for `rest_seconds`.
+        """
+        self._look_seconds = look_seconds
+        self._rest_seconds = rest_seconds
         self._leases = leases
         self._seconds = seconds
         self._on_change = on_change
@@ -124,7 +132,7 @@ class Lease:
         return not view.is_lost
 
     def _pause(self) -> float:
-        return LOOK_SECONDS if self.view.epoch is None else self._seconds / 4
+        return self._look_seconds if self.view.epoch is None else self._seconds / 4
 
     def _look(self, before: View) -> View:
         began = time.monotonic()
@@ -157,7 +165,7 @@ class Lease:
         if self._wants_release:
             self._leases.release(epoch)  # asked again where the database is away
             self._wants_release = False
-            self._rests_until = time.monotonic() + REST_SECONDS
+            self._rests_until = time.monotonic() + self._rest_seconds
             return View()
         if not self._leases.renew(epoch):
             return View(is_lost=True)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -37,18 +38,28 @@ from tinsmith.wire import endpoints
 
 logger = logging.getLogger(__name__)
 
-_KEPT_BYTES = 256 * 1024 * 1024
-"""Memory for bodies of requests that wait for their answer; larger ones are not sent again."""
-
-AGAIN_SECONDS = 0.1
-"""How often a server looks, for all requests that wait together, whether somebody answers them."""
-
 _HELD_SECONDS = 1.0
-MOST_NAMES = 10_000
-"""Credentials whose owners are known, those used last."""
 
 Lead = Callable[[int], Awaitable[tuple[Service, Starlette]]]
 """Starts the service under an epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaConfig:
+    patience_seconds: float
+    """How long a request waits for a holder of the lease, at most."""
+
+    again_seconds: float = 0.1
+    """How often a server looks, for all requests that wait together, whether somebody answers."""
+
+    max_known: int = 10_000
+    """Credentials whose owners are known, those used last."""
+
+    kept_bytes: int = 256 * 1024 * 1024
+    """Memory for bodies of requests that wait for their answer..."""
+
+    max_body_bytes: int = 16 * 1024 * 1024
+    """...of which a larger one is not sent again."""
 
 
 class Replica:
@@ -57,18 +68,17 @@ class Replica:
         lease: Callable[[Callable[[], None]], Lease],
         lead: Lead,
         metrics: Metrics,
-        patience_seconds: float,
+        config: ReplicaConfig,
         on_lost: Callable[[], None],
     ) -> None:
-        """`lease` is given what to call when it changes. A request waits for a holder for at most
-        `patience_seconds`."""
+        """`lease` is given what to call when it changes."""
         self._lease = lease(self._changed)
         self._lead = lead
         self._metrics = metrics
-        self._patience_seconds = patience_seconds
+        self._config = config
         self._on_lost = on_lost
         self.forwarding = Forwarding()
-        self.memory = Memory(_KEPT_BYTES)
+        self.memory = Memory(config.kept_bytes, config.max_body_bytes)
         self._known: dict[str, str] = {}
         """The owners of credentials that the holder accepted, by their hashes."""
         self._change = asyncio.Event()
@@ -266,7 +276,7 @@ class Replica:
                     break
                 if loop.time() - sent_at > _HELD_SECONDS:
                     deadline = None  # the request was accepted there, and held open
-            deadline = deadline or loop.time() + self._patience_seconds
+            deadline = deadline or loop.time() + self._config.patience_seconds
             if loop.time() >= deadline:
                 break
             self._look_for_somebody()
@@ -283,7 +293,7 @@ class Replica:
     async def _look(self) -> None:
         """Wake those who wait when there is somebody to answer them: this server, or the holder."""
         while not self._is_draining:
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(self._config.again_seconds)
             other = self._lease.view.other
             if self._app is not None and self._leads:
                 break
@@ -320,7 +330,7 @@ class Replica:
         self._known.pop(hash_key(credential), None)
         if answered.owner is not None:
             self._known[hash_key(credential)] = answered.owner
-            if len(self._known) > MOST_NAMES:
+            if len(self._known) > self._config.max_known:
                 del self._known[next(iter(self._known))]
 
 

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from tinsmith.errors import ValidationError
 from tinsmith.server.edge.auth import Caller
-from tinsmith.server.edge.http import Refusal
+from tinsmith.server.edge.http import Refusal, moment
 from tinsmith.server.edge.lists import check_listed_bytes, listed
 from tinsmith.server.edge.routing import bare_route
 from tinsmith.server.service import Service
@@ -150,7 +150,7 @@ async def current_storage(
 
 def _entry(entry: AuditRecord) -> AuditLogEntry:
     return AuditLogEntry(
-        timestamp=datetime.fromtimestamp(entry.at, UTC),
+        timestamp=moment(entry.at),
         event=entry.event,
         event_details=entry.details,
         model_id=entry.model_id,
@@ -159,7 +159,7 @@ def _entry(entry: AuditRecord) -> AuditLogEntry:
 
 
 def _usage_event(caller: Caller, usage: UsageRecord) -> BillingUsageEvent:
-    start = datetime.fromtimestamp(usage.hour * 3600, UTC)
+    start = moment(usage.hour * 3600)
     if usage.kind == "training":
         info: dict[str, Any] = {"type": "training", "token_count": usage.count}
     elif usage.kind == "sampling_sample":

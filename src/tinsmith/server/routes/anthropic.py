@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from tinsmith.engine.base import TokensSampled
 from tinsmith.server.chat.answering import Answer, Answering, find_model, prepare, render
@@ -19,18 +20,13 @@ from tinsmith.server.chat.anthropic import (
     read_messages,
     stop_reason,
 )
+from tinsmith.server.chat.replies import REVOKED, named_event, reply_streamed, reply_whole
 from tinsmith.server.chat.tool_calls import ToolCall
 from tinsmith.server.edge.auth import Caller
-from tinsmith.server.edge.http import (
-    Refusal,
-    check_still_known,
-    while_connected,
-    while_known,
-)
+from tinsmith.server.edge.http import Refusal
 from tinsmith.server.edge.routing import route
 from tinsmith.server.service import Service
-from tinsmith.types import SampledSequence
-from tinsmith.types.protocol import EVENT_STREAM, JSON
+from tinsmith.types import SampledSequence, SampleResponse
 from tinsmith.wire import endpoints, json
 
 
@@ -40,13 +36,9 @@ async def messages(
     ask = await service.texts.run(caller.owner, read_messages, message)
     answering = await prepare(service, caller, ask)
     if answering.ask.stream:
-        goodbye = _event(error_body(401, "the API key was revoked"))
-        stream = while_known(service, request, _streamed(answering), goodbye)
-        return StreamingResponse(stream, media_type=EVENT_STREAM)
-    (response,) = await while_connected(request, answering.complete())
-    await check_still_known(service, request)
-    whole = await service.texts.run(caller.owner, _whole, answering, response.sequences[0])
-    return Response(whole, media_type=JSON)
+        goodbye = named_event(error_body(401, REVOKED))
+        return reply_streamed(service, request, _streamed(answering), goodbye)
+    return await reply_whole(service, caller, request, answering, partial(_whole, answering))
 
 
 async def count_tokens(
@@ -58,7 +50,8 @@ async def count_tokens(
     return {"input_tokens": prompt.length}
 
 
-def _whole(answering: Answering, sequence: SampledSequence) -> bytes:
+def _whole(answering: Answering, responses: list[SampleResponse]) -> bytes:
+    (sequence,) = responses[0].sequences
     answer = answering.new_answer()
     content = blocks(answer.whole(sequence))
     reason = _reason(answer, sequence)
@@ -72,21 +65,21 @@ async def _streamed(answering: Answering) -> AsyncGenerator[bytes, None]:
     answer = answering.new_answer()
     writing = _Blocks()
     start = message_body(answering.ask, [], None, answering.num_prompt_tokens, 0)
-    yield _event({"type": "message_start", "message": start})
+    yield named_event({"type": "message_start", "message": start})
     try:
         async with aclosing(answering.stream(answering.jobs[0])) as events:
             async for event in events:
                 if isinstance(event, TokensSampled):
                     for new in writing.add(answer.add(event.tokens.tolist())):
-                        yield _event(new)
+                        yield named_event(new)
                 else:
                     for new in [*writing.add(answer.finish()), *writing.close()]:
-                        yield _event(new)
-                    yield _event(_end(answer, event.sequences[0]))
+                        yield named_event(new)
+                    yield named_event(_end(answer, event.sequences[0]))
     except Refusal as refusal:
-        yield _event(error_body(refusal.status, refusal.detail))
+        yield named_event(error_body(refusal.status, refusal.detail))
         return
-    yield _event({"type": "message_stop"})
+    yield named_event({"type": "message_stop"})
 
 
 def _end(answer: Answer, sequence: SampledSequence) -> dict[str, Any]:
@@ -134,11 +127,6 @@ class _Blocks:
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    kind = str(data["type"]).encode()
-    return b"event: " + kind + b"\ndata: " + json.encode(data) + b"\n\n"
 
 
 ROUTES = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from email.utils import format_datetime
 from functools import partial
 from urllib.parse import quote
@@ -14,7 +13,7 @@ from starlette.responses import Response
 
 from tinsmith.server import downloads
 from tinsmith.server.edge.auth import Caller
-from tinsmith.server.edge.http import check_signature, not_found, query_int, signed_url
+from tinsmith.server.edge.http import check_signature, moment, not_found, query_int, signed_url
 from tinsmith.server.edge.lists import check_listed_bytes, listed
 from tinsmith.server.edge.routing import bare_route, open_route, route
 from tinsmith.server.service import Service
@@ -97,7 +96,7 @@ async def external_weights_urls(
             name: signed_url(service, f"/files/{weights_id}/{quote(name)}", expires)
             for name in names
         }
-    return ExternalWeightsUrlsResponse(urls=urls, expires=_moment(expires))
+    return ExternalWeightsUrlsResponse(urls=urls, expires=moment(expires))
 
 
 async def archive(
@@ -109,8 +108,8 @@ async def archive(
     url = signed_url(service, f"/archives/{checkpoint.weights_id}.tar", expires)
     # Releases up to 0.22.1 read the redirect only; they send two Accept headers.
     if "application/gzip" not in ",".join(request.headers.getlist("accept")):
-        return CheckpointArchiveUrlResponse(url=url, expires=_moment(expires))
-    when = format_datetime(_moment(expires), usegmt=True)
+        return CheckpointArchiveUrlResponse(url=url, expires=moment(expires))
+    when = format_datetime(moment(expires), usegmt=True)
     return Response(status_code=302, headers={"location": url, "expires": when})
 
 
@@ -161,12 +160,12 @@ def checkpoint_message(checkpoint: CheckpointRecord) -> Checkpoint:
         {
             "checkpoint_id": checkpoint.checkpoint_id,
             "checkpoint_type": checkpoint.checkpoint_type,
-            "time": _moment(checkpoint.created_at),
+            "time": moment(checkpoint.created_at),
             "tinker_path": checkpoint.tinker_path,
             "size_bytes": checkpoint.size_bytes,
             "public": checkpoint.is_public,
             "user_metadata": checkpoint.user_metadata,
-            "expires_at": None if checkpoint.expires_at is None else _moment(checkpoint.expires_at),
+            "expires_at": None if checkpoint.expires_at is None else moment(checkpoint.expires_at),
         }
     )
 
@@ -187,10 +186,6 @@ async def _owned(service: Service, caller: Caller, request: Request) -> Checkpoi
 
 def _checkpoint_id(request: Request) -> str:
     return f"{request.path_params['kind']}/{request.path_params['name']}"
-
-
-def _moment(at: float) -> datetime:
-    return datetime.fromtimestamp(at, UTC)
 
 
 ROUTES = [

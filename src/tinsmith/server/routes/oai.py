@@ -9,10 +9,11 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from tinsmith.engine.base import SampleJob, TokensSampled
 from tinsmith.engine.images import token_row
@@ -29,18 +30,13 @@ from tinsmith.server.chat.openai import (
     read_chat,
     read_completion,
 )
+from tinsmith.server.chat.replies import REVOKED, reply_streamed, reply_whole
 from tinsmith.server.chat.tool_calls import ToolCall, joined
 from tinsmith.server.edge.auth import Caller
-from tinsmith.server.edge.http import (
-    Refusal,
-    check_still_known,
-    while_connected,
-    while_known,
-)
+from tinsmith.server.edge.http import Refusal
 from tinsmith.server.edge.routing import bare_route, route
 from tinsmith.server.service import Service
 from tinsmith.types import SampledSequence, SampleResponse
-from tinsmith.types.protocol import EVENT_STREAM, JSON
 from tinsmith.wire import endpoints, json
 
 
@@ -86,13 +82,11 @@ async def generate(
 ) -> Response:
     ask = await service.texts.run(caller.owner, read_generate, message)
     answering = await prepare(service, caller, ask)
-    (response,) = await while_connected(request, answering.complete())
-    await check_still_known(service, request)
-    body = await service.texts.run(caller.owner, _generated, answering, response)
-    return Response(body, media_type=JSON)
+    return await reply_whole(service, caller, request, answering, partial(_generated, answering))
 
 
-def _generated(answering: Answering, response: SampleResponse) -> bytes:
+def _generated(answering: Answering, responses: list[SampleResponse]) -> bytes:
+    (response,) = responses
     body = generated(
         answering.jobs[0].job_id,
         _prompt(answering, 0),
@@ -111,14 +105,10 @@ async def _respond(service: Service, caller: Caller, request: Request, ask: Ask)
         num_prompt_tokens=answering.num_prompt_tokens,
     )
     if ask.stream:
-        events = _streamed(answering, asked)
-        goodbye = _event(error_body(401, "the API key was revoked"))
-        stream = while_known(service, request, events, goodbye)
-        return StreamingResponse(stream, media_type=EVENT_STREAM)
-    responses = await while_connected(request, answering.complete())
-    await check_still_known(service, request)
-    body = await service.texts.run(caller.owner, _completed, asked, answering, responses)
-    return Response(body, media_type=JSON)
+        goodbye = _event(error_body(401, REVOKED))
+        return reply_streamed(service, request, _streamed(answering, asked), goodbye)
+    write = partial(_completed, asked, answering)
+    return await reply_whole(service, caller, request, answering, write)
 
 
 def _completed(asked: Asked, answering: Answering, responses: list[SampleResponse]) -> bytes:

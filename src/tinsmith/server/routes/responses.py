@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from tinsmith.engine.base import TokensSampled
 from tinsmith.server.chat.answering import Answering, prepare
 from tinsmith.server.chat.openai import error_body
+from tinsmith.server.chat.replies import REVOKED, named_event, reply_streamed, reply_whole
 from tinsmith.server.chat.responses import (
     call_item,
     ended,
@@ -25,16 +27,10 @@ from tinsmith.server.chat.responses import (
 )
 from tinsmith.server.chat.tool_calls import ToolCall
 from tinsmith.server.edge.auth import Caller
-from tinsmith.server.edge.http import (
-    Refusal,
-    check_still_known,
-    while_connected,
-    while_known,
-)
+from tinsmith.server.edge.http import Refusal
 from tinsmith.server.edge.routing import route
 from tinsmith.server.service import Service
 from tinsmith.types import SampleResponse
-from tinsmith.types.protocol import EVENT_STREAM, JSON
 from tinsmith.wire import endpoints, json
 
 
@@ -45,16 +41,13 @@ async def responses(
     answering = await prepare(service, caller, ask)
     body = response_body(message, answering.ask)
     if answering.ask.stream:
-        goodbye = _encoded(_error("the API key was revoked", 0))
-        stream = while_known(service, request, _streamed(answering, body), goodbye)
-        return StreamingResponse(stream, media_type=EVENT_STREAM)
-    (response,) = await while_connected(request, answering.complete())
-    await check_still_known(service, request)
-    whole = await service.texts.run(caller.owner, _whole, answering, body, response)
-    return Response(whole, media_type=JSON)
+        goodbye = named_event(_error(REVOKED, 0))
+        return reply_streamed(service, request, _streamed(answering, body), goodbye)
+    return await reply_whole(service, caller, request, answering, partial(_whole, answering, body))
 
 
-def _whole(answering: Answering, body: dict[str, Any], response: SampleResponse) -> bytes:
+def _whole(answering: Answering, body: dict[str, Any], responses: list[SampleResponse]) -> bytes:
+    (response,) = responses
     items = output_items(answering.new_answer().whole(response.sequences[0]))
     return json.encode(_ended(answering, body, items, response))
 
@@ -64,9 +57,9 @@ async def _streamed(answering: Answering, body: dict[str, Any]) -> AsyncGenerato
     try:
         async with aclosing(_events(answering, body)) as events:
             async for event in events:
-                yield _encoded({**event, "sequence_number": next(numbers)})
+                yield named_event({**event, "sequence_number": next(numbers)})
     except Refusal as refusal:
-        yield _encoded(_error(refusal.detail, next(numbers)))
+        yield named_event(_error(refusal.detail, next(numbers)))
 
 
 async def _events(
@@ -166,10 +159,6 @@ def _error(message: str, number: int) -> dict[str, Any]:
         "param": None,
         "sequence_number": number,
     }
-
-
-def _encoded(event: dict[str, Any]) -> bytes:
-    return b"event: " + str(event["type"]).encode() + b"\ndata: " + json.encode(event) + b"\n\n"
 
 
 ROUTES = [route(endpoints.OPENAI_RESPONSES, responses, errors=error_body)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
 
 from starlette.requests import Request
 
 from tinsmith.errors import ValidationError
 from tinsmith.server.checkpoints import run_seen_by, seen_by
 from tinsmith.server.edge.auth import Caller
-from tinsmith.server.edge.http import not_found, query_int
+from tinsmith.server.edge.http import moment, not_found, query_int
 from tinsmith.server.edge.routing import bare_route
 from tinsmith.server.routes.checkpoints import checkpoint_message
 from tinsmith.server.service import Service
@@ -68,7 +67,7 @@ def _run_message(model: ModelRecord, checkpoints: list[CheckpointRecord]) -> Tra
         corrupted=model.is_corrupted,
         lora_rank=lora.rank,
         lora_seed=lora.seed,
-        last_request_time=datetime.fromtimestamp(model.last_request_at, UTC),
+        last_request_time=moment(model.last_request_at),
         last_checkpoint=_of_type(checkpoints, "training"),
         last_sampler_checkpoint=_of_type(checkpoints, "sampler"),
         user_metadata=None

@@ -73,7 +73,7 @@ async def create_sampling_session(
         raise not_found("checkpoint", str(message.model_path))
     if not _is_for(sampler, message, base_model):
         raise ValidationError(
-            f"{message.sampling_session_seq_id} is the number of another sampler of this session; "
+            f"{message.sampling_session_seq_id} is the number of another sampling session; "
             "take the next one",
             "sampling_session_seq_id",
         )

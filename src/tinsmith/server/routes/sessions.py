@@ -5,14 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from tinsmith.errors import ValidationError
 from tinsmith.server.edge.auth import Caller
-from tinsmith.server.edge.http import Refusal, check_signature, not_found, query_int, signed_url
+from tinsmith.server.edge.http import (
+    Refusal,
+    check_signature,
+    moment,
+    not_found,
+    query_int,
+    signed_url,
+)
 from tinsmith.server.edge.routing import bare_route, open_route, route
 from tinsmith.server.metadata import size_of
 from tinsmith.server.service import Service
@@ -141,7 +147,7 @@ async def search_sessions(
     cursor = None
     if len(matching) > len(page):
         cursor = SessionSearchCursor(
-            last_created_at=_moment(page[-1].created_at), last_session_id=page[-1].session_id
+            last_created_at=moment(page[-1].created_at), last_session_id=page[-1].session_id
         )
     return SessionSearchResponse(sessions=summaries, next_cursor=cursor)
 
@@ -189,7 +195,7 @@ def _within_quota() -> Iterator[None]:
 def _matches(session: SessionRecord, query: SessionSearchRequest) -> bool:
     if query.cursor is not None:
         last = (query.cursor.last_created_at, query.cursor.last_session_id)
-        if (_moment(session.created_at), session.session_id) >= last:
+        if (moment(session.created_at), session.session_id) >= last:
             return False
     if query.project_ids is not None and _project(session) not in query.project_ids:
         return False
@@ -228,7 +234,7 @@ async def _summary(service: Service, caller: Caller, session: SessionRecord) -> 
     count, size = await service.store.checkpoints.storage_of_session(session.session_id)
     return SessionSummary(
         session_id=session.session_id,
-        created_at=_moment(session.created_at),
+        created_at=moment(session.created_at),
         owner=caller.user_urn,
         project_id=_project(session),
         status=_status(session),
@@ -247,10 +253,6 @@ def _texts(metadata: dict[str, object] | None) -> dict[str, str] | None:
     if metadata is None:
         return None
     return {k: v if isinstance(v, str) else str(v) for k, v in metadata.items()}
-
-
-def _moment(at: float) -> datetime:
-    return datetime.fromtimestamp(at, UTC)
 
 
 ROUTES = [

@@ -34,6 +34,7 @@ from tinsmith.server.sampling.stream_buffer import Patience, buffered
 from tinsmith.server.store.errors import StoreUnavailableError
 from tinsmith.server.store.records import SamplerRecord
 from tinsmith.server.tracing import Spans
+from tinsmith.server.tuning import TUNING, Tuning
 from tinsmith.server.usage import Usage
 from tinsmith.types import (
     FutureCompletion,
@@ -55,10 +56,7 @@ JOURNAL = "samples.journal"
 
 _STORE_PAUSE_SECONDS = 1.0
 _MANY_SEQUENCES = 256
-"""A response with this many takes milliseconds to encode."""
-
-MANY_CELLS = 2**16
-"""So has one with this many likeliest tokens and alternatives."""
+"""A response with this many takes milliseconds to write, and is written in a thread."""
 
 _CANCELLED_TOGETHER = 16
 """Jobs of one request that are given up before others have their turn."""
@@ -89,10 +87,12 @@ class Sampling:
         examples: SampledExamples,
         metrics: Metrics,
         config: ServerConfig,
+        tuning: Tuning = TUNING,
         spans: Spans,
         on_sample: Callable[[SamplerRecord], None],
     ) -> None:
         """`on_sample` hears of each answer when it is counted."""
+        self._many_cells = tuning.many_cells
         self._spans = spans
         self._on_sample = on_sample
         self._engines = engines
@@ -356,8 +356,13 @@ class Sampling:
                 if isinstance(event, Failure):
                     return Outcome(error=event.message, category=event.category)
                 if isinstance(event, SampleResponse):
-                    return Outcome(result_type="sample", body=await _encoded(event))
+                    return Outcome(result_type="sample", body=await self._encoded(event))
         raise EngineError("the engine gave no result")
+
+    async def _encoded(self, response: SampleResponse) -> bytes:
+        if len(response.sequences) < _MANY_SEQUENCES and _num_cells(response) < self._many_cells:
+            return proto.encode_sample(response)
+        return await asyncio.to_thread(proto.encode_sample, response)
 
     def _end(self, running: _Running, outcome: Outcome) -> None:
         request_id = running.promise.request_id
@@ -396,12 +401,6 @@ class Sampling:
         self._metrics.count("sampled_tokens", sampled)
         self._metrics.count("prefilled_tokens", job.prompt.length - cached)
         self._on_sample(sampler)
-
-
-async def _encoded(response: SampleResponse) -> bytes:
-    if len(response.sequences) < _MANY_SEQUENCES and _num_cells(response) < MANY_CELLS:
-        return proto.encode_sample(response)
-    return await asyncio.to_thread(proto.encode_sample, response)
 
 
 def _num_cells(response: SampleResponse) -> int:

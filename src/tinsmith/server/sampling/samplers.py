@@ -1,4 +1,4 @@
-"""Samplers: the records of sampling sessions.
+"""Samplers, which clients know as sampling sessions.
 
 Several may share one folder of weights. Which weights are in the engine is the affair of `loaded`.
 """

@@ -37,8 +37,13 @@ class BlobFiles(Protocol):
 
 
 class Blobs:
-    def __init__(self, files: BlobFiles) -> None:
+    def __init__(self, files: BlobFiles, inline_bytes: int = INLINE_BYTES) -> None:
         self._files = files
+        self._inline_bytes = inline_bytes
+
+    def takes(self, data: bytes) -> bool:
+        """Whether this is too large for its row."""
+        return len(data) > self._inline_bytes
 
     async def write(self, name: str, data: bytes) -> str:
         """Keep `data` for good; the name to read it by, which begins with `name` (two letters or

@@ -67,7 +67,9 @@ class Database:
         on_commit: OnCommit,
         open_writer: OpenWriter = Writer,
         fence: Fence | None = None,
+        lock_seconds: float = LOCK_SECONDS,
     ) -> None:
+        self._lock_seconds = lock_seconds
         self._engine = create_engine(url)
         self.insert = sqlite.insert if self._engine.dialect.name == "sqlite" else postgresql.insert
         try:
@@ -97,7 +99,7 @@ class Database:
 
     def _lock_soon(self, connection: sa.Connection) -> None:
         """Take the lock; the database may not have noticed yet that its last holder is dead."""
-        deadline = time.monotonic() + LOCK_SECONDS
+        deadline = time.monotonic() + self._lock_seconds
         while True:
             try:
                 return self._lock(connection)

@@ -13,7 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinsmith.server.store import schema
-from tinsmith.server.store.blobs import INLINE_BYTES, Blobs
+from tinsmith.server.store.blobs import Blobs
 from tinsmith.server.store.checkpoints import put_checkpoint
 from tinsmith.server.store.database import Database, row_of
 from tinsmith.server.store.errors import (
@@ -136,7 +136,7 @@ class Log:
         operation and False. One that was trimmed is an `ExpiredOperationError`.
         """
         values = {**row_of(operation), "error": _storable(operation.error)}
-        if operation.payload is not None and len(operation.payload) > INLINE_BYTES:
+        if operation.payload is not None and self._blobs.takes(operation.payload):
             name = f"{operation.request_id}.payload"
             values["payload_file"] = await self._blobs.write(name, operation.payload)
             values["payload"] = None
@@ -191,7 +191,7 @@ class Log:
             "weights_id": finish.used_weights_id,
             "result_file": None,
         }
-        if finish.result is not None and len(finish.result) > INLINE_BYTES:
+        if finish.result is not None and self._blobs.takes(finish.result):
             name = f"{finish.request_id}.result"
             row["result_file"] = await self._blobs.write(name, finish.result)
             row["result"] = None

@@ -14,10 +14,10 @@ import sqlalchemy as sa
 
 from tinsmith.server.store import schema
 from tinsmith.server.store.account import Account
-from tinsmith.server.store.blobs import BlobFiles, Blobs, FolderBlobs
+from tinsmith.server.store.blobs import INLINE_BYTES, BlobFiles, Blobs, FolderBlobs
 from tinsmith.server.store.browsers import Browsers
 from tinsmith.server.store.checkpoints import Checkpoints
-from tinsmith.server.store.database import Database
+from tinsmith.server.store.database import LOCK_SECONDS, Database
 from tinsmith.server.store.fence import Fence
 from tinsmith.server.store.identity import Identity
 from tinsmith.server.store.keys import Keys
@@ -46,6 +46,8 @@ class Store:
         max_example_bytes: int = 0,
         loss_bounds: LossBounds | None = None,
         fence: Fence | None = None,
+        lock_seconds: float = LOCK_SECONDS,
+        inline_bytes: int = INLINE_BYTES,
     ) -> None:
         """Opens the database, creating or migrating its tables as needed. Blocks; call it once.
 
@@ -54,11 +56,13 @@ class Store:
         `max_example_bytes` what their examples take; `loss_bounds` do so for losses.
         `open_writer` says how writes are carried out, where that is not by a thread of their own.
         `fence` is of a server among several: nothing is written once another has taken over.
+        A Postgres database that another server has is waited for, for `lock_seconds`. Requests and
+        results above `inline_bytes` are kept beside the database.
         """
-        self.database = Database(url, on_commit, open_writer, fence)
+        self.database = Database(url, on_commit, open_writer, fence, lock_seconds)
         if isinstance(blobs_in, Path):
             blobs_in = FolderBlobs(blobs_in, self.database.in_thread)
-        self.blobs = blobs = Blobs(blobs_in)
+        self.blobs = blobs = Blobs(blobs_in, inline_bytes)
         self.identity = Identity(self.database)
         self.keys = Keys(self.database)
         self.browsers = Browsers(self.database)

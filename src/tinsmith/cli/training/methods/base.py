@@ -130,7 +130,8 @@ class Method(ABC, Generic[T, S]):
                     found.append(item)
         if not found:
             raise ValidationError(
-                f"nothing to learn from of at most {self.settings.max_length} tokens", source
+                f"has no example of at most {self.settings.max_length} tokens (--max-length)",
+                source,
             )
         return found
 

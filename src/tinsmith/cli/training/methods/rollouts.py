@@ -34,7 +34,7 @@ S = TypeVar("S", bound=SampledSettings)
 class Answer:
     tokens: list[int]
     logprobs: list[float]
-    """As the sampler saw them."""
+    """As they were when the answer was sampled."""
     text: str
     sequence_id: str | None = None
     """What the service calls it."""

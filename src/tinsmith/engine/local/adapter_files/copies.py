@@ -13,20 +13,18 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-MOST_ON_DEVICE = 1 << 30
-"""Bytes of all copies on devices together; others are made at once, and the device waits."""
 
+class Room:
+    """Bytes of copies on devices together; others are made at once, and the device waits."""
 
-class _Room:
-    """How much of that is taken."""
-
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> bool:
         with self._lock:
-            fits = self._num_bytes + num_bytes <= MOST_ON_DEVICE
+            fits = self._num_bytes + num_bytes <= self._max_bytes
             self._num_bytes += num_bytes if fits else 0
             return fits
 
@@ -35,26 +33,29 @@ class _Room:
             self._num_bytes -= num_bytes
 
 
-_room = _Room()
+_ROOM = Room(1 << 30)
 
 
-def begin_copies(vectors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+def begin_copies(
+    vectors: Mapping[str, Tensor], room: Room = _ROOM
+) -> Callable[[], dict[str, Tensor]]:
     """Copies of the vectors as they are now; what is returned fetches them, once, in any thread."""
     num_bytes = sum(vector.nbytes for vector in vectors.values())
-    if all(vector.is_cuda for vector in vectors.values()) and _room.take(num_bytes):
+    if all(vector.is_cuda for vector in vectors.values()) and room.take(num_bytes):
         with contextlib.suppress(torch.OutOfMemoryError):
-            return _OnDevice(vectors, num_bytes).fetch
-        _room.give_back(num_bytes)
+            return _OnDevice(vectors, num_bytes, room).fetch
+        room.give_back(num_bytes)
     copies = {name: vector.detach().to("cpu", copy=True) for name, vector in vectors.items()}
     return lambda: copies
 
 
 class _OnDevice:
-    def __init__(self, vectors: Mapping[str, Tensor], num_bytes: int) -> None:
+    def __init__(self, vectors: Mapping[str, Tensor], num_bytes: int, room: Room) -> None:
         self._copies = {name: vector.detach().clone() for name, vector in vectors.items()}
         self._device = next(iter(self._copies.values())).device
         self._are_made = torch.cuda.Event()
         self._are_made.record(torch.cuda.current_stream(self._device))
+        self._room = room
         self._num_bytes = num_bytes
 
     def fetch(self) -> dict[str, Tensor]:
@@ -70,4 +71,4 @@ class _OnDevice:
     def __del__(self) -> None:
         # Also where a save was given up, and nobody has fetched them.
         if "_num_bytes" in self.__dict__:
-            _room.give_back(self._num_bytes)
+            self._room.give_back(self._num_bytes)

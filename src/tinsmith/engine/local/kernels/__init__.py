@@ -2,6 +2,9 @@
 
 Each has a counterpart in plain torch, in the module that calls it, which runs everywhere else and
 which tests compare it with. Nothing here is imported until `are_usable` says that it may be.
+
+A kernel is read from top to bottom, so what two of them begin with stands in both: a helper cannot
+return in a kernel's place. A launch and a call name every argument, as Triton wants them.
 """
 
 from __future__ import annotations

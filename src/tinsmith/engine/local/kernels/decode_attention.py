@@ -58,10 +58,11 @@ class RowBlocks(NamedTuple):
     """int32: the rows' tables, one after the other."""
 
 
-def num_splits(num_rows: int, num_kv_heads: int) -> int:
-    """Into how many parts the scans of so many rows are cut, whatever their lengths."""
+def num_splits(num_rows: int, num_kv_heads: int, enough: int = ENOUGH_PROGRAMS) -> int:
+    """Into how many parts the scans of so many rows are cut, whatever their lengths; `enough`
+    programs keep the device busy."""
     splits = 1
-    while splits < _MAX_SPLITS and 2 * splits * num_rows * num_kv_heads <= ENOUGH_PROGRAMS:
+    while splits < _MAX_SPLITS and 2 * splits * num_rows * num_kv_heads <= enough:
         splits *= 2
     return splits
 
@@ -76,6 +77,7 @@ def attend(
     layer: int,
     heads: Heads,
     sinks: Tensor | None = None,
+    enough_programs: int = ENOUGH_PROGRAMS,
 ) -> Tensor:
     """(B, H · D): attention of each row's new token, whose heads are qkv (B, (H + 2K) · D).
 
@@ -85,7 +87,7 @@ def attend(
     num_rows = len(qkv)
     out = qkv.new_empty(num_rows, heads.num_heads * heads.head_dim)
     q_norm, k_norm = norms if norms is not None else (qkv, qkv)
-    splits = num_splits(num_rows, heads.num_kv_heads)
+    splits = num_splits(num_rows, heads.num_kv_heads, enough_programs)
     parts, masses = out, out
     if splits > 1:
         shape = (num_rows, heads.num_heads, splits)

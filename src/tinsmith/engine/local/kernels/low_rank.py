@@ -69,7 +69,12 @@ class Rows(NamedTuple):
     """Whether the gradients of an adapter come from several chunks."""
 
 
-def divide_rows(runs: Sequence[tuple[int, int, int]], device: torch.device, split: bool) -> Rows:
+def divide_rows(
+    runs: Sequence[tuple[int, int, int]],
+    device: torch.device,
+    split: bool,
+    chunk_rows: int = CHUNK_ROWS,
+) -> Rows:
     """Tables for runs (start, stop, adapter) of rows.
 
     With `split` long runs are summed up in parts at the same time, which is quicker and leaves
@@ -78,7 +83,7 @@ def divide_rows(runs: Sequence[tuple[int, int, int]], device: torch.device, spli
     num_rows = sum(stop - start for start, stop, _ in runs)
     block_rows = 64 if num_rows >= 8192 else 32 if num_rows >= 2048 else 16
     blocks = [part for run in runs for part in _parts(run, block_rows)]
-    chunks = [part for run in runs for part in _parts(run, CHUNK_ROWS if split else 1 << 30)]
+    chunks = [part for run in runs for part in _parts(run, chunk_rows if split else 1 << 30)]
     return Rows(_table(blocks, device), block_rows, _table(chunks, device), len(chunks) > len(runs))
 
 

@@ -66,7 +66,7 @@ class ModelCheck:
     """Of one adapter of that rank while it trains."""
 
     token_bytes: int
-    """What the sampler keeps of a token."""
+    """What sampling keeps of a token."""
 
     sequence_bytes: int
     """What it keeps of a sequence beside its tokens."""

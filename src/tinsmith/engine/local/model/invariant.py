@@ -1,7 +1,7 @@
 """Arithmetic in which a row's result does not depend on the rows beside it, to the last bit.
 
-With it the sampler, which reads one token of many sequences, and the trainer, which reads all of
-some, find the same numbers (`on_policy = "exact"`). A product with other rows in it, or more of
+With it sampling, which reads one token of many sequences, and training, which reads all of some,
+find the same numbers (`on_policy = "exact"`). A product with other rows in it, or more of
 them, is otherwise added up in another order. Here
 
 - products are made of tiles of a fixed number of rows, the last one filled up with zeros: the

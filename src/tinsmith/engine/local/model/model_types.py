@@ -102,7 +102,7 @@ MODEL_TYPES = (
             runs_on="transformers",
             adapted=(*_LATENT, *_MLP, *_EXPERTS),
             test=_FAMILIES,
-            limits="the sampler keeps whole keys and values, not the latent vector",
+            limits="sampling keeps whole keys and values, not the latent vector",
         )
         for name in ("deepseek_v3", "kimi_k2")
     ),

@@ -46,8 +46,9 @@ def read_config(folder: Path) -> DecoderConfig:
 def end_tokens(folder: Path, settings: tuple[int, ...]) -> tuple[int, ...]:
     """Which tokens end a sequence of the model in `folder`, whose own settings name these.
 
-    `generation_config.json` goes before those, which often say how a text ends and not how a turn
-    does. The tokenizer's own end, with which chat templates end a turn, is always one of them.
+    `generation_config.json` goes before those, which often say how a text ends and not how
+    a message does. The tokenizer's own end, with which chat templates end a message, is always one
+    of them.
     """
     named = _of_generation(folder) or settings
     own = _of_tokenizer(folder)

@@ -187,7 +187,7 @@ def _converted(gguf: Path, cache_folder: Path, progress: Progress) -> Path:
 
 
 def _in_full(folder: Path, cache_folder: Path, progress: Progress) -> Path:
-    """The folder itself, or what a checkpoint with weights in few bits was converted to."""
+    """The folder itself, or what a model with weights in few bits was converted to."""
     settings = folder / "config.json"
     if not settings.is_file() or b'"quantization_config"' not in settings.read_bytes():
         return folder

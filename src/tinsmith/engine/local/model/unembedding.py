@@ -48,7 +48,7 @@ class TargetLogprobs:
         self._ranks = decoder.head_ranks
         self._is_fused = is_plain and kernels.are_usable(hidden) and self._ranks.count == 1
         self._is_ordered = decoder.is_invariant and kernels.are_usable(hidden)
-        """Whether the sampler's kernel sums up the normalizers, leaving logits as they were."""
+        """Whether the kernel for sampling sums up the normalizers, leaving logits as they were."""
         self._is_capped = decoder.config.final_softcap is not None
         self._normalizers = hidden.new_empty(len(hidden), 1, dtype=torch.float32)
         self._totals = torch.ones_like(self._normalizers)
@@ -85,7 +85,7 @@ class TargetLogprobs:
         logits = self._logits(part, self._adapters.gather(np.arange(start, stop)))
         if self._is_fused:
             scores = kernels.module("scores")
-            # Where it must be the sampler's to the bit, of the dtype that the sampler reads.
+            # Where it must equal sampling's to the bit, of the dtype that is read there.
             read = logits.float() if self._decoder.is_invariant else logits
             values, normalizers = scores.target_logprobs(read, self._targets[part, 0])
             self.values[part, 0], self._normalizers[part, 0] = values, normalizers

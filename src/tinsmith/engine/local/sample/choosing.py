@@ -72,7 +72,7 @@ class Distributions:
             logits = logits.masked_fill(logits < lowest[:, None], -torch.inf)
         self._weights = (logits - self._peak[:, None]).exp_()
         self._total = row_sums(self._weights)[:, 0]
-        # By the trainer's own kernel where there is one, so that log-probabilities are the same.
+        # By the kernel for training where there is one, so that log-probabilities are the same.
         self._log_total = (
             kernels.module("scores").normalizers(logits)
             if kernels.are_usable(logits)

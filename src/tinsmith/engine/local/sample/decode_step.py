@@ -259,7 +259,7 @@ class DecodeStep:
         temperatures, numbers = self._table.temperatures[:count], self._table.uniforms[:count]
         drawn = draw(logits, temperatures, numbers)
         if decoder.is_invariant:
-            # The trainer's number, which is that of temperature one.
+            # As training has it, which is that of temperature one.
             is_plain = (temperatures == 1.0) | (temperatures <= 0.0)
             logprobs, _ = target_logprobs(logits.float(), drawn.tokens)
             drawn.facts[1].copy_(torch.where(is_plain, logprobs.double(), drawn.facts[1]))
@@ -352,7 +352,7 @@ class DecodeStep:
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Part | None]:
         """For a kernel that adds the adapters' part itself; in the exact mode all of the product,
-        since its bits are those of the kernel that the trainer has."""
+        since its bits are those of the kernel for training."""
         y, part = self._begin_product(x, linear, layer, name, shape, dtype)
         return (_whole(y, part), None) if self._decoder.is_invariant else (y, part)
 

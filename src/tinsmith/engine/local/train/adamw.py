@@ -73,7 +73,7 @@ class Shares(Protocol):
 
 @torch.no_grad()  # type: ignore[untyped-decorator]  # torch's own
 def adamw_step(
-    adapter: Trainable, params: AdamParams, shares: Shares | None = None
+    adapter: Trainable, params: AdamParams, shares: Shares | None = None, *, chunk: int = CHUNK
 ) -> dict[str, float]:
     """Take one step and consume the pending gradient; returns the step's metrics.
 
@@ -100,7 +100,7 @@ def adamw_step(
     state = [weights, gradient, exp_avg, exp_avg_sq]
     may_overflow = _may_overflow(max(momentum, grad_norm), adapter.step + 1, len(weights), params)
     kept = [tensor.clone() for tensor in state] if may_overflow else []
-    update_norm = _update_all(state, adapter.step + 1, scale, params, shares)
+    update_norm = _update_all(state, adapter.step + 1, scale, params, shares, chunk)
     if kept:
         try:
             check_update_norm(update_norm, params, adapter.step)
@@ -142,12 +142,18 @@ def _may_overflow(momentum: float, step: int, num_weights: int, params: AdamPara
 
 
 def _update_all(
-    state: list[Tensor], step: int, scale: float, params: AdamParams, shares: Shares | None
+    state: list[Tensor],
+    step: int,
+    scale: float,
+    params: AdamParams,
+    shares: Shares | None,
+    chunk: int,
 ) -> float:
     """Update weights, gradient and moments in place; the norm of the change in the weights."""
     weights = state[0]
     is_cpu = weights.device.type == "cpu"
-    chunk = CHUNK if is_cpu else _DEVICE_CHUNK
+    if not is_cpu:
+        chunk = _DEVICE_CHUNK
     pieces = [(slice(0, len(weights)), True)] if shares is None else shares.pieces
     parts = [
         (slice(start, min(start + chunk, piece.stop)), counts)

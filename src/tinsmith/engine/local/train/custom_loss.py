@@ -26,19 +26,27 @@ from tinsmith.engine.local.train.custom_graph import (
     decode_graph,
 )
 from tinsmith.engine.local.train.custom_operations import ATTRIBUTES, DTYPES, METHODS, RESULT_FIELDS
-from tinsmith.engine.local.train.custom_work import Budget, Meter, has_tensor, operation_kind
+from tinsmith.engine.local.train.custom_work import (
+    MAX_PASS_WORK,
+    Budget,
+    Meter,
+    has_tensor,
+    operation_kind,
+)
 from tinsmith.errors import ValidationError
 
 _MAX_REMEMBERED_SHAPES = 1024
 _CPU = torch.device("cpu")
 
 
-def compile_loss(custom: CustomLoss, max_seconds: float = math.inf) -> CompiledLoss:
+def compile_loss(
+    custom: CustomLoss, max_seconds: float = math.inf, max_work: int = MAX_PASS_WORK
+) -> CompiledLoss:
     """Check an uploaded loss and make it callable for one pass; the error names the node at fault.
 
-    `max_seconds` is how long the evaluations may take together.
+    `max_seconds` is how long the evaluations may take together, and `max_work` their work.
     """
-    return CompiledLoss(decode_graph(custom), Budget(max_seconds))
+    return CompiledLoss(decode_graph(custom), Budget(max_seconds, max_work))
 
 
 class CompiledLoss:

@@ -46,7 +46,8 @@ unit; of any other type, one costs `Operation.cost`."""
 class Budget:
     """What the evaluations of one pass may still cost."""
 
-    def __init__(self, max_seconds: float) -> None:
+    def __init__(self, max_seconds: float, max_work: int = MAX_PASS_WORK) -> None:
+        self._max_work = max_work
         self._max_seconds = max_seconds
         self._spent_seconds = 0.0
         self._deadline = math.inf
@@ -79,9 +80,9 @@ class Budget:
 
     def charge(self, work: int) -> None:
         self._work += work
-        if self._work > MAX_PASS_WORK:
+        if self._work > self._max_work:
             raise ValidationError(
-                f"the loss takes {self._work} units of work in one pass, at most {MAX_PASS_WORK} "
+                f"the loss takes {self._work} units of work in one pass, at most {self._max_work} "
                 "are allowed; send fewer datums at a time, or make it smaller",
                 "graph",
             )

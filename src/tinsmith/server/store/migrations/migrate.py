@@ -46,8 +46,8 @@ def is_behind(connection: sa.Connection) -> bool:
     known = {step.revision for step in steps.walk_revisions()}
     if present is not None and present not in known:
         raise StoreTooNewError(
-            f"the database has version {present} of the tables, this software knows them up "
-            f"to {steps.get_current_head()}: it was used by a later version, so use that one"
+            f"the database has version {present} of the tables; this release knows them up "
+            f"to {steps.get_current_head()}; start the later release that it was used with"
         )
     return True
 

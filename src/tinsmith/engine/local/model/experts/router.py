@@ -62,7 +62,7 @@ class Router:
         return Routed(probabilities, choices, shares)
 
     def _on_device(self, logits: Tensor, steer: Steer | None) -> Routed:
-        """By one kernel, so that among equals sampler and trainer choose the same."""
+        """By one kernel, so that among equals sampling and training choose the same."""
         choose, k = kernels.module("routing").choose, self.per_token
         routed = Routed(*choose(logits, k, self.is_normalized))
         if steer is None:

@@ -59,7 +59,7 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True)
 class PackedFiles:
-    """The checkpoint in a folder whose settings speak of weights in few bits."""
+    """The model in a folder whose settings speak of weights in few bits."""
 
     folder: Path
     layout: str

@@ -94,6 +94,9 @@ class DeltaWeights:
 
     value_dim: int
 
+    kernel_sizes: tuple[tuple[int, int], ...] = KERNEL_SIZES
+    """Of keys and values: those for which kernels are used."""
+
     @property
     def state_shape(self) -> StateShape:
         channels, taps = self.conv.shape
@@ -153,8 +156,9 @@ def mix(
 
 
 def _have_kernels(mixed: Tensor, weights: DeltaWeights) -> bool:
-    sizes = (weights.key_dim, weights.value_dim)
-    return kernels.are_usable(mixed) and mixed.dtype != torch.float64 and sizes in KERNEL_SIZES
+    if (weights.key_dim, weights.value_dim) not in weights.kernel_sizes:
+        return False
+    return kernels.are_usable(mixed) and mixed.dtype != torch.float64
 
 
 def _mix_by_kernels(

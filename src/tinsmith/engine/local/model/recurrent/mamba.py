@@ -29,7 +29,7 @@ from tinsmith.engine.local.model.rope import UnsupportedModelError
 
 
 def state_shape(module: Any) -> StateShape:
-    """Of one layer."""
+    """Of one layer, whose fields have other names than those of `delta_rule`'s."""
     if module.activation != "silu":
         raise UnsupportedModelError(
             f"its Mamba layers have the mamba_hidden_act {module.activation!r}; known: silu"

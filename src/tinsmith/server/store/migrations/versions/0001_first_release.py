@@ -1,4 +1,7 @@
-"""The tables of the first release."""
+"""The tables of the first release.
+
+Migrations say columns again that others and the schema say: each stays as databases have met it.
+"""
 
 from __future__ import annotations
 
