@@ -56,6 +56,8 @@ FAMILIES = (
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "nemotron_h",
+    "inkling_text",
+    "inkling_mm_model",
 )
 
 NewAdapter = Callable[..., Adapter]

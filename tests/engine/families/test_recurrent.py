@@ -32,7 +32,7 @@ from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.choosing import NOT_FINITE
 from tinsmith.engine.local.sample.generation import Generator
 
-FAMILIES = ("qwen3_5_text", "nemotron_h")
+FAMILIES = ("qwen3_5_text", "nemotron_h", "inkling_text")
 NewAdapter = Callable[..., Adapter]
 
 

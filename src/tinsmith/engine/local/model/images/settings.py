@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 SEEING_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Model types whose images are read."""
 
+_BLIND_TYPES = ("inkling_mm_model",)
+"""Types with a vision tower that are served for text."""
+
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _PROCESSOR = "Qwen2VLImageProcessor"
 _BICUBIC = 3
@@ -67,7 +70,8 @@ def model_class(model_type: str, images: ImageRules | None) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    needs_tower = images is not None or (model_type in SEEING_TYPES and not is_causal)
+    has_tower = model_type in (*SEEING_TYPES, *_BLIND_TYPES)
+    needs_tower = images is not None or (has_tower and not is_causal)
     return AutoModelForImageTextToText if needs_tower else AutoModelForCausalLM
 
 
