@@ -1,8 +1,8 @@
 """Adapters of published models have as many parameters as the hosted service's.
 
 The figures are those that `tinker_cookbook.hyperparam_utils.get_lora_param_count` of release 0.5.8
-gives for rank 1, by part, and 0.6.1 for Inkling's models; the shapes those of the models' public
-`config.json`.
+gives for rank 1, by part (`tests/compat/test_cookbook.py` asks it); the shapes those of the models'
+public `config.json`.
 """
 
 from __future__ import annotations
