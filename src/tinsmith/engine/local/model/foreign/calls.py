@@ -146,12 +146,15 @@ class ProbeCall:
             raise UnsupportedModelError("its keys and values differ in number")
         if not getattr(module, "is_causal", True):
             raise UnsupportedModelError("its attention is not causal")
+        window = options.get("sliding_window")
+        if window is not None and window < 1:
+            raise UnsupportedModelError(f"sliding_window is {window}, so that nothing is seen")
         scale, by_distance = options.get("scaling"), options.get("by_distance")
         self.specs[layer] = AttentionSpec(
             scale=float(scale) if scale is not None else q.shape[-1] ** -0.5,
             rope=None,
             softcap=options.get("softcap"),
-            window=options.get("sliding_window"),
+            window=window,
             extent=by_distance.shape[-1] if by_distance is not None else None,
         )
         self.shapes.add((q.shape[1], k.shape[1], max(q.shape[3], v.shape[3])))

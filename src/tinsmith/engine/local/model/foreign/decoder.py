@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from tinsmith.engine.local.model.images.settings import model_class
 from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.inputs import Seen
 from tinsmith.engine.local.model.linear import Linear
+from tinsmith.engine.local.model.loading import check_unread
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.sources import quiet_transformers
@@ -125,7 +128,26 @@ def _loaded(folder: Path, model_class: Any, source: Path | None, **options: Any)
     if missing := sorted(found["missing_keys"]):
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise EngineError(f"the model in {folder} has no tensor {missing[0]!r}{others}")
+    _check_unexpected(folder, found["unexpected_keys"])
     return model
+
+
+_OF_LAYER = re.compile(r"(model|backbone|language_model)\.layers\.(\d+)\.")
+
+
+def _check_unexpected(folder: Path, names: Iterable[str]) -> None:
+    """Refuse what files say of layers beyond the settings; further tokens' predictors may follow
+    the last of them."""
+    settings = transformers_config(folder).get_text_config()
+    num_layers, num_predictors = (
+        getattr(settings, name, None) or 0
+        for name in ("num_hidden_layers", "num_nextn_predict_layers")
+    )
+    stored = stored_tensors(weight_files(folder))
+    predictors = range(num_layers, num_layers + num_predictors)
+    found = [(name, _OF_LAYER.search(name)) for name in sorted(names) if name in stored]
+    beyond = [name for name, layer in found if layer and int(layer[2]) not in predictors]
+    check_unread(folder, beyond, lambda name: bool(stored[name].read().any()))
 
 
 def _keep_part(model: nn.Module, config: ForeignConfig) -> None:

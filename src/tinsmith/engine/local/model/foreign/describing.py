@@ -33,7 +33,8 @@ def read_foreign_config(folder: Path, reason: UnsupportedModelError) -> ForeignC
     """The model's shape, or a refusal that begins with why our own decoder cannot run it."""
     settings = read_settings(folder / "config.json")
     model_type = str(settings.get("model_type"))
-    architecture = (settings.get("architectures") or [model_type])[0]
+    named = settings.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else model_type
     if (needed := needed_transformers(model_type)) is not None:
         raise UnsupportedModelError(
             f"{model_type} needs transformers {needed} or later, and {version('transformers')} is "
@@ -43,7 +44,7 @@ def read_foreign_config(folder: Path, reason: UnsupportedModelError) -> ForeignC
         images = read_image_rules(folder)
         with torch.device("meta"):
             model = build_empty(folder, images)
-        return replace(describe(model, str(architecture)), images=images)
+        return replace(describe(model, architecture), images=images)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"{reason}; and {architecture} cannot run: {error}; {nearest(folder)}"
