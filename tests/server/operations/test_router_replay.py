@@ -6,6 +6,7 @@ the passes that it is given.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -202,7 +203,9 @@ async def test_what_was_kept_too_long_is_gone(start_server: StartServer) -> None
     assert passes_of(server)[-1].choices == ()
 
 
-@pytest.mark.parametrize("change", ["a token", "a token before", "the place", "the id"])
+@pytest.mark.parametrize(
+    "change", ["a token", "a token before", "the place", "the offset", "the id"]
+)
 async def test_tokens_that_the_sampler_has_not_read_so_are_left_to_the_routers(
     server: TestServer, change: str
 ) -> None:
@@ -220,10 +223,16 @@ async def test_tokens_that_the_sampler_has_not_read_so_are_left_to_the_routers(
     elif change == "the place":
         tokens, num_prompt = tokens[1:], 2
         expected = np.full_like(expected[1:], NOTHING)
+    elif change == "the offset":
+        expected[:3] = NOTHING
     else:
         sequence_id = sequence_id.rpartition(":")[0] + ":1"
         expected[:] = NOTHING
     datum = datum_of(tokens, sequence_id, num_prompt)
+    if change == "the offset":
+        first, *others = datum.model_input_spans or []
+        spans = [replace(first, offset=1), *others]
+        datum = datum.with_provenance(spans, spans)
     await server.api.output(await server.api.send_pass(await server.api.model(), 1, datum))
     choices = passes_of(server)[-1].choices
     if (expected == NOTHING).all():
