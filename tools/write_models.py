@@ -23,10 +23,10 @@ fit is refused then, with the reason and the nearest type that works. `tinsmith 
 asks beforehand. Tested by [test_trial.py](../../tests/engine/families/test_trial.py).
 
 Adapters extend the modules below, and the unembedding. Of experts, `w1` is the gate, `w3` up and
-`w2` down; without a gate, `w1` is up. All experts of a layer share the factor on the hidden side,
-which is the A of `w1` and `w3` and the B of `w2`, and have one of the other each. Routers have no
-adapter. [`router_replay`](../explanation/numerics.md#the-experts-of-a-sample) is for all types with
-experts.
+`w2` down; without a gate, `w1` is up, and `w13` is gate and up as one, the gate's rows first. All
+experts of a layer share the factor on the hidden side, which is the A of `w1` and `w3` and the B of
+`w2`, and have one of the other each. Routers have no adapter.
+[`router_replay`](../explanation/numerics.md#the-experts-of-a-sample) is for all types with experts.
 
 Checkpoints may hold their weights in few bits, in the layouts {layouts} by the `quant_method` of
 their `config.json`: blocks of 8-bit floats, gpt-oss's 4-bit floats, and whole numbers of 4 or 8

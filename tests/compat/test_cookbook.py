@@ -6,6 +6,8 @@ cookbook is fetched from the package index once per machine; its code is not in 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -13,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 import tinsmith
 from tests.engine.families.test_families import load
+from tests.engine.families.test_param_counts import PUBLISHED
 from tests.engine.sample.sampling_reference import trainer_logits
 from tests.engine.test_exports import save_adapter, save_model
 from tests.engine.train.training_reference import Reference
@@ -46,7 +50,7 @@ PACKAGES = (
     f"tinker-cookbook=={VERSION} chz termcolor cloudpickle blobfile aiohttp multidict yarl "
     "frozenlist aiosignal attrs propcache aiohappyeyeballs tiktoken datasets pyarrow pandas dill "
     "multiprocess xxhash pyrage tml-renderers python-dateutil pytz six tzdata lxml pycryptodomex "
-    "pillow"
+    "pillow pylatexenc"
 ).split()
 
 
@@ -58,7 +62,8 @@ def cookbook() -> Path:
         assert installed.origin is not None
         return Path(installed.origin).parents[1]
     cache = Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")))
-    folder = cache / "tinsmith-tests" / f"cookbook-{VERSION}"
+    wanted = hashlib.sha256(" ".join(PACKAGES).encode()).hexdigest()[:8]
+    folder = cache / "tinsmith-tests" / f"cookbook-{VERSION}-{wanted}"
     if not folder.exists():
         fetching = folder.with_name(f"{folder.name}.{os.getpid()}")
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
@@ -149,6 +154,30 @@ def curves_of_the_run(server: Any) -> dict[str, Any]:
     return series
 
 
+COUNTS = """
+import json, sys
+from tinker_cookbook.hyperparam_utils import get_lora_param_count
+parts = ("mlp", "attn", "unembed")
+count = lambda name, part: get_lora_param_count(
+    name, lora_rank=1, **{f"train_{each}": each == part for each in parts}
+)
+print(json.dumps({name: {part: count(name, part) for part in parts} for name in sys.argv[1:]}))
+"""
+
+
+def test_the_counts_that_adapters_are_compared_with_are_its_own(cookbook: Path) -> None:
+    """Those of `tests/engine/families/test_param_counts.py`."""
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTS, *PUBLISHED],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "PYTHONPATH": str(cookbook)},
+    )
+    assert ended_well(done.returncode, done.stderr), done.stderr[-4000:]
+    assert json.loads(done.stdout) == {name: counts for name, (*_, counts) in PUBLISHED.items()}
+
+
 KNOWN_TO_ITS_MERGE = ("qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "nemotron_h")
 
 
@@ -228,20 +257,61 @@ def test_a_recipe_trains_tiny_weights_of_its_own_default_model_and_of_every_fami
     cookbook: Path, tmp_path: Path
 ) -> None:
     """Under the hosted names, with the renderers that the cookbook has for them, on one server."""
-    types = {name: each for name, each in HOSTED_NAMES.items() if needed_transformers(each) is None}
-    for model_type in set(types.values()):
-        save = save_tiny_vision if model_type in SEEING_TYPES else save_tiny
-        save(model_type, tmp_path / model_type, vocab_size=360, max_position_embeddings=1024)
-    save_chat_tokenizer(tmp_path / "tokenizer")
-    served = [f"--model={name}={tmp_path / each}" for name, each in types.items()]
-    with serving(tmp_path, "--engine", "local", "--device", "cpu", *served) as server:
-        server.script_environment = LOCAL_SCRIPTS
-        arguments = (str(tmp_path), str(tmp_path / "tokenizer"), *types)
+    with serving_names(tmp_path, HOSTED_NAMES) as (server, names):
+        arguments = (str(tmp_path), str(tmp_path / "tokenizer"), *names)
         found = run(server, cookbook, "cookbook_recipe.py", *arguments)
-    assert found.keys() == types.keys()
+    assert list(found) == names
     for name, recipe in found.items():
         assert len(recipe["losses"]) == 3 and recipe["losses"][-1] < recipe["losses"][0], name
     assert len({recipe["renderer"] for recipe in found.values()}) > 5
+
+
+def test_a_reinforcement_learning_recipe_runs_on_its_own_default_model_and_every_family(
+    cookbook: Path, tmp_path: Path
+) -> None:
+    """`rl_basic`: sampler and trainer agree about every token, whatever the model is made of."""
+    with serving_names(tmp_path, HOSTED_NAMES) as (server, names):
+        arguments = (str(tmp_path), str(tmp_path / "tokenizer"), *names)
+        found = run(server, cookbook, "cookbook_rl_recipe.py", *arguments)
+    assert list(found) == names
+    for name, recipe in found.items():
+        assert len(recipe["steps"]) == 2, name
+        for step in recipe["steps"]:
+            assert step["env/all/total_episodes"] == 18
+            assert abs(step["optim/kl_sample_train_v1"]) < 1e-5, name
+
+
+def test_a_recipe_of_images_runs_on_its_own_default_model(cookbook: Path, tmp_path: Path) -> None:
+    """`vlm_classifier` trains on photos, samples about them, and scores those held out."""
+    name = "Qwen/Qwen3.5-397B-A17B"
+    if (needed := needed_transformers("qwen3_vl")) is not None:
+        pytest.skip(f"images need transformers {needed}")
+    with serving_names(tmp_path, {name: "qwen3_5_moe"}) as (server, _):
+        arguments = (str(tmp_path / "log"), str(tmp_path / "tokenizer"))
+        model = str(tmp_path / "qwen3_5_moe")
+        found = run(server, cookbook, "cookbook_vision_recipe.py", *arguments, model)
+    assert found["model"] == name
+    losses = [step["train_mean_nll"] for step in found["steps"]]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    first, second = (step for step in found["steps"] if "accuracy" in step)
+    assert second["test/nll"] < first["test/nll"], "of what was held out, before the step"
+    # The same photos, some of them turned over.
+    assert first["test/nll"] == pytest.approx(losses[0], rel=0.1)
+
+
+@contextlib.contextmanager
+def serving_names(folder: Path, types: dict[str, str]) -> Iterator[tuple[ServerProcess, list[str]]]:
+    """A server with tiny weights of each architecture under hosted names, and those names."""
+    types = {name: each for name, each in types.items() if needed_transformers(each) is None}
+    for model_type in set(types.values()):
+        save = save_tiny_vision if model_type in SEEING_TYPES else save_tiny
+        save(model_type, folder / model_type, vocab_size=360, max_position_embeddings=1024)
+        save_chat_tokenizer(folder / model_type)
+    save_chat_tokenizer(folder / "tokenizer")
+    served = [f"--model={name}={folder / each}" for name, each in types.items()]
+    with serving(folder, "--engine", "local", "--device", "cpu", *served) as server:
+        server.script_environment = LOCAL_SCRIPTS
+        yield server, list(types)
 
 
 def give_to_the_cookbook(cookbook: Path, folders: list[Path]) -> None:

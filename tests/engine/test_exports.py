@@ -193,6 +193,13 @@ def test_the_matrices_of_experts_are_not_merged_into_tensors_of_all(tmp_path: Pa
         merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", lambda *facts: None)
 
 
+def test_adapters_whose_gate_and_up_share_a_factor_are_not_exported(tmp_path: Path) -> None:
+    save_tiny("inkling_text", tmp_path / "base")
+    save_adapter(tmp_path / "base", tmp_path / "adapter")
+    with pytest.raises(ValidationError, match="one A for gate and up together"):
+        to_peft(tmp_path / "adapter")
+
+
 def renamed(folder: Path, change: Callable[[str], str]) -> None:
     """Give the tensors of a checkpoint other names, its manifest with them."""
     import hashlib

@@ -155,6 +155,13 @@ def test_a_file_that_is_not_taken_is_refused_with_the_numbers(name: str) -> None
     assert isinstance(error.value, TooLargeError) == (name == "bomb")
 
 
+def test_an_image_may_have_just_as_many_pixels_as_are_taken() -> None:
+    assert image_size(png(8192, 4096), "png") == ImageSize(8192, 4096)
+    assert MAX_PIXELS == 8192 * 4096
+    with pytest.raises(TooLargeError, match=f"has 8192 x 4097 = {MAX_PIXELS + 8192} pixels"):
+        image_size(png(8192, 4097), "png")
+
+
 def test_a_header_cut_anywhere_is_an_error_that_names_the_data() -> None:
     for kind in ("png", "jpeg"):
         whole = image_bytes(40, 24, format=kind.upper())

@@ -130,6 +130,14 @@ SIZES: dict[str, Draw] = {
     "ssm_state_size": one_of(4, 8),
     "chunk_size": one_of(4, 8, 64),
     "layers_block_type": _kinds("attention", "mamba", "moe", "mlp"),
+    "swa_num_attention_heads": lambda _, settings: settings["num_attention_heads"],
+    "swa_num_key_value_heads": _divisor_of_heads,
+    "swa_head_dim": one_of(8, 12, 16),
+    "sliding_window_size": one_of(3, 8, 20),
+    "d_rel": one_of(2, 4),
+    "rel_extent": one_of(1, 5, 40),
+    "n_shared_experts": one_of(1, 2),
+    "mlp_layer_types": _kinds("sparse", "dense"),
 }
 """Always said: where they are left out, the model is large, or its parts do not fit."""
 
@@ -158,7 +166,6 @@ OPTIONS: dict[str, Draw] = {
     "mlp_only_layers": _layers,
     "clip_qkv": seldom(None, 0.5),
     "first_k_dense_replace": one_of(0, 1, 2, 9),
-    "n_shared_experts": one_of(1, 2),
     "routed_scaling_factor": one_of(1.0, 2.5),
     "rope_interleave": one_of(True, False),
     "linear_conv_kernel_dim": one_of(2, 4),
@@ -171,6 +178,15 @@ OPTIONS: dict[str, Draw] = {
     "time_step_limit": one_of([0.0, 0.5], [0.01, 100.0]),
     "expand": one_of(1, 2),
     "moe_latent_size": seldom(None, 8),
+    "log_scaling_n_floor": one_of(None, 1, 8),
+    "log_scaling_alpha": one_of(0.1, 1.0),
+    "local_layer_ids": _layers,
+    "conv_kernel_size": one_of(2, 3, 4),
+    "route_scale": one_of(1.0, 8.0),
+    "shared_expert_sink": one_of(True, False),
+    "logits_mup_width_multiplier": one_of(1.0, 24.0),
+    "rms_norm_eps_moe_gate": one_of(1e-6, 1e-3),
+    "unpadded_vocab_size": one_of(None, 50, 61),
     "residual_in_fp32": one_of(True, False),
 }
 """Said or left out."""
@@ -201,6 +217,9 @@ WITHOUT_EFFECT = {
     "num_mtp_layers",
     "num_nextn_predict_layers",
     "mtp_layers_block_type",
+    "mtp_hidden_states_first",
+    "mtp_local_layer_ids",
+    "chain_hidden_post_norm",
 }
 
 OF_TYPE: dict[str, dict[str, Draw]] = {
@@ -208,6 +227,7 @@ OF_TYPE: dict[str, dict[str, Draw]] = {
     "mistral": {"layer_types": one_of(None)},
     "deepseek_v3": {"num_key_value_heads": lambda _, settings: settings["num_attention_heads"]},
     "kimi_k2": {"num_key_value_heads": lambda _, settings: settings["num_attention_heads"]},
+    "inkling_text": {"layer_types": one_of(None)},  # `local_layer_ids` says it
     **{
         name: {
             "layer_types": _kinds("full_attention", "linear_attention"),

@@ -104,6 +104,27 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_SHARED_EXPERT, **_DELTA_RULE, "intermediate_size": 48},
     "qwen3_5_text": {**_DELTA_RULE, "intermediate_size": 48},
     "qwen3_5_moe_text": {**_SHARED_EXPERT, **_DELTA_RULE},
+    "inkling_text": {
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "num_hidden_layers": 3,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 8,
+        "sliding_window_size": 8,
+        "d_rel": 4,
+        "rel_extent": 12,
+        "log_scaling_n_floor": 8,
+        "route_scale": 2.0,
+        "logits_mup_width_multiplier": 2.0,
+    },
     "nemotron_h": {
         "intermediate_size": 48,
         "moe_intermediate_size": 16,
@@ -135,6 +156,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "mixtral",
         {"norm_topk_prob": False, "mlp_only_layers": [0], "moe_intermediate_size": 8},
     ),
+    "inkling_text, plain": (
+        "inkling_text",
+        {
+            "mlp_layer_types": ["sparse", "sparse", "sparse"],
+            "log_scaling_n_floor": None,
+            "swa_num_key_value_heads": 2,
+            "head_dim": 8,
+        },
+    ),
     "olmoe, two sizes": ("olmoe", {"moe_intermediate_size": 8}),
     **{
         f"{name}, heads of a kernel's size": (
@@ -146,6 +176,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Legal settings of a type that leave out what is usual in it, or say what it does not read."""
 
+_TEXT_PARTS = {"inkling_mm_model": "inkling_text"}
+"""Types that have another as a part, beside what sees and hears."""
+
+_SENSES: dict[str, Any] = {
+    "vision_config": {"patch_size": 4, "num_hidden_layers": 4},
+    "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8},
+    "image_token_id": 90,
+    "audio_token_id": 91,
+    "image_bos_token_id": 92,
+    "audio_bos_token_id": 93,
+}
+
 _BUILT_AS = {"kimi_k2": "deepseek_v3"}
 """Types that `transformers` has under another name."""
 
@@ -154,12 +196,16 @@ def build_tiny(model_type: str, **changes: Any) -> Any:
     """A `transformers` model with random weights, vectors included."""
     if (needed := needed_transformers(model_type)) is not None:
         pytest.skip(f"{model_type} needs transformers {needed}")
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    settings = {**_COMMON, **TINY_FAMILIES[model_type], **changes}
-    config = CONFIG_MAPPING[model_type](**settings)
+    part = _TEXT_PARTS.get(model_type)
+    settings = {**_COMMON, **TINY_FAMILIES[part or model_type], **changes}
+    config = CONFIG_MAPPING[model_type](
+        **(settings if part is None else {"text_config": settings, **_SENSES})
+    )
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(
+    built_by = AutoModelForCausalLM if part is None else AutoModelForImageTextToText
+    model = built_by.from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     )
     with torch.no_grad():

@@ -43,6 +43,7 @@ from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments
 from tinsmith.engine.local.sample.generation import Generator
+from tinsmith.types import Datum, ModelInput
 
 FAMILIES = (
     "qwen2_moe",
@@ -56,6 +57,8 @@ FAMILIES = (
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "nemotron_h",
+    "inkling_text",
+    "inkling_mm_model",
 )
 
 NewAdapter = Callable[..., Adapter]
@@ -184,6 +187,25 @@ def test_tenants_sample_what_each_samples_alone(
         (beside,) = together[job.job_id].sequences
         assert alone.tokens == beside.tokens
         assert (alone.logprobs_np == beside.logprobs_np).all()
+
+
+def test_tokens_that_only_fill_up_the_vocabulary_are_never_next(
+    new_adapter: NewAdapter, tmp_path: Path
+) -> None:
+    """Inkling's last rows: adapters have them, as the hosted service's do, and nothing else."""
+    reference = save_tiny("inkling_text", tmp_path, unpadded_vocab_size=90)
+    decoder = load(tmp_path)
+    adapter = new_adapter(decoder)
+    tokens = [token % 90 for token in tokens_of(20)]
+    datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
+    loss, _, expected = Reference(reference, adapter).run([datum])
+    output = succeed(decoder, [datum], adapter)
+    assert output.metrics["loss:sum"] == pytest.approx(loss, rel=RELATIVE)
+    assert adapter.grad is not None
+    assert_close(adapter.grad, expected)
+    job = job_of("a", tokens, num_samples=16, max_tokens=16)
+    response = answer(Generator(decoder, CPU), job, adapter)
+    assert max(token for each in response.sequences for token in each.tokens) < 90
 
 
 @pytest.mark.parametrize("shorten", ["self_attn", "attn"])

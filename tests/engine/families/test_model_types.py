@@ -17,7 +17,7 @@ from tests.support.tiny_vision import save_tiny_vision
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model import base_models, checking, settings
 from tinsmith.engine.local.model.base_models import BaseModels
-from tinsmith.engine.local.model.checking import check_model
+from tinsmith.engine.local.model.checking import ModelCheck, check_model
 from tinsmith.engine.local.model.images.settings import SEEING_TYPES
 from tinsmith.engine.local.model.model_types import MODEL_TYPES, nearest_type
 from tinsmith.engine.local.sample.kvcache import CacheShape
@@ -78,6 +78,67 @@ def write_headers(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         file.truncate(start + sum(entry.num_bytes for entry in entries.values()))
 
 
+def checked_without_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, memory_bytes: int, rank: int
+) -> ModelCheck:
+    """As on a machine with so much memory."""
+    monkeypatch.setattr(base_models, "verify", lambda *_: None)  # there is nothing in the hole
+    monkeypatch.setattr(checking, "dtype_of", lambda _: torch.bfloat16)
+    monkeypatch.setattr(checking, "machine_bytes", lambda: memory_bytes)
+    return check_model(folder, rank=rank)
+
+
+def test_eight_billion_parameters_train_in_12_gb_in_nf4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shape of Qwen3-8B, with an adapter of the rank that recipes have; in full they do not."""
+    settings = {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (151_936, 4096),
+        "lm_head.weight": (151_936, 4096),
+    }
+    for layer in range(36):
+        prefix = f"model.layers.{layer}."
+        for name, outputs, inputs in (
+            ("self_attn.q_proj", 4096, 4096),
+            ("self_attn.k_proj", 1024, 4096),
+            ("self_attn.v_proj", 1024, 4096),
+            ("self_attn.o_proj", 4096, 4096),
+            ("mlp.gate_proj", 12_288, 4096),
+            ("mlp.up_proj", 12_288, 4096),
+            ("mlp.down_proj", 4096, 12_288),
+        ):
+            shapes[f"{prefix}{name}.weight"] = (outputs, inputs)
+    write_headers(tmp_path, shapes)
+    found = checked_without_weights(tmp_path, monkeypatch, 12 * 10**9, rank=32)
+    assert 8e9 < found.num_parameters < 8.3e9
+    assert found.fits_in == ("nf4",)
+    assert 6e9 < found.few_bits_bytes["nf4"] < 6.5e9
+    assert found.adapter_bytes == 16 * 32 * (1_769_472 + 958_464 + 156_032)
+
+
+def test_a_model_fits_where_a_fifth_is_left_beside_weights_and_an_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny("qwen3_moe", tmp_path)
+    found = check_model(tmp_path, rank=4)
+    needed = (found.weights_bytes + found.adapter_bytes) / 0.8
+    for memory_bytes, fits in ((math.ceil(needed), True), (math.floor(needed) - 1, False)):
+        monkeypatch.setattr(checking, "machine_bytes", lambda size=memory_bytes: size)
+        assert check_model(tmp_path, rank=4).fits == fits
+
+
 def test_thirty_billion_parameters_train_in_24_gib_in_nf4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,10 +158,7 @@ def test_thirty_billion_parameters_train_in_24_gib_in_nf4(
             for name, shape in (("gate", (768, 2048)), ("up", (768, 2048)), ("down", (2048, 768))):
                 shapes[f"{prefix}mlp.experts.{expert}.{name}_proj.weight"] = shape
     write_headers(tmp_path, shapes)
-    monkeypatch.setattr(base_models, "verify", lambda *_: None)  # there is nothing in the hole
-    monkeypatch.setattr(checking, "dtype_of", lambda _: torch.bfloat16)
-    monkeypatch.setattr(checking, "machine_bytes", lambda: 24 * 2**30)
-    found = check_model(tmp_path, rank=8)
+    found = checked_without_weights(tmp_path, monkeypatch, 24 * 2**30, rank=8)
     assert 30e9 < found.num_parameters < 31e9
     assert found.fits_in == ("nf4",) and not found.fits
     assert 17e9 < found.few_bits_bytes["nf4"] < 19e9 < 30e9 < found.few_bits_bytes["fp8"]

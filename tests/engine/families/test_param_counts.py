@@ -1,7 +1,8 @@
 """Adapters of published models have as many parameters as the hosted service's.
 
 The figures are those that `tinker_cookbook.hyperparam_utils.get_lora_param_count` of release 0.5.8
-gives for rank 1, by part; the shapes those of the models' public `config.json`.
+gives for rank 1, by part (`tests/compat/test_cookbook.py` asks it); the shapes those of the models'
+public `config.json`.
 """
 
 from __future__ import annotations
@@ -122,6 +123,28 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
             "linear_num_value_heads": 32,
         },
         {"mlp": 16_281_600, "attn": 1_013_760, "unembed": 250_368},
+    ),
+    # By what its class says where nothing else is said, and two layers without experts.
+    "thinkingmachines/Inkling": (
+        "inkling_text",
+        {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 64},
+        {"mlp": 154_705_920, "attn": 3_424_256, "unembed": 207_168},
+    ),
+    # Its own settings are not public: these are the round numbers that give the three figures.
+    "thinkingmachines/Inkling-Small": (
+        "inkling_text",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 16_384,
+            "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 40,
+            "moe_intermediate_size": 2048,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 42,
+            "num_key_value_heads": 8,
+            "swa_num_attention_heads": 32,
+            "swa_num_key_value_heads": 8,
+        },
+        {"mlp": 64_503_808, "attn": 1_311_744, "unembed": 205_120},
     ),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (
         "nemotron_h",

@@ -32,7 +32,7 @@ from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.choosing import NOT_FINITE
 from tinsmith.engine.local.sample.generation import Generator
 
-FAMILIES = ("qwen3_5_text", "nemotron_h")
+FAMILIES = ("qwen3_5_text", "nemotron_h", "inkling_text")
 NewAdapter = Callable[..., Adapter]
 
 
@@ -119,6 +119,22 @@ def test_equal_prompts_that_arrive_together_are_read_once(decoder: Decoder) -> N
     assert sorted(r.prompt_cache_hit_tokens for r in found.values()) == [0, 59, 59, 59, 59]
     for response in found.values():
         assert_trainer_agrees(decoder, prompt, response)
+
+
+def test_a_prompt_and_its_state_are_found_by_their_scope_and_adapter_only(
+    decoder: Decoder, new_adapter: NewAdapter
+) -> None:
+    """Others know a prompt of the same length, so that they look for one."""
+    generator, first = Generator(decoder, CPU), new_adapter(decoder)
+    realms = [("a", first), ("b", first), ("a", new_adapter(decoder, fill_seed=22)), ("a", None)]
+    prompts = [tokens_of(40, 1), *[tokens_of(40, 2)] * 3]
+    for number, ((scope, adapter), prompt) in enumerate(zip(realms, prompts, strict=True)):
+        answer(generator, job_of(f"before {number}", prompt, scope=scope), adapter)
+    for number, (scope, adapter) in enumerate(realms):
+        asked = job_of(str(number), prompts[0], scope=scope)
+        response = answer(generator, asked, adapter)
+        assert (response.prompt_cache_hit_tokens > 0) == (number == 0)
+        assert_trainer_agrees(decoder, prompts[0], response, adapter)
 
 
 def test_a_prompt_that_only_begins_like_another_does_not_wait_for_it(decoder: Decoder) -> None:

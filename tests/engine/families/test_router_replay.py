@@ -51,7 +51,8 @@ from tinsmith.types import AdamParams, Datum, LoraConfig, ModelInput, SampleResp
 ROUTED = tuple(
     family
     for family in FAMILIES
-    if family not in ("kimi_k2", "qwen3_5_text")  # deepseek_v3 by another name; without experts
+    # Others' modules under another name; without experts.
+    if family not in ("kimi_k2", "inkling_mm_model", "qwen3_5_text")
 )
 REPLAYED = "experts/replayed_tokens:sum"
 
@@ -229,6 +230,15 @@ def test_nothing_is_reported_unless_it_is_asked_for(decoder: Decoder) -> None:
         assert isinstance(event, SampleResponse)
 
 
+def beside_shared(module: Any, x: Tensor, choices: Tensor) -> tuple[Tensor, ...]:
+    """Inkling's shares: each expert's sigmoid, of the sum over the chosen and the shared ones."""
+    logits = x.flatten(0, -2) @ module.weight.t()
+    routed, shared = logits[:, : module.num_experts], logits[:, module.num_experts :]
+    scores = torch.cat([routed.gather(1, choices), shared], dim=1).sigmoid()
+    shares = scores / scores.sum(dim=1, keepdim=True) * module.route_scale * module.global_scale
+    return routed, shares[:, : module.top_k], choices, shares[:, module.top_k :]
+
+
 @contextmanager
 def forced(reference: Any, data: Sequence[np.ndarray]) -> Iterator[None]:
     """The reference's routers choose what `data` says, sequence after sequence."""
@@ -241,8 +251,10 @@ def forced(reference: Any, data: Sequence[np.ndarray]) -> Iterator[None]:
     def replaced(number: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         left = iter(data)
 
-        def hook(module: Any, _: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        def hook(module: Any, inputs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             choices = torch.from_numpy(next(left)[:, number].astype(np.int64))
+            if type(module).__name__ == "InklingTopkRouter":
+                return beside_shared(module, inputs[0], choices)
             is_single = hasattr(module, "e_score_correction_bias")
             scores = output[0].sigmoid() if is_single else output[0].softmax(dim=-1)
             shares = scores.gather(1, choices)

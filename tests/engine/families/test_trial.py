@@ -178,6 +178,26 @@ def test_attention_that_was_misread_is_refused(fault: str, tmp_path: Path) -> No
         try_out(tmp_path, PLANTED[fault](config), tmp_path / "cache")
 
 
+INKLING: dict[str, Callable[[ForeignConfig], ForeignConfig]] = {
+    "hidden states that are not divided": lambda config: dataclasses.replace(
+        config, hidden_divisor=1.0
+    ),
+    "distances of another layer": lambda config: dataclasses.replace(
+        config, layers=(config.layers[1], *config.layers[1:])
+    ),
+    "a window that is ignored": PLANTED["a window that is ignored"],
+}
+
+
+@pytest.mark.parametrize("fault", INKLING)
+def test_an_inkling_that_was_misread_is_refused(fault: str, tmp_path: Path) -> None:
+    save_tiny("inkling_text", tmp_path)
+    config = read_foreign_config(tmp_path, REASON)
+    try_out(tmp_path, config, tmp_path / "honest")
+    with pytest.raises(UnsupportedModelError, match="the nearest type that works"):
+        try_out(tmp_path, INKLING[fault](config), tmp_path / "cache")
+
+
 def test_a_model_is_tried_once_and_the_outcome_kept_either_way(tmp_path: Path) -> None:
     """By a fault planted later: it would be found if it were looked for."""
     build_reference("gemma2").save_pretrained(tmp_path / "model")

@@ -327,6 +327,96 @@ def test_a_weight_that_the_files_of_another_architecture_lack_is_not_made_up(
         models_of({"foreign": tmp_path}, verify_models=False).get("foreign")
 
 
+def reset(folder: Path, **settings: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("qwen3_moe", {"num_hidden_layers": 1}),
+        ("qwen3_moe", {"attention_bias": False}),
+        ("gpt_oss", {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
+        (
+            "inkling_text",
+            {
+                "num_hidden_layers": 2,
+                "layer_types": ["hybrid_sliding", "hybrid"],
+                "mlp_layer_types": ["dense", "sparse"],
+            },
+        ),
+    ],
+)
+def test_files_with_more_than_a_model_of_their_settings_has_are_refused(
+    model_type: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Layers, or biases: without them it would be another model, and nobody would see it."""
+    save_tiny(model_type, tmp_path, **({"attention_bias": True} if len(settings) == 1 else {}))
+    reset(tmp_path, **settings)
+    models = models_of({"m": tmp_path}, cache_folder=tmp_path / "cache")
+    with pytest.raises(EngineError, match=r"layers\.\d.*, and a model of its config.json none"):
+        models.config("m")
+
+
+def test_tensors_without_effect_may_be_in_the_files(
+    tmp_path: Path, model_folder: Callable[[str], Path]
+) -> None:
+    """Biases of zero, as GPTQ writes them, and what old files say of rotations."""
+    shutil.copytree(model_folder("llama"), tmp_path / "m")
+    path = tmp_path / "m" / "model.safetensors"
+    layer = "model.layers.0.self_attn"
+    extra = {f"{layer}.o_proj.bias": torch.zeros(32), f"{layer}.rotary_emb.inv_freq": torch.ones(4)}
+    save_file({**load_file(path), **extra}, path, {"format": "pt"})
+    assert models_of({"m": tmp_path / "m"}).get("m").config.num_layers > 0
+
+
+def test_layers_that_predict_further_tokens_may_be_in_the_files(tmp_path: Path) -> None:
+    """DeepSeek's stand behind the last of its own."""
+    save_tiny("deepseek_v3", tmp_path)
+    path = tmp_path / "model.safetensors"
+    extra = {"model.layers.2.eh_proj.weight": torch.ones(3, 3)}
+    save_file({**load_file(path), **extra}, path, {"format": "pt"})
+    reset(tmp_path, num_nextn_predict_layers=1)
+    assert models_of({"m": tmp_path}, cache_folder=tmp_path / "one").get("m").config.num_layers == 2
+    reset(tmp_path, num_nextn_predict_layers=0)
+    with pytest.raises(EngineError, match="eh_proj"):
+        models_of({"m": tmp_path}, cache_folder=tmp_path / "two").get("m")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("qwen3_moe", {"num_hidden_layers": 0}),
+        ("qwen3_moe", {"num_hidden_layers": 10**9}),
+        ("qwen3_5_text", {"num_hidden_layers": 10**30}),
+        ("gpt_oss", {"num_hidden_layers": 10**9}),
+        ("gpt_oss", {"sliding_window": -1}),
+        ("inkling_text", {"n_shared_experts": 10**9}),
+        ("inkling_mm_model", {"vision_config": {"num_hidden_layers": 10**9}}),
+        ("qwen3_moe", {"num_experts_per_tok": 0}),
+        ("qwen3_moe", {"num_experts_per_tok": 7}),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused_at_once_by_name(
+    model_type: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """A list of so many layers would fill the memory before anything is found out."""
+    save_tiny(model_type, tmp_path)
+    reset(tmp_path, **settings)
+    (name,) = settings if "vision_config" not in settings else ["num_hidden_layers"]
+    with pytest.raises(EngineError, match=name):
+        models_of({"m": tmp_path}).config("m")
+
+
+def test_settings_of_the_wrong_kind_are_refused_with_the_reason(tmp_path: Path) -> None:
+    """A class of no name, of a type that our own decoder does not run."""
+    save_tiny("nemotron_h", tmp_path)
+    reset(tmp_path, architectures=-1, vocab_size="x")
+    with pytest.raises(EngineError, match=r"nemotron_h.*vocab_size"):
+        models_of({"m": tmp_path}).config("m")
+
+
 def test_a_container_has_the_memory_it_is_limited_to(tmp_path: Path) -> None:
     whole = memory.machine_bytes()
     assert whole > memory.process_bytes()

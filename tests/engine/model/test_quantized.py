@@ -159,13 +159,20 @@ def test_a_model_of_recurrent_layers_is_rounded_in_its_linear_layers(
     assert 0 < np.abs(plain - rounded).mean() < 0.2
 
 
+def test_the_budget_counts_what_a_rounded_model_with_towers_takes(tmp_path: Path) -> None:
+    """These stay in full; the files are in the layout in which such models are published."""
+    save_tiny("inkling_mm_model", tmp_path)
+    decoder, needed = load(tmp_path, "nf4"), weights_nbytes(tmp_path, 4, "nf4")
+    assert decoder.nbytes <= needed <= 1.05 * decoder.nbytes
+
+
 def rounded(weight: torch.Tensor, kind: BaseWeights) -> torch.Tensor:
     kept = quantize(weight, kind)
     assert not isinstance(kept, torch.Tensor)
     return kept.dense()
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "inkling_text"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_learn_on_rounded_experts_with_exact_gradients(
     kind: BaseWeights, model_type: str, tmp_path: Path, new_adapter: NewAdapter

@@ -121,6 +121,9 @@ class Reference:
                 if update.ndim == 3:
                     self._add_to_experts(weights, module, update)
                     continue
+                if module.endswith((".w13", ".w2")):
+                    self._add_to_fused(weights, module, update)
+                    continue
                 weight, first = self.rows.get(module, (module, 0))
                 whole = weights[weight + ".weight"].float().clone()
                 whole[first : first + len(update)] += update
@@ -144,7 +147,7 @@ class Reference:
         whole = weights[name] if experts.is_transposed else weights[name].transpose(1, 2)
         whole = whole.float().clone()
         columns = slice(None)
-        if letter != "w2" and experts.has_gate:
+        if letter in ("w1", "w3") and experts.has_gate:
             is_up, inner = letter == "w3", update.shape[1]
             interleaved, beside = slice(is_up, None, 2), slice(is_up * inner, (is_up + 1) * inner)
             # Older releases of transformers do not say it.
@@ -153,6 +156,18 @@ class Reference:
         whole[:, :, columns] += update.transpose(1, 2)
         whole = whole.to(self.dtype)
         weights[name] = whole if experts.is_transposed else whole.transpose(1, 2)
+
+    def _add_to_fused(self, weights: dict[str, Tensor], module: str, update: Tensor) -> None:
+        """Inkling's `w13` are the rows of gate and then of up, in an MLP or a shared expert."""
+        mlp, _, letters = module.rpartition(".")
+        number = mlp.rpartition(".")[2]
+        is_shared = "shared_experts" in mlp
+        stem, ending = (mlp.removesuffix(f".{number}"), "") if is_shared else (mlp, ".weight")
+        names = ("gate_proj", "up_proj") if letters == "w13" else ("down_proj",)
+        for name, part in zip(names, update.chunk(len(names)), strict=True):
+            whole = weights[f"{stem}.{name}{ending}"].float().clone()
+            (whole[int(number)] if is_shared else whole).add_(part)
+            weights[f"{stem}.{name}{ending}"] = whole.to(self.dtype)
 
     def run(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy"

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from torch import Tensor
 
 from tests.engine.sample.sampling_reference import CPU, answer, answers, finish, tokens_of
 from tests.engine.train.training_reference import run, succeed
 from tests.engine.vision.test_models import datum_of, job_of, load
-from tests.support.tiny_vision import image_chunk, save_tiny_vision, with_images
+from tests.support.tiny_vision import IMAGE_TOKEN, image_chunk, save_tiny_vision, with_images
 from tinsmith.engine.base import Failure, Pass
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.images.vision import Picture, Vision
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.sample.generation import Generator
-from tinsmith.types import ForwardBackwardOutput, ImageChunk, SampleResponse
+from tinsmith.types import ForwardBackwardOutput, ImageChunk, SampleResponse, TensorData
 
 NewAdapter = Callable[..., Adapter]
 
@@ -122,13 +123,18 @@ def test_a_prompt_is_found_again_only_with_the_same_image(decoder: Decoder) -> N
     assert ask("stranger", 1, scope="b").prompt_cache_hit_tokens == 0
 
 
-def test_a_prompt_is_scored_where_it_is_text(decoder: Decoder) -> None:
+def test_a_prompt_is_scored_everywhere_and_at_an_image_by_the_token_that_stands_for_it(
+    decoder: Decoder,
+) -> None:
+    """The cookbook's evaluation multiplies all log-probabilities by weights."""
     prompt = with_images([1, 2], image_chunk(2, 2), [4, 5])
-    logprobs = answer(
-        Generator(decoder, CPU), job_of("a", prompt, prompt_logprobs=True)
-    ).prompt_logprobs
-    assert logprobs is not None
-    assert [p is None for p in logprobs] == [True, False, *[True] * 4, False, False]
+    tokens = [1, 2, *[IMAGE_TOKEN] * 4, 4, 5]
+    asked = TensorData.from_numpy(np.array(tokens[1:], dtype=np.int64)[:, None])
+    job = job_of("a", prompt, prompt_logprobs=True, target_prompt_logprobs=asked)
+    response = answer(Generator(decoder, CPU), job)
+    assert response.prompt_logprobs is not None and response.target_prompt_logprobs is not None
+    assert response.prompt_logprobs[0] is None
+    assert response.prompt_logprobs[1:] == response.target_prompt_logprobs.to_numpy()[:, 0].tolist()
 
 
 def test_a_prompt_whose_image_cannot_be_decoded_fails_alone(decoder: Decoder) -> None:

@@ -6,26 +6,33 @@ the passes that it is given.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from tinsmith.engine.base import ExpertsChosen
+from tinsmith.engine.base import ExpertsChosen, SampleJob
 from tinsmith.engine.fake import FakeEngine
+from tinsmith.server.operations.sampled_experts import named_sequences
+from tinsmith.server.sampling.kept_experts import KeptExperts
 from tinsmith.types import (
     Datum,
+    ForwardBackwardInput,
+    ForwardBackwardRequest,
     ModelInput,
     PromptProvenanceSpan,
     SampledProvenanceSpan,
+    SampledSequence,
     SampleResponse,
+    SamplingParams,
 )
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from tests.support.in_process_server import Api, StartServer, TestServer
-    from tinsmith.engine.base import EngineSampleEvent, FinishedPass, Pass, SampleJob
+    from tinsmith.engine.base import EngineSampleEvent, FinishedPass, Pass
 
 PROMPT = [1, 2, 3]
 NOTHING = 255
@@ -158,6 +165,26 @@ async def test_another_owners_sequence_is_never_found(server: TestServer) -> Non
     assert len(passes_of(server)[-1].choices) == 1
 
 
+async def test_a_sequence_of_another_base_model_is_not_followed() -> None:
+    kept = KeptExperts(10_000, 60.0)
+    job = SampleJob(
+        job_id="a",
+        base_model="m",
+        weights_id=None,
+        prompt=ModelInput.from_ints(PROMPT),
+        params=SamplingParams(),
+    )
+    sampled_tokens = SampledSequence(
+        stop_reason="length", sequence_id="a:0", tokens_np=np.array([4, 5], np.int32)
+    )
+    chosen = ExpertsChosen(experts(PROMPT), (experts([4]),))
+    kept.keep("one", job, SampleResponse(sequences=[sampled_tokens]), chosen)
+    inputs = ForwardBackwardInput([datum_of([*PROMPT, 4, 5], "a:0")], "cross_entropy")
+    request = ForwardBackwardRequest(inputs, "model")
+    assert set(named_sequences(request, kept, "one", "m")) == {"a:0"}
+    assert named_sequences(request, kept, "one", "another") == {}
+
+
 async def test_without_the_setting_nothing_is_asked_or_kept(start_server: StartServer) -> None:
     server = await start_server(engine=RoutedEngine)
     (sequence,) = (await sampled(server.api)).sequences
@@ -176,7 +203,9 @@ async def test_what_was_kept_too_long_is_gone(start_server: StartServer) -> None
     assert passes_of(server)[-1].choices == ()
 
 
-@pytest.mark.parametrize("change", ["a token", "a token before", "the place", "the id"])
+@pytest.mark.parametrize(
+    "change", ["a token", "a token before", "the place", "the offset", "the id"]
+)
 async def test_tokens_that_the_sampler_has_not_read_so_are_left_to_the_routers(
     server: TestServer, change: str
 ) -> None:
@@ -194,10 +223,16 @@ async def test_tokens_that_the_sampler_has_not_read_so_are_left_to_the_routers(
     elif change == "the place":
         tokens, num_prompt = tokens[1:], 2
         expected = np.full_like(expected[1:], NOTHING)
+    elif change == "the offset":
+        expected[:3] = NOTHING
     else:
         sequence_id = sequence_id.rpartition(":")[0] + ":1"
         expected[:] = NOTHING
     datum = datum_of(tokens, sequence_id, num_prompt)
+    if change == "the offset":
+        first, *others = datum.model_input_spans or []
+        spans = [replace(first, offset=1), *others]
+        datum = datum.with_provenance(spans, spans)
     await server.api.output(await server.api.send_pass(await server.api.model(), 1, datum))
     choices = passes_of(server)[-1].choices
     if (expected == NOTHING).all():

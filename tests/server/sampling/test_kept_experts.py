@@ -51,6 +51,9 @@ def test_a_sequence_is_found_by_its_id_and_owner() -> None:
         ("one", "a"),
         ("one", "a:-1"),
         ("one", "a:²"),
+        ("one", "a:\u0661"),
+        ("one", "a:01"),
+        ("one", "a:" + "9" * 5000),
         ("one", ""),
     ):
         assert kept.find(owner, sequence_id) is None, sequence_id

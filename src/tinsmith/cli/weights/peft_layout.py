@@ -30,6 +30,7 @@ from tinsmith.engine.adapter_names import (
     without_text_part,
 )
 from tinsmith.engine.stored_tensors import Stored, encode_header, stored_tensors
+from tinsmith.errors import ValidationError
 
 _HEADS = ("lm_head", "embed_out")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -77,6 +78,11 @@ def to_peft(folder: Path, base: Path | None = None) -> None:
         return
     settings = json.loads((folder / CONFIG).read_text("utf-8"))
     stored = stored_tensors([path])
+    if any(".w13." in name for name in stored):
+        raise ValidationError(
+            "the adapter has one A for gate and up together, also in shared experts (Inkling's "
+            "`w13`), which neither PEFT nor a merged model of its files can have"
+        )
     joined = join_modules(stored, base)
     named = _Names(settings.get("target_modules"), joined)
     parts = {

@@ -91,9 +91,11 @@ class KeptExperts:
         """The owner's sequence of that id; another owner's is never found."""
         job_id, _, index = sequence_id.rpartition(":")
         kept = self._of_owner.get(owner, OrderedDict()).get(job_id)
-        if kept is None or self._is_old(kept) or not index.isdecimal():
+        if kept is None or self._is_old(kept):
             return None
-        return kept.sequences[int(index)] if int(index) < len(kept.sequences) else None
+        # A client may have written anything there, such as a number of thousands of digits.
+        numbers = {str(number): each for number, each in enumerate(kept.sequences)}
+        return numbers.get(index)
 
     def expire(self) -> None:
         """Drop what is too old."""

@@ -26,7 +26,7 @@ from tinsmith.engine.local.model.foreign.decoder import load_foreign
 from tinsmith.engine.local.model.foreign.describing import read_foreign_config
 from tinsmith.engine.local.model.foreign.trial import try_out
 from tinsmith.engine.local.model.images.settings import read_image_rules
-from tinsmith.engine.local.model.images.tower import load_tower
+from tinsmith.engine.local.model.images.tower import check_tower, load_tower
 from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.settings import end_tokens, read_config, with_images
@@ -223,7 +223,11 @@ class BaseModels:
             return self._foreign_config(name, reason)
         if self._config.verify_models:
             self._compare(lambda: verify(self.folder(name), config, self._config.cache_folder))
-        return config if rules is None else with_images(config, rules)
+        if rules is None:
+            return config
+        if self._config.verify_models:
+            check_tower(self.folder(name), rules)
+        return with_images(config, rules)
 
     def _foreign_config(self, name: str, reason: UnsupportedModelError) -> ForeignConfig:
         """Of a model that runs through `transformers`' modules, and why our own decoder does not

@@ -363,7 +363,12 @@ def _strictly_deterministic() -> Iterator[None]:
 
 def has_packed_kernel(spec: AttentionSpec, q: Tensor) -> bool:
     is_half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and is_half and spec.softcap is None
+    return q.is_cuda and is_half and not is_by_hand(spec)
+
+
+def is_by_hand(spec: AttentionSpec) -> bool:
+    """Whether a layer's scores are more than products, which is nothing for fused kernels."""
+    return spec.softcap is not None or spec.extent is not None
 
 
 def _attend(
@@ -373,9 +378,9 @@ def _attend(
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     is_windowed = spec.window is not None and length > spec.window
     if sinks is not None:
-        assert spec.softcap is None, "no family has both"
+        assert not is_by_hand(spec), "no family has both"
         out = sink_attention.attend(spec, q, k, v, sinks)
-    elif spec.softcap is not None:
+    elif is_by_hand(spec):
         out = _attend_by_hand(spec, q, k, v)
     elif is_windowed:
         mask = causal_mask(length, spec.window, q.device)
@@ -393,12 +398,32 @@ def _attend_by_hand(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Ten
     """The same where no fused kernel squeezes the scores. (B, heads, n, D) each."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    q, by_distance = split_query(spec, q)
     scores = q @ k.transpose(2, 3) * spec.scale
+    if by_distance is not None:
+        position = torch.arange(q.shape[2], device=q.device)
+        scores = scores + of_distances(by_distance, position[:, None] - position)
     if spec.softcap is not None:
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
     mask = causal_mask(q.shape[2], spec.window, q.device)
     scores = scores.masked_fill(~mask, float("-inf"))
     return scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
+
+
+def split_query(spec: AttentionSpec, q: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Queries (…, D), and (…, extent) what is added to scores by distance, where that is done."""
+    if spec.extent is None:
+        return q, None
+    size = q.shape[-1] - spec.extent
+    return q[..., :size], q[..., size:]
+
+
+def of_distances(by_distance: Tensor, distances: Tensor) -> Tensor:
+    """(…, heads, n, keys) of (…, heads, n, extent), for distances (n, keys) from query to key."""
+    extent = by_distance.shape[-1]
+    places = distances.clamp(0, extent - 1).expand(*by_distance.shape[:-1], -1)
+    is_near = (distances >= 0) & (distances < extent)
+    return by_distance.gather(-1, places).masked_fill(~is_near, 0.0)
 
 
 def causal_mask(num_tokens: int, window: int | None, device: torch.device) -> Tensor:

@@ -98,10 +98,13 @@ class Decoder:
         config = config or read_config(folder)
         with WeightFiles(folder, torch.device(device), dtype) as weights:
             if ranks.count == 1:
-                return build(config, weights, base_weights)
-            config = cut_config(config, ranks.index, ranks.count)
-            assert config.cut is not None, "it has just been cut"
-            return build(config, CutWeights(weights, config.cut), base_weights, ranks)
+                decoder = build(config, weights, base_weights)
+            else:
+                config = cut_config(config, ranks.index, ranks.count)
+                assert config.cut is not None, "it has just been cut"
+                decoder = build(config, CutWeights(weights, config.cut), base_weights, ranks)
+            weights.check_all_read()
+            return decoder
 
     @property
     def nbytes(self) -> int:

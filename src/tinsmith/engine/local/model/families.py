@@ -38,6 +38,10 @@ class AttentionSpec:
     window: int | None = None
     """A position sees itself and the `window - 1` positions before it; None sees them all."""
 
+    extent: int | None = None
+    """Where scores depend on distances: queries have as many columns more, which are added to the
+    scores of the keys at distance 0, 1, and so on; nothing is further on."""
+
 
 class ExpertFactors(NamedTuple):
     """How many low-rank factors the experts of a layer have: one for all of them, or one each."""

@@ -114,6 +114,8 @@ class Input:
 
     def text_tokens(self, image_token: int) -> np.ndarray:
         """With one token for all parts of images."""
+        if not self._images:
+            return self.tokens
         return np.where(self.tokens < 0, np.int32(image_token), self.tokens)
 
     def positions(self, start: int, stop: int) -> np.ndarray:

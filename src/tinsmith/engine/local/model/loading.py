@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -55,6 +56,7 @@ class WeightFiles:
         reads = "cpu" if device.type == "meta" else str(device)
         self._files = [safe_open(path, framework="pt", device=reads) for path in paths]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+        self._unread = set(self._where)
         self._prefix = self._find_prefix()
 
     def __enter__(self) -> WeightFiles:
@@ -79,11 +81,20 @@ class WeightFiles:
         full = self._full_name(name)
         if full not in self._where:
             raise EngineError(f"the model in {self._folder} has no tensor {full!r}")
+        self._unread.discard(full)
         tensor = self._read(full, part)
         if tuple(tensor.shape) != shape:
             found = tuple(tensor.shape)
             raise EngineError(f"{full!r} in {self._folder} has shape {found}, expected {shape}")
         return tensor.to(device=self._device, dtype=dtype or self._dtype)
+
+    def check_all_read(self) -> None:
+        """Refuse layers of which nothing, or not all, was read: a model without some of its layers
+        or biases would be another one, whatever its settings say."""
+        layers = sorted(name for name in self._unread if name.startswith(f"{self._prefix}layers."))
+        check_unread(
+            self._folder, layers, lambda name: bool(self._where[name].get_tensor(name).any())
+        )
 
     def _read(self, full: str, part: tuple[slice, ...]) -> Tensor:
         file = self._where[full]
@@ -106,6 +117,17 @@ class WeightFiles:
             return self._prefix + name
         beside = self._prefix.removesuffix("model.") + name
         return beside if beside in self._where else name
+
+
+def check_unread(folder: Path, names: Iterable[str], has_numbers: Callable[[str], bool]) -> None:
+    """Refuse tensors of layers that a model of the folder's settings does not have. Those of zeros
+    may be there, and what follows from the settings."""
+    for name in names:
+        if ".rotary_emb." not in name and has_numbers(name):
+            raise EngineError(
+                f"{folder} has a tensor {name!r}, and a model of its config.json none: one of its "
+                "settings, such as num_hidden_layers or attention_bias, is not that of its weights"
+            )
 
 
 def load_parts(config: DecoderConfig, weights: Weights, base_weights: BaseWeights) -> Parts:

@@ -38,7 +38,7 @@ class ModelType:
     runs_on: Path
     adapted: tuple[str, ...]
     """Last parts of module names, the unembedding aside. Of experts, `w1` is gate, `w3` up and
-    `w2` down; without a gate `w1` is up."""
+    `w2` down; without a gate `w1` is up, and `w13` is gate and up as one."""
 
     test: str
     limits: str = ""
@@ -119,6 +119,18 @@ MODEL_TYPES = (
             "qwen3_vl": (*_ATTENTION, *_MLP),
             "qwen3_vl_moe": (*_ATTENTION, *_EXPERTS),
         }.items()
+    ),
+    *(
+        ModelType(
+            name=name,
+            runs_on="transformers",
+            adapted=(*_ATTENTION[:3], "r_proj", "o_proj", "w13", "w2"),
+            test=_FAMILIES,
+            limits="text only; scores that depend on distances take attention by hand, and the "
+            "sampler takes sequences one by one; adapters are not exported",
+            transformers="5.20",
+        )
+        for name in ("inkling_text", "inkling_mm_model")
     ),
     ModelType(
         name="nemotron_h",

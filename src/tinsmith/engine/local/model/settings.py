@@ -36,11 +36,31 @@ logger = logging.getLogger(__name__)
 def read_config(folder: Path) -> DecoderConfig:
     """The decoder's configuration for the model in `folder`."""
     settings = read_settings(folder / "config.json")
+    check_counts(settings)
     try:
         return decoder_config(settings)
     except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
         # A file from anywhere: null, text or a list may stand where a number is meant.
         raise EngineError(f"config.json has a setting of the wrong kind: {error}") from error
+
+
+_MOST_MODULES = 10_000
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "depth")
+_OTHERS = ("n_shared_experts", "num_mtp_layers", "num_nextn_predict_layers")
+
+
+def check_counts(settings: Mapping[str, Any]) -> None:
+    """Refuse numbers of layers and the like, of any part of the model, that would be found to be
+    wrong only after so many had been made."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            check_counts(value)
+        elif name in (*_LAYERS, *_OTHERS) and isinstance(value, int):
+            least = int(name in _LAYERS)
+            if not least <= value <= _MOST_MODULES:
+                raise EngineError(
+                    f"config.json has {value:.6g} for {name}; known: {least} to {_MOST_MODULES}"
+                )
 
 
 def end_tokens(folder: Path, settings: tuple[int, ...]) -> tuple[int, ...]:
@@ -442,6 +462,11 @@ class _Reader:
             is_normalized=bool(values.get("norm_topk_prob", False)),
             layers=layers,
         )
+        if not 0 < spec.per_token <= num_experts:
+            raise EngineError(
+                f"config.json has {spec.per_token} for num_experts_per_tok, and {num_experts} "
+                "experts"
+            )
         if self.family in _WITH_SHARED_EXPERT:
             return replace(spec, shared_size=int(values["shared_expert_intermediate_size"]))
         if self.family == "mixtral":
@@ -493,6 +518,8 @@ class _Reader:
                 "config.json has layers of sliding attention and no window for them: see "
                 "layer_types, sliding_window and use_sliding_window"
             )
+        if int(window) < 1:
+            raise EngineError(f"config.json has a sliding_window of {window}: nothing is seen")
         return int(window)
 
     def _layer_kinds(self) -> list[str]:

@@ -113,9 +113,9 @@ def weights_nbytes(folder: Path, bytes_per_number: int, base_weights: BaseWeight
 
 _NOT_ROUNDED = re.compile(
     r"conv1d\.weight|(q_b_proj|kv_b_proj|shared_expert_gate|in_proj_[ab]|in_proj_ba|router"
-    r"|\.gate)\.weight$|bias$"
+    r"|\.gate|sconv)\.weight$|rel_logits_proj|bias$|visual\."
 )
-"""Matrices that stay in full: routers, and what has no adapter beside what has."""
+"""Matrices that stay in full: routers, towers, and what has no adapter beside what has."""
 
 
 def _is_rounded(name: str, tensor: Stored | Entry) -> bool:

@@ -59,9 +59,14 @@ class CachedAttention:
             self._packed = PackedPrompts(config, cache, sorted(prompts))
         if is_invariant:
             prompts, running = [], []
+        if any(spec.extent is not None for spec in config.layers):
+            # A sequence's new token is the last chunk of a prompt: scores are more than products.
+            prompts, running = [*prompts, *running], []
         self._prompts = [PromptRows(rows, cache) for rows in prompts]
         self._running = [RunningRows(part, cache) for part in of_like_length(running)]
-        self._is_whole = not prompts and len(self._running) == 1 and self._running[0].are_in_order
+        self._is_whole = (
+            not self._prompts and len(self._running) == 1 and self._running[0].are_in_order
+        )
 
     @functools.cached_property
     def sequences(self) -> CachedStates:
@@ -86,7 +91,7 @@ class CachedAttention:
         if self._is_whole:
             return self._running[0].attend(layer, spec, q, sinks)
         # Mixed: each part takes its rows of (N, H, D).
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:-1], head_dim)
         for alike in self._alike:
             out[alike.rows] = alike.attend(layer, spec, q[alike.rows], sinks)
         for prompt in self._prompts:

@@ -16,7 +16,10 @@ from tinsmith.engine.local.model.batch import (
     Bounds,
     PackedAttention,
     has_packed_kernel,
+    is_by_hand,
+    of_distances,
     packed_attention,
+    split_query,
 )
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
 from tinsmith.engine.local.sample.cached_rows import MASKED, Gathered, Rows, rows_of, scores_of
@@ -48,7 +51,7 @@ class PackedPrompts:
     ) -> Tensor:
         if self._later is None:
             return self._attention(layer, q, k, v, sinks)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
         self._later.attend(layer, spec, q, k, v, out, sinks)
         if self._fresh is not None:
             rows = self._fresh
@@ -138,7 +141,7 @@ class PromptRows:
         if sinks is not None:
             batch = (q.transpose(0, 1)[None], keys[None], values[None])
             return sink_attention.attend(spec, *batch, sinks)[0].transpose(0, 1)
-        if spec.softcap is not None:
+        if is_by_hand(spec):
             return self._attend_by_hand(spec, q, keys, values, first)
         group = q.shape[1] // len(keys)
         bias = None if is_plain else self._mask(first, spec.window).to(q.dtype)
@@ -161,13 +164,16 @@ class PromptRows:
     def _attend_by_hand(
         self, spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, first: int
     ) -> Tensor:
+        q, by_distance = split_query(spec, q)
         num_tokens, num_heads, head_dim = q.shape
         kv_heads = len(keys)
         # (T, H, D) to (K, G, T, D) to (K, G · T, D).
-        grouped = q.view(num_tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        grouped = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
         grouped = grouped.reshape(kv_heads, -1, head_dim)
         # (H, T, keys).
         scores = scores_of(grouped, keys, spec, None).view(num_heads, num_tokens, keys.shape[1])
+        if by_distance is not None:
+            scores += of_distances(by_distance.transpose(0, 1), self._distances(first))
         scores += self._mask(first, spec.window)
         weights = scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype)
         out = torch.bmm(weights.view(kv_heads, -1, keys.shape[1]), values)
@@ -178,10 +184,14 @@ class PromptRows:
     def _mask(self, first: int, window: int | None) -> Tensor:
         """(T, keys from `first`): zero where a token may look."""
         if (first, window) not in self._bias:
-            token = torch.arange(self._past, self._stop, device=self._device)[:, None]
-            key = torch.arange(first, self._stop, device=self._device)[None]
-            is_seen = key <= token
+            distances = self._distances(first)
+            is_seen = distances >= 0
             if window is not None:
-                is_seen &= key > token - window
+                is_seen &= distances < window
             self._bias[first, window] = torch.where(is_seen, 0.0, MASKED)
         return self._bias[first, window]
+
+    def _distances(self, first: int) -> Tensor:
+        """(T, keys from `first`): from each token back to each key."""
+        token = torch.arange(self._past, self._stop, device=self._device)[:, None]
+        return token - torch.arange(first, self._stop, device=self._device)

@@ -26,6 +26,9 @@ class PromptScores:
     """The answers about one prompt, filled in as its prefill goes on."""
 
     def __init__(self, job: SampleJob, tokens: np.ndarray, seed: int) -> None:
+        """`tokens` are those of the prompt, and of an image the one that stands for it in texts:
+        clients weigh log-probabilities, and none there would spoil a sum in which it has no weight.
+        """
         self._job = job
         self._tokens = tokens
         self._seed = seed
@@ -98,10 +101,8 @@ class PromptScores:
             raise FloatingPointError(NOT_FINITE)
         rows = np.arange(len(logits))
         is_scored = rows + first >= self._first_scored
-        # Parts of images are no tokens, and have no probability.
-        is_text = self._tokens[rows + first + 1] >= 0
-        if self.logprobs is not None and (is_scored & is_text).any():
-            chosen = rows[is_scored & is_text]
+        if self.logprobs is not None and is_scored.any():
+            chosen = rows[is_scored]
             positions = chosen + first + 1
             wanted = self._tokens[positions].astype(np.int64)
             tokens = torch.from_numpy(wanted).to(plain.scaled.device)

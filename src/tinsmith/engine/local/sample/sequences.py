@@ -66,7 +66,8 @@ class Request:
                 "sampling_params.stop",
             )
         self.seed = fresh_seed() if job.params.seed is None else job.params.seed % 2**64
-        self.scores = PromptScores(job, self.prompt, self.seed)
+        self._image_token = 0 if config.images is None else config.images.token_id
+        self.scores = PromptScores(job, self.input.text_tokens(self._image_token), self.seed)
         self.num_cache_hits = 0
         self.prompt_choices: np.ndarray | None = None
         """The experts that its prompt's tokens went to, once prefill has read them, where the job
@@ -79,7 +80,6 @@ class Request:
         """Whether each token is drawn from the whole distribution and nothing more is asked."""
         self._detokenize = detokenize
         self._matcher = None if grammar is None else grammar.start(self.rule.token_ids)
-        self._image_token = 0 if config.images is None else config.images.token_id
         self._sequences: list[Sequence] = []
 
     @property

@@ -26,6 +26,8 @@ from tinsmith.engine.local.model.quantized import QuantizedStack
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
 
+_ONE_A = ("InklingExperts",)
+
 
 def is_experts(module: nn.Module) -> bool:
     """Whether this is a layer of experts in the form that `transformers` gives them."""
@@ -45,14 +47,17 @@ class Experts:
     def projections(self) -> tuple[Projection, Projection]:
         """What adapters extend."""
         num_experts, inner, hidden = self._down.weight.shape
-        letters = ("w1", "w3") if self._module.has_gate else ("w1",)
+        if not self._module.has_gate:
+            letters: tuple[str, ...] = ("w1",)
+        else:
+            letters = ("w13",) if self._shares_a else ("w1", "w3")
         up = Projection(
             layer=None,
             name=f"{self._name}.up",
             part="mlp",
             inputs=hidden,
             modules=tuple(f"{self._name}.{letter}" for letter in letters),
-            outputs=(inner,) * len(letters),
+            outputs=(inner * (1 + self._shares_a),) * len(letters),
             experts=ExpertFactors(a=1, b=num_experts),
         )
         down = Projection(
@@ -127,10 +132,17 @@ class Experts:
         return of.weight[expert][:, of.columns[is_second]]
 
     @property
+    def _shares_a(self) -> bool:
+        """Whether gate and up have one A, and one B of the rows of both (`w13`)."""
+        return type(self._module).__name__ in _ONE_A
+
+    @property
     def _up(self) -> ExpertWeights:
         module = self._module
         if not module.has_gate:
             return self._weights("up_proj", (slice(None),))
+        if self._shares_a:
+            return self._weights("gate_up_proj", (slice(None),))
         if not _is_concatenated(module):
             return self._weights("gate_up_proj", (slice(0, None, 2), slice(1, None, 2)))
         inner = self._down.weight.shape[1]

@@ -11,7 +11,9 @@ from tinsmith.engine.images import ImageRules
 from tinsmith.engine.local.model.foreign.calls import (
     ATTENTION_NAME,
     attention_function,
+    replace_attention,
     replace_experts,
+    replace_fused_mlps,
     replace_recurrent_layers,
 )
 from tinsmith.engine.local.model.images.settings import model_class
@@ -49,6 +51,8 @@ def call_ours(model: Any) -> Any:
 
     AttentionInterface.register(ATTENTION_NAME, attention_function)
     text_model(model).set_attn_implementation(ATTENTION_NAME)
+    replace_attention(model)
+    replace_fused_mlps(model)
     replace_experts(model)
     replace_recurrent_layers(model)
     return model

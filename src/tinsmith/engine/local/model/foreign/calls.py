@@ -22,6 +22,7 @@ from tinsmith.engine.local.model.blocks import Attention
 from tinsmith.engine.local.model.experts.foreign import Experts, is_experts
 from tinsmith.engine.local.model.experts.steering import Steering
 from tinsmith.engine.local.model.families import AttentionSpec, Projection
+from tinsmith.engine.local.model.foreign import inkling
 from tinsmith.engine.local.model.foreign.config import ForeignConfig
 from tinsmith.engine.local.model.foreign.routers import ForeignRouters, ShareRule
 from tinsmith.engine.local.model.linear import Linear
@@ -38,6 +39,8 @@ ATTENTION_NAME = "tinsmith"
 
 class Call(Protocol):
     adapters: AdapterSegments
+    positions: Tensor | None
+    """(N,): where the tokens are in their sequences; None where no numbers are computed."""
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
@@ -49,6 +52,10 @@ class Call(Protocol):
 
     def route(self, number: int, rule: ShareRule, routed: Any) -> Any:
         """What a router says: logits, shares and choices; or others in their place."""
+        ...
+
+    def choose(self, number: int, choices: Tensor) -> Tensor:
+        """The experts (T, k) that tokens go to where router `number` has chosen `choices`."""
         ...
 
     def recur(self, layer: RecurrentLayer, module: nn.Module, x: Tensor) -> Tensor: ...
@@ -63,9 +70,11 @@ class ForwardCall:
         attention: Attention,
         adapters: AdapterSegments,
         ranks: Ranks,
+        positions: Tensor,
         steering: Steering | None = None,
     ) -> None:
         self.config = config
+        self.positions: Tensor | None = positions
         self.attention = attention
         self.adapters = adapters
         self.ranks = ranks
@@ -75,8 +84,12 @@ class ForwardCall:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
     ) -> Tensor:
         layer = self.config.attending.index(layer_number(module))
-        size = v.shape[-1]
+        size, copies = v.shape[-1], self.config.num_kv_heads // v.shape[1]
         q, k, v = (_widened(x[0].transpose(0, 1), self.config.head_dim) for x in (q, k, v))
+        if copies > 1:
+            k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
+        if (by_distance := options.get("by_distance")) is not None:
+            q = torch.cat([q, by_distance[0]], dim=-1)
         return self.attention(layer, q, k, v, options.get("s_aux"))[None, ..., :size]
 
     def run_experts(self, experts: Experts, x: Tensor, choices: Tensor, shares: Tensor) -> Tensor:
@@ -94,8 +107,11 @@ class ForwardCall:
         is_own = (choices == own).all(dim=-1, keepdim=True)
         return logits, torch.where(is_own, own_shares, shares), choices
 
+    def choose(self, number: int, choices: Tensor) -> Tensor:
+        return choices if self.steering is None else self.steering(number, choices)
+
     def recur(self, layer: RecurrentLayer, module: nn.Module, x: Tensor) -> Tensor:
-        place = self.config.recurring.index(layer_number(module))
+        place = self.config.recurring.index(layer.number(module))
         return layer.forward(module, x[0], self.attention.sequences, place)[None]
 
 
@@ -108,11 +124,17 @@ def _widened(heads: Tensor, head_dim: int) -> Tensor:
 class ProbeCall:
     """Watches what each layer asks of attention, and which layers are recurrent."""
 
+    positions: Tensor | None = None
+
     def __init__(self, num_tokens: int) -> None:
         self.adapters = AdapterSegments.whole(num_tokens)
         self.specs: dict[int, AttentionSpec] = {}
         self.shapes: set[tuple[int, int, int]] = set()
         self.states: dict[int, StateShape] = {}
+        """Of recurrent layers by their numbers."""
+
+        self.recurring: set[int] = set()
+        """Layers that have one in place of attention."""
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
@@ -124,12 +146,16 @@ class ProbeCall:
             raise UnsupportedModelError("its keys and values differ in number")
         if not getattr(module, "is_causal", True):
             raise UnsupportedModelError("its attention is not causal")
-        scale = options.get("scaling")
+        window = options.get("sliding_window")
+        if window is not None and window < 1:
+            raise UnsupportedModelError(f"sliding_window is {window}, so that nothing is seen")
+        scale, by_distance = options.get("scaling"), options.get("by_distance")
         self.specs[layer] = AttentionSpec(
             scale=float(scale) if scale is not None else q.shape[-1] ** -0.5,
             rope=None,
             softcap=options.get("softcap"),
-            window=options.get("sliding_window"),
+            window=window,
+            extent=by_distance.shape[-1] if by_distance is not None else None,
         )
         self.shapes.add((q.shape[1], k.shape[1], max(q.shape[3], v.shape[3])))
         return v.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
@@ -141,8 +167,13 @@ class ProbeCall:
     def route(self, number: int, rule: ShareRule, routed: Any) -> Any:
         return routed
 
+    def choose(self, number: int, choices: Tensor) -> Tensor:
+        return choices
+
     def recur(self, layer: RecurrentLayer, module: nn.Module, x: Tensor) -> Tensor:
-        self.states[layer_number(module)] = layer.state_shape(module)
+        self.states[layer.number(module)] = layer.state_shape(module)
+        if not layer.is_beside_attention:
+            self.recurring.add(layer_number(module))
         return torch.empty_like(x)
 
 
@@ -228,10 +259,50 @@ def _experts_forward(experts: Experts, x: Tensor, choices: Tensor, shares: Tenso
     return _CURRENT.get().run_experts(experts, x, choices, shares)
 
 
+def replace_attention(model: nn.Module) -> None:
+    """Where a model's own code around attention does not know of packed sequences."""
+    for module in model.modules():
+        if inkling.is_attention(module):
+            module.forward = functools.partial(_attention_forward, module)
+
+
+def _attention_forward(
+    module: nn.Module, hidden_states: Tensor, attention_mask: object = None, **options: object
+) -> tuple[Tensor, None]:
+    """In the form in which `transformers` calls a layer's attention."""
+    return inkling.attention(_CURRENT.get(), module, hidden_states, attention_mask), None
+
+
+def replace_fused_mlps(model: nn.Module) -> list[inkling.FusedMlps]:
+    replaced = []
+    for name, module in model.named_modules():
+        if inkling.has_fused_gate(module):
+            replaced.append(inkling.FusedMlps(name, module))
+            module.forward = functools.partial(_fused_mlps_forward, replaced[-1])
+    return replaced
+
+
+def _fused_mlps_forward(
+    mlps: inkling.FusedMlps, hidden_states: Tensor, gammas: Tensor | None = None
+) -> Tensor:
+    """In the form in which `transformers` calls an MLP, or shared experts with their shares."""
+    return mlps.run(hidden_states, gammas, _CURRENT.get().adapters)
+
+
 def replace_routers(model: nn.Module, routers: ForeignRouters) -> None:
     for number, name in enumerate(routers.names):
         module: Any = model.get_submodule(name)
-        module.forward = functools.partial(_router_forward, module.forward, number, routers.rule)
+        if routers.rule is None:
+            module.forward = functools.partial(_own_router_forward, module, number)
+        else:
+            module.forward = functools.partial(
+                _router_forward, module.forward, number, routers.rule
+            )
+
+
+def _own_router_forward(module: Any, number: int, hidden_states: Tensor) -> Any:
+    call = _CURRENT.get()
+    return inkling.route(module, hidden_states, lambda choices: call.choose(number, choices))
 
 
 def _router_forward(

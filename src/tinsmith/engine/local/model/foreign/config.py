@@ -18,6 +18,12 @@ class ForeignConfig(DecoderConfig):
     routers: ForeignRouters | None = None
     """None where the model has none, or routes by itself."""
 
+    hidden_divisor: float = 1.0
+    """Of hidden states, before the unembedding."""
+
+    num_logits: int | None = None
+    """Where tokens from that one on are never next: their rows are there to round the number."""
+
     @property
     def routed(self) -> RoutedLayers | None:
         return None if self.routers is None else self.routers.layers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +26,21 @@ from tinsmith.engine.local.model.foreign.calls import (
     AdaptedLinear,
     ForwardCall,
     calling,
+    replace_attention,
     replace_experts,
+    replace_fused_mlps,
     replace_recurrent_layers,
     replace_routers,
 )
 from tinsmith.engine.local.model.foreign.config import ForeignConfig
 from tinsmith.engine.local.model.foreign.describing import differs, does_not_run, nearest
+from tinsmith.engine.local.model.foreign.inkling import FusedMlps
 from tinsmith.engine.local.model.foreign.masks import check_masks
 from tinsmith.engine.local.model.images.settings import model_class
 from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.inputs import Seen
 from tinsmith.engine.local.model.linear import Linear
+from tinsmith.engine.local.model.loading import check_unread
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.sources import quiet_transformers
@@ -76,7 +82,7 @@ def load_foreign(
         raise
     except Exception as error:  # foreign code: whatever it raises means that it does not fit
         raise UnsupportedModelError(f"{does_not_run(config, error)}; {nearest(folder)}") from error
-    if not agree(logits, expected.to(decoder.device), dtype):
+    if not agree(logits[:, : expected.shape[1]], expected.to(decoder.device), dtype):
         raise UnsupportedModelError(f"{differs(config)}; {nearest(folder)}")
     decoder.quantize(base_weights, device)
     return decoder
@@ -122,7 +128,26 @@ def _loaded(folder: Path, model_class: Any, source: Path | None, **options: Any)
     if missing := sorted(found["missing_keys"]):
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise EngineError(f"the model in {folder} has no tensor {missing[0]!r}{others}")
+    _check_unexpected(folder, found["unexpected_keys"])
     return model
+
+
+_OF_LAYER = re.compile(r"(model|backbone|language_model)\.layers\.(\d+)\.")
+
+
+def _check_unexpected(folder: Path, names: Iterable[str]) -> None:
+    """Refuse what files say of layers beyond the settings; further tokens' predictors may follow
+    the last of them."""
+    settings = transformers_config(folder).get_text_config()
+    num_layers, num_predictors = (
+        getattr(settings, name, None) or 0
+        for name in ("num_hidden_layers", "num_nextn_predict_layers")
+    )
+    stored = stored_tensors(weight_files(folder))
+    predictors = range(num_layers, num_layers + num_predictors)
+    found = [(name, _OF_LAYER.search(name)) for name in sorted(names) if name in stored]
+    beyond = [name for name, layer in found if layer and int(layer[2]) not in predictors]
+    check_unread(folder, beyond, lambda name: bool(stored[name].read().any()))
 
 
 def _keep_part(model: nn.Module, config: ForeignConfig) -> None:
@@ -154,14 +179,18 @@ class ForeignDecoder(Decoder):
         if config.images is not None:
             self.vision = Vision(config.images, model.base_model.visual, image_cache_bytes)
         head = model.get_output_embeddings()
-        self.head = Linear(head.weight, head.bias)
+        self.head = Linear(head.weight, _head_bias(head, config.num_logits))
         self.text.set_attn_implementation(ATTENTION_NAME)
         self._linears_adapted = [
             AdaptedLinear(model.get_submodule(projection.name), projection)
             for projection in config.projections
-            if projection.part != "unembed" and projection.experts is None
+            if projection.part != "unembed"
+            and projection.experts is None
+            and isinstance(_module_of(model, projection.name), nn.Linear)
         ]
         self._experts = replace_experts(model)
+        self._mlps = replace_fused_mlps(model)
+        replace_attention(model)
         if config.routers is not None:
             replace_routers(model, config.routers)
         replace_recurrent_layers(model)
@@ -187,9 +216,9 @@ class ForeignDecoder(Decoder):
         quantized = sum(each.quantized_bytes for each in self._rounded())
         return quantized + sum(parameter.nbytes for parameter in self._model.parameters())
 
-    def _rounded(self) -> list[AdaptedLinear | Experts]:
+    def _rounded(self) -> list[AdaptedLinear | Experts | FusedMlps]:
         """What is kept in few bits, where that is asked for."""
-        return [*self._linears_adapted, *self._experts]
+        return [*self._linears_adapted, *self._experts, *self._mlps]
 
     def quantize(self, kind: BaseWeights, device: torch.device) -> None:
         """Keep the weights of its linear layers and experts in few bits, all on this device."""
@@ -218,9 +247,11 @@ class ForeignDecoder(Decoder):
             inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
         else:
             inputs = self._with_images(tokens, positions, seen)
-        with calling(ForwardCall(self.config, attention, adapters, self.ranks, steering)):
-            output = self.text(**inputs, use_cache=False)
-        return output.last_hidden_state[0]
+        call = ForwardCall(self.config, attention, adapters, self.ranks, positions, steering)
+        with calling(call):
+            hidden: Tensor = self.text(**inputs, use_cache=False).last_hidden_state[0]
+        divisor = self.config.hidden_divisor
+        return hidden if divisor == 1.0 else hidden / divisor
 
     def _with_images(self, tokens: Tensor, positions: Tensor, seen: Seen) -> dict[str, Any]:
         """Embeddings, with those of images in their places, and positions on three axes."""
@@ -234,3 +265,25 @@ class ForeignDecoder(Decoder):
             is_seen = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, seen.rows, True)
             inputs |= {"visual_pos_masks": is_seen[None], "deepstack_visual_embeds": deep}
         return inputs
+
+
+_NEVER = -1e4
+"""A logit far below all others. Unlike infinity it makes no product with zero undefined."""
+
+
+def _head_bias(head: Any, num_logits: int | None) -> Tensor | None:
+    """The bias of an unembedding, some of whose last rows may be of tokens that are never next."""
+    bias: Tensor | None = head.bias
+    if num_logits is None or num_logits >= len(head.weight):
+        return bias
+    bias = head.weight.new_zeros(len(head.weight)) if bias is None else bias.detach().clone()
+    bias[num_logits:] = _NEVER
+    return bias
+
+
+def _module_of(model: nn.Module, name: str) -> nn.Module | None:
+    """None where the adapters of a projection have a name of their own."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None

@@ -17,6 +17,7 @@ from tinsmith.engine.local.model.families import Part, Projection
 from tinsmith.engine.local.model.foreign.building import build_empty, text_model
 from tinsmith.engine.local.model.foreign.calls import ProbeCall, calling
 from tinsmith.engine.local.model.foreign.config import ForeignConfig
+from tinsmith.engine.local.model.foreign.inkling import FusedMlps, has_fused_gate
 from tinsmith.engine.local.model.foreign.routers import find_routers
 from tinsmith.engine.local.model.images.settings import read_image_rules
 from tinsmith.engine.local.model.model_types import nearest_type, needed_transformers
@@ -32,7 +33,8 @@ def read_foreign_config(folder: Path, reason: UnsupportedModelError) -> ForeignC
     """The model's shape, or a refusal that begins with why our own decoder cannot run it."""
     settings = read_settings(folder / "config.json")
     model_type = str(settings.get("model_type"))
-    architecture = (settings.get("architectures") or [model_type])[0]
+    named = settings.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else model_type
     if (needed := needed_transformers(model_type)) is not None:
         raise UnsupportedModelError(
             f"{model_type} needs transformers {needed} or later, and {version('transformers')} is "
@@ -42,7 +44,7 @@ def read_foreign_config(folder: Path, reason: UnsupportedModelError) -> ForeignC
         images = read_image_rules(folder)
         with torch.device("meta"):
             model = build_empty(folder, images)
-        return replace(describe(model, str(architecture)), images=images)
+        return replace(describe(model, architecture), images=images)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"{reason}; and {architecture} cannot run: {error}; {nearest(folder)}"
@@ -85,12 +87,13 @@ def describe(model: Any, architecture: str) -> ForeignConfig:
     positions = torch.zeros_like(tokens)
     with calling(probe), torch.no_grad():
         text_model(model)(input_ids=tokens, position_ids=positions, use_cache=False)
-    _check_layers(settings, {*probe.specs, *probe.states})
+    _check_layers(settings, {*probe.specs, *probe.recurring})
     if not probe.shapes:
         raise UnsupportedModelError("none of its layers attends (layers_block_type, layer_types)")
-    if len(probe.shapes) != 1:
-        raise UnsupportedModelError("its layers differ in the number or size of heads")
-    ((heads, kv_heads, head_dim),) = probe.shapes
+    heads, kv_heads, head_dim = (max(sizes) for sizes in zip(*probe.shapes, strict=True))
+    # Where layers have fewer key/value heads than others, each is there several times.
+    if any(kv_heads % of_keys or of_queries % kv_heads for of_queries, of_keys, _ in probe.shapes):
+        raise UnsupportedModelError("its layers differ in the number of heads")
     eos = model.generation_config.eos_token_id
     return ForeignConfig(
         architecture=architecture,
@@ -107,16 +110,17 @@ def describe(model: Any, architecture: str) -> ForeignConfig:
         recurring=tuple(sorted(probe.states)),
         state=_common_state(list(probe.states.values())),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        is_tied=bool(model.config.tie_word_embeddings),
-        final_softcap=_final_softcap(settings),
+        is_tied=bool(getattr(model.config, "tie_word_embeddings", False)),
+        final_softcap=_of_type(settings, "final_logit_softcapping"),
         projections=projections,
         routers=find_routers(model),
+        hidden_divisor=float(_of_type(settings, "logits_mup_width_multiplier") or 1.0),
+        num_logits=_of_type(settings, "unpadded_vocab_size"),
     )
 
 
-def _final_softcap(settings: Any) -> float | None:
+def _of_type(settings: Any, name: str) -> Any:
     """Of types that have one; a setting that its type does not know becomes an attribute, too."""
-    name = "final_logit_softcapping"
     of_type = type(settings)
     is_known = hasattr(of_type, name) or name in inspect.signature(of_type).parameters
     return getattr(settings, name, None) if is_known else None
@@ -160,9 +164,12 @@ def _check_layers(settings: Any, known: set[int]) -> None:
 def _common_state(states: list[StateShape]) -> StateShape | None:
     if not states:
         return None
-    if len(set(states)) != 1:
+    # Without a memory, what is kept of narrow layers is filled up to that of the widest.
+    channels = max(state.channels for state in states)
+    alike = {state if state.num_heads else replace(state, channels=channels) for state in states}
+    if len(alike) != 1:
         raise UnsupportedModelError("its recurrent layers differ in the size of their states")
-    return replace(states[0], num_layers=len(states))
+    return replace(alike.pop(), num_layers=len(states))
 
 
 def _refuse_changing_rope(settings: Any) -> None:
@@ -212,7 +219,8 @@ def _projections(model: Any) -> Iterator[Projection]:
         raise UnsupportedModelError("its unembedding is not an ordinary linear layer")
     found: set[Part] = set()
     head_name = ""
-    not_ours: tuple[str, ...] = ("model.visual.",)  # the vision tower is frozen
+    # What sees and hears is frozen.
+    not_ours: tuple[str, ...] = ("model.visual.", "model.vision_tower.", "model.audio_tower.")
     for name, module in model.named_modules():
         layer = recurrent_layer(module)
         if module is head:
@@ -220,6 +228,10 @@ def _projections(model: Any) -> Iterator[Projection]:
         elif is_experts(module):
             found.add("mlp")
             yield from Experts(name, module).projections()
+        elif has_fused_gate(module):
+            found.add("mlp")
+            yield from FusedMlps(name, module).projections()
+            not_ours += (f"{name}.",)
         elif layer is not None:
             found.add("attn")
             yield from layer.projections(name, module)

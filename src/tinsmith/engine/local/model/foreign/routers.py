@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tinsmith.engine.local.model.experts.foreign import is_experts
 from tinsmith.engine.local.model.families import RoutedLayers
+from tinsmith.engine.local.model.foreign import inkling
 
 _TRIED_TOKENS = 16
 _TOLERANCE = 1e-4
@@ -53,7 +54,8 @@ class ForeignRouters:
     """Of their modules, from the first layer on."""
 
     layers: RoutedLayers
-    rule: ShareRule
+    rule: ShareRule | None
+    """None where we route ourselves."""
 
 
 def find_routers(model: Any) -> ForeignRouters | None:
@@ -69,14 +71,19 @@ def find_routers(model: Any) -> ForeignRouters | None:
     if len(routers) != 1:
         return None
     (router,) = routers.values()
+    found = tuple(name for name in names if name is not None)
+    numbers = tuple(range(len(names)))
+    if inkling.is_router(router):
+        layers = RoutedLayers(numbers, router.num_experts, router.top_k)
+        return ForeignRouters(found, layers, None)
     try:
         rule = _rule_of(router)
     except Exception:  # foreign code: whatever it raises means that it has another form
         return None
     if rule is None:
         return None
-    layers = RoutedLayers(tuple(range(len(names))), len(router.weight), router.top_k)
-    return ForeignRouters(tuple(name for name in names if name is not None), layers, rule)
+    layers = RoutedLayers(numbers, len(router.weight), router.top_k)
+    return ForeignRouters(found, layers, rule)
 
 
 def _router_beside(model: Any, experts: str) -> str | None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tinsmith.engine.local.model.comparison import Sequence, our_logits, own_logits
+from tinsmith.engine.local.model.foreign import inkling
 from tinsmith.engine.local.model.foreign.building import (
     build_untouched,
     call_ours,
@@ -145,6 +146,7 @@ class _Trial:
             described,
             layers=tuple(specs[layer] for layer in kept if layer in specs),
             final_softcap=config.final_softcap,
+            hidden_divisor=config.hidden_divisor,
             images=images,
         )
         _fill(self._model)
@@ -169,6 +171,7 @@ class _Trial:
         return self._relative(other._expected)
 
     def _relative(self, logits: Tensor) -> float:
+        logits = logits[:, : self._expected.shape[1]]
         return float((logits - self._expected).abs().max() / self._expected.abs().max())
 
 
@@ -281,13 +284,15 @@ def _change_last_bits(model: Any) -> None:
 
 
 def _sequences(settings: Any) -> Iterator[Sequence]:
-    """A long one, one beside it, and one at the end of the context."""
+    """A long one, one beside it, and one at the end of the context where the model's own code asks
+    for positions: some takes places for them."""
     context = settings.max_position_embeddings
     chunk = getattr(settings, "chunk_size", None) or 0
     long = min(max(_NUM_TOKENS, chunk + 5), context)
     yield Sequence(0, long)
     yield Sequence(0, min(9, context))
-    yield Sequence(max(context - 9, 0), min(9, context))
+    if not inkling.counts_places(settings):
+        yield Sequence(max(context - 9, 0), min(9, context))
 
 
 def _num_parameters(settings: Any, config: ForeignConfig) -> int:

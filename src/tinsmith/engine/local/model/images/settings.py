@@ -21,6 +21,15 @@ logger = logging.getLogger(__name__)
 SEEING_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Model types whose images are read."""
 
+_BLIND_TYPES = ("inkling_mm_model",)
+"""Types with a vision tower that are served for text."""
+
+MOST_SCALED_PIXELS = 2**26
+"""Of an image as the tower sees it: four times what published models have."""
+
+_MOST_SIDE = 1024
+_MOST_NUMBER = 2**53
+
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _PROCESSOR = "Qwen2VLImageProcessor"
 _BICUBIC = 3
@@ -44,18 +53,28 @@ def read_image_rules(folder: Path) -> ImageRules | None:
         )
         return None
     _refuse_others(processor)
-    size = processor.get("size") or {}
+    size = processor.get("size")
+    size = size if isinstance(size, Mapping) else {}
+    text = settings.get("text_config")
+    vocabulary = (text if isinstance(text, Mapping) else settings).get("vocab_size", 2**31)
     rules = ImageRules(
-        token_id=int(_given(settings, "image_token_id")),
-        patch_size=int(_given(processor, "patch_size")),
-        merge_size=int(_given(processor, "merge_size")),
-        frames=int(_given(processor, "temporal_patch_size")),
-        min_pixels=int(processor.get("min_pixels") or _given(size, "shortest_edge")),
-        max_pixels=int(processor.get("max_pixels") or _given(size, "longest_edge")),
-        scale=float(processor.get("rescale_factor", 1 / 255)),
+        token_id=_whole("image_token_id", _given(settings, "image_token_id"), 0, vocabulary - 1),
+        patch_size=_whole("patch_size", _given(processor, "patch_size"), 1, _MOST_SIDE),
+        merge_size=_whole("merge_size", _given(processor, "merge_size"), 1, _MOST_SIDE),
+        frames=_whole("temporal_patch_size", _given(processor, "temporal_patch_size"), 1, 64),
+        min_pixels=_pixels(processor.get("min_pixels"), size, "shortest_edge"),
+        max_pixels=_pixels(processor.get("max_pixels"), size, "longest_edge"),
+        scale=_number("rescale_factor", processor.get("rescale_factor", 1 / 255)),
         mean=_three(processor, "image_mean"),
         std=_three(processor, "image_std"),
     )
+    if not max(rules.cell**2, rules.min_pixels) <= rules.max_pixels:
+        raise UnsupportedModelError(
+            f"its image processor scales images to {rules.min_pixels} to {rules.max_pixels} "
+            f"pixels, in cells of {rules.cell} x {rules.cell} (size, min_pixels, max_pixels)"
+        )
+    if 0 in (rules.scale, *rules.std):
+        raise UnsupportedModelError("its image processor has 0 for rescale_factor or image_std")
     _compare(rules, vision)
     return rules
 
@@ -67,7 +86,8 @@ def model_class(model_type: str, images: ImageRules | None) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    needs_tower = images is not None or (model_type in SEEING_TYPES and not is_causal)
+    has_tower = model_type in (*SEEING_TYPES, *_BLIND_TYPES)
+    needs_tower = images is not None or (has_tower and not is_causal)
     return AutoModelForImageTextToText if needs_tower else AutoModelForCausalLM
 
 
@@ -114,6 +134,36 @@ def _given(settings: Mapping[str, Any], name: str) -> Any:
     return settings[name]
 
 
+def _pixels(said: object, size: Mapping[str, Any], name: str) -> int:
+    """By the older setting, where it is there, or the newer one."""
+    return _whole(f"size.{name}", said or _given(size, name), 1, MOST_SCALED_PIXELS)
+
+
+def _whole(name: str, value: object, least: int, most: int) -> int:
+    number = _number(name, value)
+    if not (number.is_integer() and least <= number <= most):
+        raise UnsupportedModelError(
+            f"its image processor's settings have {value!r} for {name}; known: {least} to {most}"
+        )
+    return int(number)
+
+
+def _number(name: str, value: object) -> float:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not abs(value) < _MOST_NUMBER
+    ):
+        raise UnsupportedModelError(
+            f"its image processor's settings have {str(value)[:40]!r} for {name}, which is no "
+            "number that it can mean"
+        )
+    return float(value)
+
+
 def _three(settings: Mapping[str, Any], name: str) -> tuple[float, float, float]:
-    red, green, blue = map(float, _given(settings, name))
+    values = _given(settings, name)
+    if not isinstance(values, list) or len(values) != len("RGB"):
+        raise UnsupportedModelError(f"its image processor has no three numbers in {name!r}")
+    red, green, blue = (_number(name, value) for value in values)
     return red, green, blue

@@ -13,10 +13,36 @@ from safetensors import safe_open
 
 from tinsmith.engine.images import ImageRules
 from tinsmith.engine.local.model.foreign.building import build_untouched, transformers_config
-from tinsmith.engine.stored_tensors import weight_files
+from tinsmith.engine.local.model.rope import UnsupportedModelError
+from tinsmith.engine.stored_tensors import stored_tensors, weight_files
 from tinsmith.errors import EngineError
 
 _PREFIX = "visual."
+
+
+def check_tower(folder: Path, rules: ImageRules) -> None:
+    """Refuse a tower that cannot be built, or of which the files lack something, by their headers
+    alone."""
+    shapes = {
+        name.partition(_PREFIX)[2]: tuple(tensor.shape)
+        for name, tensor in stored_tensors(weight_files(folder)).items()
+        if _PREFIX in name
+    }
+    try:
+        with torch.device("meta"):
+            tower = build_untouched(transformers_config(folder), rules).base_model.visual
+    except Exception as error:  # foreign code, on settings that its authors have not seen
+        raise UnsupportedModelError(
+            f"its vision tower cannot be made of its vision_config ({type(error).__name__}: "
+            f"{error})"
+        ) from error
+    for name, wanted in tower.state_dict().items():
+        if shapes.get(name) != tuple(wanted.shape):
+            found = f"of shape {shapes[name]}" if name in shapes else "not there"
+            raise EngineError(
+                f"the vision tower in {folder} could not be read: {_PREFIX}{name} is {found}, and "
+                f"its vision_config wants {tuple(wanted.shape)}"
+            )
 
 
 def load_tower(folder: Path, rules: ImageRules, device: torch.device, dtype: torch.dtype) -> Any:

@@ -13,8 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from tinsmith.engine.local.model.families import Projection
-from tinsmith.engine.local.model.recurrent import delta_rule, mamba
+from tinsmith.engine.local.model.recurrent import delta_rule, mamba, short_convolution
 from tinsmith.engine.local.model.recurrent.recurrence import SequenceStates, StateShape
+
+
+def _number(module: Any) -> int:
+    number: int = module.layer_idx
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +31,29 @@ class RecurrentLayer:
     """Those of a module by its name: what adapters may extend."""
 
     forward: Callable[[Any, Tensor, SequenceStates, int], Tensor]
+    number: Callable[[Any], int] = _number
+    """Which one a module is among those of its model; where it takes the place of attention, the
+    number of its layer."""
+
+    is_beside_attention: bool = False
 
 
 _DELTA_RULE = RecurrentLayer(delta_rule.state_shape, delta_rule.projections, delta_rule.forward)
 _MAMBA = RecurrentLayer(mamba.state_shape, mamba.projections, mamba.forward)
+_SHORT_CONVOLUTION = RecurrentLayer(
+    short_convolution.state_shape,
+    short_convolution.projections,
+    short_convolution.forward,
+    short_convolution.number,
+    is_beside_attention=True,
+)
 
 _KINDS = {
     "Qwen3NextGatedDeltaNet": _DELTA_RULE,
     "Qwen3_5GatedDeltaNet": _DELTA_RULE,
     "Qwen3_5MoeGatedDeltaNet": _DELTA_RULE,
     "NemotronHMamba2Mixer": _MAMBA,
+    "InklingShortConvolution": _SHORT_CONVOLUTION,
 }
 
 
