@@ -129,7 +129,17 @@ OURS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 """Families with experts that our own decoder runs."""
 
 
-ONCE_FOREIGN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+ONCE_FOREIGN = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "deepseek_v3",
+    "deepseek_v3, dense",
+    "deepseek_v3, whole queries",
+    "kimi_k2",
+)
 """Families that ran through `transformers`' modules in earlier releases: models are rebuilt from
 their creation on."""
 

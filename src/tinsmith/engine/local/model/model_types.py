@@ -26,6 +26,7 @@ _OWN = "tests/engine/model/test_decoder.py"
 _FAMILIES = "tests/engine/families/test_families.py"
 _VISION = "tests/engine/vision/test_models.py"
 _DIVIDED = "with several ranks through transformers' modules"
+_LATENTS = "the sampler keeps a latent vector of each token, and no keys and values"
 _UNDIVIDED = "with one rank only"
 _IMAGES = "reads images with transformers 5.17; the vision tower is frozen and has no adapter"
 
@@ -86,6 +87,24 @@ MODEL_TYPES = (
         ModelType(
             name=name,
             runs_on="decoder",
+            adapted=(*_LATENT, *_MLP, *_EXPERTS),
+            test=_FAMILIES,
+            limits=f"{_LATENTS}; {_DIVIDED}",
+        )
+        for name in ("deepseek_v3", "kimi_k2")
+    ),
+    ModelType(
+        name="kimi_k25",
+        runs_on="decoder",
+        adapted=(*_LATENT, *_MLP, *_EXPERTS),
+        test="tests/engine/families/test_kimi.py",
+        limits=f"{_LATENTS}; {_UNDIVIDED}; text only: its vision tower is not read, and images are "
+        "refused",
+    ),
+    *(
+        ModelType(
+            name=name,
+            runs_on="decoder",
             adapted=adapted,
             test=_VISION,
             limits=f"{_UNDIVIDED}; {_IMAGES}",
@@ -101,16 +120,6 @@ MODEL_TYPES = (
         adapted=(*_ATTENTION, *_EXPERTS),
         test=_FAMILIES,
         limits="sinks take attention by hand: memory grows with the square of a sequence's length",
-    ),
-    *(
-        ModelType(
-            name=name,
-            runs_on="transformers",
-            adapted=(*_LATENT, *_MLP, *_EXPERTS),
-            test=_FAMILIES,
-            limits="the sampler keeps whole keys and values, not the latent vector",
-        )
-        for name in ("deepseek_v3", "kimi_k2")
     ),
     *(
         ModelType(

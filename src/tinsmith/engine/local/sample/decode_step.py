@@ -316,7 +316,7 @@ class DecodeStep:
         if mlp.shared is None:
             return y
         shared = _whole(*self._mlp(x, mlp.shared, index, shape))
-        return torch.addcmul(y, shared, mlp.shared.shares(x).to(stream))
+        return mlp.shared.add(y, shared, mlp.shared.shares(x))
 
     def _add_and_norm(
         self, x: Tensor, y: Tensor | None, part: Part | None, weight: Tensor

@@ -1,7 +1,7 @@
 """A router: which experts a token goes to, and what share each has in its output.
 
 A softmax over all experts, of which the largest are taken; in some models their shares are then
-made to sum up to one. Routers have no adapter.
+made to sum up to one. Routers have no adapter. `grouped_router` is of another kind.
 
 Shapes: T tokens, k experts of each, E experts, d hidden size.
 """
@@ -38,6 +38,10 @@ class Router:
     per_token: int
     is_normalized: bool
     """Whether the shares of a token sum up to one."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
 
     def forward(self, x: Tensor, steer: Steer | None = None) -> Routed:
         """From x (T, d). `steer` may have tokens go to other experts, by the shares of these."""

@@ -14,7 +14,7 @@ from typing import Any
 from tinsmith.engine.images import ImageRules
 from tinsmith.engine.local.model.model_types import needed_transformers
 from tinsmith.engine.local.model.rope import UnsupportedModelError
-from tinsmith.engine.local.model.settings import read_settings
+from tinsmith.engine.local.model.settings import PARTLY_SERVED, read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ def read_image_rules(folder: Path) -> ImageRules | None:
     """How the model in `folder` reads images; None where it does not."""
     settings = read_settings(folder / "config.json")
     vision = settings.get("vision_config")
+    if settings.get("model_type") in PARTLY_SERVED:
+        logger.warning("%s is served for text only: its vision tower is not known", folder.name)
     if settings.get("model_type") not in SEEING_TYPES or not isinstance(vision, Mapping):
         return None
     processor = _processor(folder)
