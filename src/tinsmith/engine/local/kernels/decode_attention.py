@@ -121,18 +121,26 @@ def attend(
         num_stages=_NUM_STAGES,
     )
     if splits > 1:
-        _combine_kernel[(num_rows, heads.num_heads)](
-            out,
-            parts,
-            masses,
-            rows.lengths,
-            HEADS=heads.num_heads,
-            DIM=heads.head_dim,
-            DIM_PAD=triton.next_power_of_2(heads.head_dim),
-            SPLITS=splits,
-            num_warps=1,
-        )
+        combine(out, parts, masses, rows.lengths)
     return out
+
+
+def combine(out: Tensor, parts: Tensor, masses: Tensor, lengths: Tensor) -> None:
+    """Fill `out` (B, H · D) by what the splits of its rows have summed up: parts (B, H, P, D), with
+    the peak and the total (B, H, P, 2) of each."""
+    num_rows, num_heads, splits, dim = parts.shape
+    dim_pad = triton.next_power_of_2(dim)
+    _combine_kernel[(num_rows, num_heads)](
+        out,
+        parts,
+        masses,
+        lengths,
+        HEADS=num_heads,
+        DIM=dim,
+        DIM_PAD=dim_pad,
+        SPLITS=splits,
+        num_warps=max(1, min(4, dim_pad // 256)),
+    )
 
 
 @triton.jit

@@ -389,8 +389,7 @@ def _can_use_kernels(decoder: Decoder, config: LocalEngineConfig) -> bool:
     """Whether the quick way to decode can be used."""
     is_usable = kernels.are_usable(decoder.head.weight) and not is_foreign(decoder.config)
     # A graph that waits for other ranks is not captured.
-    is_alone = not config.deterministic and decoder.ranks.count == 1
-    return is_usable and is_alone and decoder.config.latent is None
+    return is_usable and not config.deterministic and decoder.ranks.count == 1
 
 
 def _decode_step(
