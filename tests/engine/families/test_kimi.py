@@ -29,18 +29,22 @@ from tests.engine.sample.sampling_reference import (
     assert_trainer_agrees,
     job_of,
     tokens_of,
+    trainer_logits,
 )
 from tests.engine.train.training_reference import RAGGED, RELATIVE, Reference, assert_close, succeed
 from tests.support.tiny_families import save_tiny
 from tests.support.tiny_vision import image_chunk
+from tinsmith.cli.weights.merging import merge
+from tinsmith.cli.weights.peft_layout import to_peft
 from tinsmith.engine.images import count_images
+from tinsmith.engine.local.adapter_files import checkpoints
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model import verification
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.checking import check_model
 from tinsmith.engine.local.model.experts.grouped_router import GroupedRouter
 from tinsmith.engine.local.model.foreign.config import is_foreign
-from tinsmith.engine.local.model.lora import Adapter, Layout
+from tinsmith.engine.local.model.lora import Adapter, AdapterPool, Layout
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.settings import read_config
 from tinsmith.engine.local.sample.generation import Generator
@@ -220,6 +224,28 @@ def test_it_has_the_adapters_of_kimi_k2(tmp_path: Path) -> None:
     assert names[0] == "model.language_model.layers.0.self_attn.q_a_proj"
     assert config.eos_token_ids == (KIMI["eos_token_id"],)
     assert config.max_context_length == 262_144
+
+
+def test_an_adapter_is_merged_into_the_published_files_and_comes_back_from_pefts(
+    tmp_path: Path,
+) -> None:
+    """Experts are merged where each has a matrix in full."""
+    base, adapter, merged = (tmp_path / name for name in ("model", "adapter", "merged"))
+    save_published(base, is_packed=False)
+    config = models_of(base).config("tiny")
+    pool = AdapterPool(config, torch.device("cpu"), torch.float32)
+    own = pool.create("tiny", LoraConfig(rank=3, seed=1))
+    own.flat.copy_(torch.randn(len(own.flat), generator=torch.Generator().manual_seed(2)) * 0.05)
+    checkpoints.save(own, adapter, "sampler")
+    to_peft(adapter, base)
+    back = pool.create_empty("tiny", checkpoints.read_lora(adapter, config))
+    checkpoints.load(back, adapter, "sampler")
+    torch.testing.assert_close(back.flat, own.flat, rtol=1e-6, atol=0)
+    merge(base, adapter, merged, lambda *facts: None)
+    tokens = tokens_of(20)
+    expected = trainer_logits(models_of(base).get("tiny"), tokens, own)
+    found = trainer_logits(models_of(merged).get("tiny"), tokens)
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_a_check_says_what_it_takes_before_it_is_converted(tmp_path: Path) -> None:
