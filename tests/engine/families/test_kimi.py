@@ -2,7 +2,7 @@
 
 Its settings are nested, its tensors lie under a prefix beside those of a vision tower, and its
 experts are whole numbers of 4 bits in words of 32. All that is written here after the published
-files, from a tiny random Kimi-K2, which is the reference.
+files, from a tiny random Kimi-K2, which is the reference. Its images are in `vision.test_kimi`.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def test_a_check_says_what_it_takes_before_it_is_converted(tmp_path: Path) -> No
     assert found.image_tokens == 0 and found.ranks == ()
 
 
-def test_images_are_refused_and_text_is_served(tmp_path: Path) -> None:
+def test_without_the_processors_file_images_are_refused_and_text_is_served(tmp_path: Path) -> None:
     save_published(tmp_path / "model", is_packed=False)
     info = models_of(tmp_path / "model").info("tiny")
     assert info.images is None

@@ -23,7 +23,7 @@ from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.images.settings import SEEING_TYPES
 from tinsmith.engine.local.model.model_types import MODEL_TYPES, needed_transformers
-from tinsmith.engine.local.model.settings import PARTLY_SERVED
+from tinsmith.engine.local.model.settings import IN_PARTS
 from tinsmith.errors import EngineError
 
 NUM_DRAWS = int(os.environ.get("TINSMITH_RANDOM_MODELS", "34"))
@@ -31,9 +31,9 @@ TOLERANCE = 1e-5
 """Of the largest logit; or ten times what changes in the reference when its weights change in their
 last bits, where that is more: near zero, the norms of recurrent layers magnify rounding."""
 
-TYPES = [each.name for each in MODEL_TYPES if each.name not in (*SEEING_TYPES, *PARTLY_SERVED)]
-"""Those with images are drawn beside their other tests; those that are served in part have the
-language part of another."""
+TYPES = [each.name for each in MODEL_TYPES if each.name not in (*SEEING_TYPES, *IN_PARTS)]
+"""Those with images are drawn beside their other tests; those in parts have the language part of
+another."""
 
 _BUILT_AS = {"kimi_k2": "deepseek_v3"}
 

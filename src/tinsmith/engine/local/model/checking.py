@@ -17,7 +17,7 @@ from tinsmith.engine.local.model.foreign.trial import try_settings
 from tinsmith.engine.local.model.lora import Layout
 from tinsmith.engine.local.model.model_types import Path as RunsOn
 from tinsmith.engine.local.model.packed_files.conversion import PackedFiles
-from tinsmith.engine.local.model.settings import PARTLY_SERVED, read_settings
+from tinsmith.engine.local.model.settings import IN_PARTS, read_settings
 from tinsmith.engine.local.model.sources import full_tensors, weights_nbytes
 from tinsmith.engine.local.ranks.models import why_not
 from tinsmith.engine.local.sample.kvcache import CacheShape
@@ -107,9 +107,7 @@ def check_model(folder: Path, rank: int) -> ModelCheck:
         stored_as=None if packed is None else packed.layout,
         converted_bytes=0 if packed is None else packed.nbytes(),
         max_context_length=config.max_context_length,
-        ranks=tuple(
-            n for n in _RANKS if model_type not in PARTLY_SERVED and not why_not(config, n)
-        ),
+        ranks=tuple(n for n in _RANKS if model_type not in IN_PARTS and not why_not(config, n)),
         image_tokens=0 if config.images is None else config.images.max_tokens,
         num_parameters=size,
         device=str(device),

@@ -179,7 +179,8 @@ class Decoder:
         """
         if seen is not None:
             assert len(seen.features) == 1, "our own decoder adds nothing to later layers"
-            positions = seen.on_axes(positions)
+            if not (self.config.images is not None and self.config.images.is_in_line):
+                positions = seen.on_axes(positions)
         rotations = {
             rope: rope.rotation(frequencies, positions, self.dtype)
             for rope, frequencies in self._frequencies.items()

@@ -98,8 +98,7 @@ MODEL_TYPES = (
         runs_on="decoder",
         adapted=(*_LATENT, *_MLP, *_EXPERTS),
         test="tests/engine/families/test_kimi.py",
-        limits=f"{_LATENTS}; {_UNDIVIDED}; text only: its vision tower is not read, and images are "
-        "refused",
+        limits=f"{_LATENTS}; {_UNDIVIDED}; {_IMAGES}",
     ),
     *(
         ModelType(

@@ -99,14 +99,15 @@ _SAME_AS = {"kimi_k2": "deepseek_v3"}
 """Types whose modules `transformers` has under another name."""
 
 
-PARTLY_SERVED = ("kimi_k25",)
-"""Types of which the language part alone is served: their vision towers are not read."""
+IN_PARTS = ("kimi_k25",)
+"""Types whose language part is that of another one, for which every release that we support has a
+class, and which has none of its own."""
 
 
 def as_transformers_knows(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same settings as every release that we support has a class for: of types that are served
-    in part, those of that part."""
-    if settings.get("model_type") in PARTLY_SERVED:
+    """The same settings as every release that we support has a class for: of types in parts, those
+    of the language part."""
+    if settings.get("model_type") in IN_PARTS:
         settings = dict(_of_language_part(settings))
     model_type = _SAME_AS.get(str(settings.get("model_type")))
     return settings if model_type is None else {**settings, "model_type": model_type}

@@ -31,8 +31,8 @@ from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.model_types import Path as RunsOn
 from tinsmith.engine.local.model.settings import (
     BY_LAYER_TYPES,
+    IN_PARTS,
     NEVER_SLIDING,
-    PARTLY_SERVED,
     as_transformers_knows,
     read_config,
     read_settings,
@@ -183,7 +183,7 @@ def _cut(
 ) -> None:
     """Write a model of some layers, experts and rows of the one in `folder`."""
     whole = read_settings(folder / "config.json")
-    is_part = whole.get("model_type") in PARTLY_SERVED
+    is_part = whole.get("model_type") in IN_PARTS
     settings = as_transformers_knows(whole)
     text = settings["text_config"] if isinstance(settings.get("text_config"), dict) else settings
     text["num_hidden_layers"] = len(layers)
