@@ -33,6 +33,7 @@ from tinsmith.engine.local.model.families import ExpertGroups, LatentSpec
 from tinsmith.engine.local.model.foreign.config import is_foreign
 from tinsmith.engine.local.model.latent.heads import LatentHeads
 from tinsmith.engine.local.model.lora import Adapter
+from tinsmith.engine.local.sample import cached_latents
 from tinsmith.engine.local.sample.generation import Generator
 from tinsmith.engine.local.sample.kvcache import CacheShape, KVCache
 from tinsmith.errors import EngineError
@@ -86,9 +87,11 @@ def test_a_token_takes_a_latent_vector_and_a_rotated_key_in_each_layer(decoder: 
 
 
 def test_a_prompt_read_in_parts_has_the_scores_of_training(
-    decoder: Decoder, new_adapter: NewAdapter
+    decoder: Decoder, new_adapter: NewAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside running sequences, and beginning in the middle of a block."""
+    """Beside running sequences, beginning in the middle of a block, and of so much that keys and
+    values are made of a few heads at a time."""
+    monkeypatch.setattr(cached_latents, "MOST_NUMBERS", 3 * 2 * 20 * 60)
     adapter, prompt = new_adapter(decoder), tokens_of(75)
     generator = Generator(decoder, CPU, prefill_tokens=11)
     beside = job_of("beside", tokens_of(20, 1), max_tokens=30, seed=1)

@@ -29,6 +29,9 @@ from tinsmith.engine.local.sample.cached_rows import MASKED, Rows, rows_of
 from tinsmith.engine.local.sample.cached_running import RunningRows
 from tinsmith.engine.local.sample.kvcache import KVCache
 
+MOST_NUMBERS = 1 << 28
+"""Most numbers of keys and values that are made of vectors at a time: 512 MiB in half precision."""
+
 
 class CachedLatents:
     """The rows of one step, whose own latents are in the cache already."""
@@ -88,8 +91,18 @@ class _LaterChunks:
 
     def attend(self, layer: int, spec: AttentionSpec, q: Tensor, heads: LatentHeads) -> Tensor:
         """(sum of T, H, value_dim) of q (sum of T, H, plain_dim + P)."""
-        kept = self._cache.keys[layer].view(-1, heads.spec.kept_dim)
-        return heads.attend_expanded(functools.partial(self._attend, spec), q, kept[self._places])
+        kept = self._cache.keys[layer].view(-1, heads.spec.kept_dim)[self._places]
+        attend = functools.partial(self._attend, spec)
+        # So many heads at a time that a long prompt's keys and values have room.
+        size = 2 * max(heads.spec.key_dim, heads.spec.value_dim)
+        at_once = max(1, MOST_NUMBERS // (len(kept) * size))
+        found = [
+            LatentHeads(heads.spec, weight).attend_expanded(attend, part, kept)
+            for weight, part in zip(
+                heads.weight.split(at_once), q.split(at_once, dim=1), strict=True
+            )
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def _attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if has_packed_kernel(spec, q):
