@@ -52,6 +52,11 @@ _TINY = {
     "num_experts": 8,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
+    "n_routed_experts": 8,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 16,
@@ -404,7 +409,8 @@ def _weights_met(sizes: list[tuple[int, bool]], settings: dict[str, Any], count:
 
 
 def _num_experts(settings: dict[str, Any]) -> int:
-    return int(settings.get("num_experts", settings.get("num_local_experts", 1)))
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((int(settings[name]) for name in names if name in settings), 1)
 
 
 def _free() -> None:

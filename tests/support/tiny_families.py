@@ -146,6 +146,17 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, dense": ("deepseek_v3", {"first_k_dense_replace": 2}),
+    "deepseek_v3, whole queries": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "rope_interleave": False,
+            "n_shared_experts": 2,
+            "v_head_dim": 20,
+            "norm_topk_prob": False,
+        },
+    ),
     "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}),
     "qwen3_moe, dense": ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
     "nemotron_h, no mlp": (

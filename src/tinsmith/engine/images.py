@@ -44,6 +44,14 @@ class ImageRules:
     std: tuple[float, float, float]
     """A channel's value is (byte · scale - mean) / std."""
 
+    max_side: int | None = None
+    """Most pixels of a side, where an image lies in whole cells as large as it is, or smaller; None
+    where it is scaled to fill them."""
+
+    is_in_line: bool = False
+    """Whether the parts of an image have positions one after the other, as text has; else they have
+    two axes more."""
+
     @property
     def cell(self) -> int:
         """Side of a token, in pixels."""
@@ -52,10 +60,23 @@ class ImageRules:
     @property
     def max_tokens(self) -> int:
         """Of one image."""
-        return self.max_pixels // self.cell**2
+        if self.max_side is None:
+            return self.max_pixels // self.cell**2
+        # Of every number of rows of patches, as many columns as are kept as they are.
+        most, longest = self.max_pixels // self.patch_size**2, self.max_side // self.patch_size
+        sizes = [(rows, min(longest, most // rows)) for rows in range(1, min(longest, most) + 1)]
+        return max(self._cells(rows) * self._cells(columns) for rows, columns in sizes)
+
+    def _cells(self, patches: int) -> int:
+        """Along a side of so many whole patches, and almost one more."""
+        assert self.max_side is not None, "the image lies in cells"
+        return -(-min((patches + 1) * self.patch_size - 1, self.max_side) // self.cell)
 
     def scaled(self, size: ImageSize) -> ImageSize:
         """The size that the vision tower sees, in whole cells."""
+        if self.max_side is not None:
+            inner = self.drawn(size)
+            return ImageSize(*(-(-side // self.cell) * self.cell for side in inner))
         # As the processors do it, also where a short side is rounded to nothing at first.
         width, height = (round(side / self.cell) * self.cell for side in size)
         area = size.width * size.height
@@ -68,6 +89,16 @@ class ImageRules:
             ratio = math.sqrt(self.min_pixels / area)
             width, height = (math.ceil(side * ratio / self.cell) * self.cell for side in size)
         return ImageSize(width, height)
+
+    def drawn(self, size: ImageSize) -> ImageSize:
+        """The size that the image itself has in that; what is behind it is black."""
+        if self.max_side is None:
+            return self.scaled(size)
+        patches = [max(1, side // self.patch_size) for side in size]
+        most = self.max_pixels // self.patch_size**2
+        by_side = (self.max_side / side for side in size)
+        scale = min(1.0, math.sqrt(most / math.prod(patches)), *by_side)
+        return ImageSize(*(min(max(1, int(side * scale)), self.max_side) for side in size))
 
     def grid(self, size: ImageSize) -> tuple[int, int]:
         """Rows and columns of tokens."""

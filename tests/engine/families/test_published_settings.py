@@ -200,7 +200,7 @@ _DEEPSEEK: Settings = {
     "vocab_size": 129_280,
 }
 
-_KIMI: Settings = {
+KIMI: Settings = {
     **_DEEPSEEK,
     "eos_token_id": 163_586,
     "first_k_dense_replace": 1,
@@ -316,7 +316,7 @@ MODELS: dict[str, Settings] = {
     "openai/gpt-oss-20b": gpt_oss(24, 32),
     "openai/gpt-oss-120b": gpt_oss(36, 128),
     "deepseek-ai/DeepSeek-V3.1": _DEEPSEEK,
-    "moonshotai/Kimi-K2-Thinking": _KIMI,
+    "moonshotai/Kimi-K2-Thinking": KIMI,
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _NEMOTRON,
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": _NEMOTRON_SUPER,
 }
@@ -388,8 +388,9 @@ def test_qwen3_5_runs_in_our_decoder_and_reads_images(name: str, tmp_path: Path)
 
 
 def test_a_type_without_a_class_for_text_is_refused_in_a_line(tmp_path: Path) -> None:
-    """Kimi-K2.6, whose language part is Kimi-K2's, with a vision tower of its own."""
-    settings = {"model_type": "kimi_k25", "text_config": _KIMI, "vision_config": {}}
+    """A later Kimi, whose language part has another kind of layer."""
+    text = {**KIMI, "model_type": "kimi_linear"}
+    settings = {"model_type": "kimi_k3", "text_config": text, "vision_config": {}}
     with pytest.raises(
         UnsupportedModelError, match="nearest type that works is 'kimi_k2'"
     ) as found:

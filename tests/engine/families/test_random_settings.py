@@ -23,6 +23,7 @@ from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.images.settings import SEEING_TYPES
 from tinsmith.engine.local.model.model_types import MODEL_TYPES, needed_transformers
+from tinsmith.engine.local.model.settings import IN_PARTS
 from tinsmith.errors import EngineError
 
 NUM_DRAWS = int(os.environ.get("TINSMITH_RANDOM_MODELS", "34"))
@@ -33,9 +34,10 @@ last bits, where that is more: near zero, the norms of recurrent layers magnify 
 TYPES = [
     each.name
     for each in MODEL_TYPES
-    if each.name not in (*SEEING_TYPES, "inkling_mm_model")  # `inkling_text` and what sees
+    if each.name not in (*SEEING_TYPES, *IN_PARTS, "inkling_mm_model")
 ]
-"""Those with images are drawn beside their other tests."""
+"""Those with images are drawn beside their other tests; those in parts have the language part of
+another, as Inkling has with what it sees."""
 
 _BUILT_AS = {"kimi_k2": "deepseek_v3"}
 

@@ -30,6 +30,7 @@ from tinsmith.engine.local.kernels import (
     delta_step,
     experts,
     gated_norm,
+    latent_attention,
     low_rank,
     ordered_attention,
     pointwise,
@@ -215,6 +216,17 @@ def attention(model: Dense, num_rows: int) -> None:
     ordered_attention.attend_cached(spec, q, cache, cache, table, 1, tiles)
 
 
+def latent(num_rows: int, dtype: torch.dtype) -> None:
+    """Of DeepSeek-V3.1; blocks are as large as on CUDA."""
+    cache, table = (
+        empty(2, 3, 1, 32, 576, dtype=dtype),
+        torch.zeros(num_rows * 4, dtype=torch.int32),
+    )
+    rows = decode_attention.RowBlocks(cache, cache, numbers(num_rows), numbers(num_rows), table)
+    q, latents = empty(num_rows, 128, 576, dtype=dtype), empty(num_rows, 576, dtype=dtype)
+    latent_attention.attend(q, latents, rows, 0.1, 1, 512)
+
+
 def training_adapters(model: Dense, rank: int, num_rows: int, dtype: torch.dtype) -> None:
     projection = model.projections["qkv"]
     inputs, outputs = projection.inputs, projection.outputs
@@ -332,6 +344,9 @@ def cases() -> Iterator[Case]:
     yield Case("Qwen3-8B, rank 512", decode_adapters, (large, 512, HALF, ["o"]), "_shrink_kernel")
     yield Case("Qwen3-0.6B, 1 row", attention, (small, 1))
     yield Case("Qwen3-8B, 200 rows", attention, (large, 200))
+    yield Case("DeepSeek-V3.1, 1 row", latent, (1, HALF))
+    yield Case("DeepSeek-V3.1, 200 rows", latent, (200, HALF))
+    yield Case("DeepSeek-V3.1, 200 rows, float32", latent, (200, FULL))
     yield Case("Qwen3-0.6B, rank 8, 64 rows", training_adapters, (small, 8, 64, HALF))
     yield Case("Qwen3-4B, rank 32, 2,100 rows", training_adapters, (middle, 32, 2_100, HALF))
     yield Case("Qwen3-8B, rank 128, 9,000 rows", training_adapters, (large, 128, 9_000, HALF))

@@ -21,9 +21,10 @@ from tests.support.tiny_vision import TINY_TEXT_PARTS, save_tiny_vision
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model import verification
 from tinsmith.engine.local.model.base_models import BaseModels
+from tinsmith.engine.local.model.experts.grouped_router import GroupedRouter
 from tinsmith.engine.local.model.experts.router import Router
 from tinsmith.engine.local.model.experts.routing import Routing, TokenAdapters
-from tinsmith.engine.local.model.families import DecoderConfig
+from tinsmith.engine.local.model.families import DecoderConfig, ExpertGroups
 from tinsmith.engine.local.model.foreign.config import is_foreign
 from tinsmith.engine.local.model.foreign.describing import read_foreign_config
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool
@@ -108,6 +109,9 @@ def test_nothing_of_a_decoding_step_depends_on_what_the_router_chooses() -> None
     """So that a graph of it can be captured: the number of rows and tiles is known before."""
     with without_data():
         x, adapters = torch.randn(6, 8), torch.zeros(6, dtype=torch.int64)
+        groups = ExpertGroups(count=2, per_token=1, scale=2.5)
+        grouped = GroupedRouter(torch.randn(6, 8), torch.randn(6), 2, True, groups).forward(x)
+        assert grouped.choices.shape == grouped.shares.shape == (6, 2)
         _, choices, shares = Router(torch.randn(NUM_EXPERTS, 8), 2, True).forward(x)
         routing = Routing(choices, NUM_EXPERTS)
         assert routing.expanded(x).shape == (12, 8)
@@ -136,6 +140,10 @@ ONCE_FOREIGN = (
     "qwen3_5_moe_text",
     "qwen3_5",
     "qwen3_5_moe",
+    "deepseek_v3",
+    "deepseek_v3, dense",
+    "deepseek_v3, whole queries",
+    "kimi_k2",
 )
 """Families that ran through `transformers`' modules in earlier releases: models are rebuilt from
 their creation on."""

@@ -56,11 +56,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """A vocabulary of 97 cannot be divided by two, and biases are added once; a key/value head that
 both ranks have; norms and caps on both sides of a sum."""
 
-EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss")
+EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 """Of these experts are divided, and nothing else; those of the last have biases, and gates and ups
 in turns."""
 
-ELSEWHERE = ("qwen3_moe", "mixtral")
+ELSEWHERE = ("qwen3_moe", "mixtral", "deepseek_v3")
 """Of these one rank takes our own decoder, and two the modules of `transformers`: gradients differ
 by 2e-6, of which Adam makes more in its first steps."""
 

@@ -147,13 +147,13 @@ class _Names:
 
     def of(self, name: str) -> Iterator[tuple[str, int | None]]:
         """The names that a tensor becomes, each with the expert whose matrix it is."""
-        module, letter, _ = name.removeprefix(PREFIX).rsplit(".", 2)
-        module = self._head if module == UNEMBEDDING else self._whole.get(module, module)
+        hosted, letter, _ = name.removeprefix(PREFIX).rsplit(".", 2)
+        module = self._head if hosted == UNEMBEDDING else self._whole.get(hosted, hosted)
         if len(self._stored[name].shape) == 2:
             yield f"{PREFIX}{module}.{letter}.weight", None
             return
         layer, _, which = module.rpartition(".")
-        gate = f"{PREFIX}{layer}.w3.{letter}.weight"
+        gate = f"{PREFIX}{hosted.rpartition('.')[0]}.w3.{letter}.weight"
         projection = (GATED_EXPERTS if gate in self._stored else PLAIN_EXPERTS)[which]
         for expert in range(self._num_experts(name)):
             yield f"{PREFIX}{layer}.{expert}.{projection}.{letter}.weight", expert

@@ -126,20 +126,30 @@ def attend(
         num_stages=_NUM_STAGES,
     )
     if splits > 1:
-        _combine_kernel[(num_rows, heads.num_heads)](
-            out,
-            parts,
-            masses,
-            rows.lengths,
-            out if sinks is None else sinks,
-            HEADS=heads.num_heads,
-            DIM=heads.head_dim,
-            DIM_PAD=triton.next_power_of_2(heads.head_dim),
-            SPLITS=splits,
-            HAS_SINKS=sinks is not None,
-            num_warps=1,
-        )
+        combine(out, parts, masses, rows.lengths, sinks)
     return out
+
+
+def combine(
+    out: Tensor, parts: Tensor, masses: Tensor, lengths: Tensor, sinks: Tensor | None = None
+) -> None:
+    """Fill `out` (B, H · D) by what the splits of its rows have summed up: parts (B, H, P, D), with
+    the peak and the total (B, H, P, 2) of each."""
+    num_rows, num_heads, splits, dim = parts.shape
+    dim_pad = triton.next_power_of_2(dim)
+    _combine_kernel[(num_rows, num_heads)](
+        out,
+        parts,
+        masses,
+        lengths,
+        out if sinks is None else sinks,
+        HEADS=num_heads,
+        DIM=dim,
+        DIM_PAD=dim_pad,
+        SPLITS=splits,
+        HAS_SINKS=sinks is not None,
+        num_warps=max(1, min(4, dim_pad // 256)),
+    )
 
 
 @triton.jit

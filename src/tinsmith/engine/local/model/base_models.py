@@ -209,16 +209,21 @@ class BaseModels:
                 'on_policy = "exact" is not for models with recurrent layers: token by token they '
                 "add in another order than in training; leave it out"
             )
+        if config.latent is not None and self._is_exact:
+            raise EngineError(
+                'on_policy = "exact" is not for models with latent attention: token by token it '
+                "multiplies in another order than in training; leave it out"
+            )
         rules = read_image_rules(self.folder(name))
         if rules is not None and self._is_exact:
             raise EngineError(
                 'on_policy = "exact" is not for models that read images; leave it out'
             )
-        is_plain = config.experts is None and not config.recurring and rules is None
-        if self._config.ranks > 1 and not is_plain:
+        is_whole = config.experts is None and not config.recurring and config.latent is None
+        if self._config.ranks > 1 and not (is_whole and rules is None):
             reason = UnsupportedModelError(
-                "our own decoder does not divide experts, recurrent layers or vision towers among "
-                "ranks"
+                "our own decoder does not divide experts, recurrent layers, latent attention or "
+                "vision towers among ranks"
             )
             return self._foreign_config(name, reason)
         if self._config.verify_models:

@@ -8,6 +8,7 @@ one adapter are kept together, so that its products are few and large.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from tinsmith.engine.local.model import invariant
 from tinsmith.engine.local.model.attention import cudnn
 from tinsmith.engine.local.model.attention import sinks as sink_attention
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
+from tinsmith.engine.local.model.latent.heads import LatentHeads
 from tinsmith.engine.local.model.recurrent.recurrence import FreshStates
 
 if TYPE_CHECKING:
@@ -108,6 +110,9 @@ class PackedAttention:
         if has_packed_kernel(spec, q):
             return self._attend_packed(spec, q, k, v, sinks)
         return self._attend_by_length(spec, q, k, v, sinks)
+
+    def of_latents(self, layer: int, q: Tensor, latents: Tensor, heads: LatentHeads) -> Tensor:
+        return heads.attend_expanded(functools.partial(self, layer), q, latents)
 
     def _attend_by_length(
         self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None

@@ -24,6 +24,12 @@ from tinsmith.engine.local.model.experts.mlp import ExpertMlp, ExpertPass
 from tinsmith.engine.local.model.experts.mlp import Kept as KeptExperts
 from tinsmith.engine.local.model.experts.steering import Steering
 from tinsmith.engine.local.model.families import DecoderConfig
+from tinsmith.engine.local.model.latent.mixer import (
+    LatentAttention,
+    LatentMixer,
+    LatentPass,
+    Looked,
+)
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.pointwise import (
@@ -51,7 +57,7 @@ from tinsmith.engine.local.model.rope import Rope, Rotation
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
 
 
-class Attention(Protocol):
+class Attention(LatentAttention, Protocol):
     """What the tokens of a batch see. Scale, softcap and window are in `config.layers[layer]`."""
 
     @property
@@ -102,6 +108,9 @@ class Layer(NamedTuple):
     sinks: Tensor | None = None
     """(H,) float32, where heads have such."""
 
+    latent: LatentMixer | None = None
+    """Between the same, where attention is by latent vectors."""
+
     @property
     def qk_norms(self) -> Norms | None:
         if self.q_norm is None or self.k_norm is None:
@@ -145,7 +154,7 @@ class _Kept:
     z_inner: Inner
     """Of a recurrent layer."""
 
-    mixed: _Attended | Recurred
+    mixed: _Attended | Recurred | Looked
     o_inner: Inner
     attention_part: Tensor | None
     """As in `_KeptMlp`."""
@@ -161,7 +170,10 @@ def kept_bytes_a_token(
 ) -> int:
     """About how much of each token `_Kept` holds, what is of adapters not counted."""
     hidden, (count, _) = config.hidden_size, layer.qkv.shape
-    if layer.delta is None:
+    if layer.latent is not None:
+        # Queries, keys and values of all heads, and what attention gives.
+        count += layer.latent.numbers_a_token
+    elif layer.delta is None:
         # Rotated queries and keys, and what attention gives.
         count += (2 * config.num_heads + config.num_kv_heads) * config.head_dim
     else:
@@ -229,8 +241,10 @@ class Block:
         normed = self._norm(x, layer.input_norm)
         qkv, qkv_inner = self._linear(normed, "qkv")
         z_inner: Inner = []
-        mixed: _Attended | Recurred
-        if layer.delta is None:
+        mixed: _Attended | Recurred | Looked
+        if layer.latent is not None:
+            flat, mixed = self._latent(layer.latent).forward(qkv, keep=keep)
+        elif layer.delta is None:
             flat, mixed = self._attend(qkv, keep)
         else:
             if layer.delta.z is None:
@@ -288,6 +302,9 @@ class Block:
             grad_qkv = grads.qkv
             if layer.delta.z is None:
                 grad_qkv = layer.delta.join(grad_qkv, grads.z)
+        elif isinstance(kept.mixed, Looked):
+            assert layer.latent is not None, "it has kept what latent attention keeps"
+            grad_qkv, flat = self._latent(layer.latent).backward(grad_flat, kept.mixed)
         else:
             grad_qkv, flat = self._attend_backward(grad_flat, kept.mixed)
         self._add_gradients("o", part, flat, kept.o_inner, o_grad)
@@ -345,6 +362,9 @@ class Block:
 
     def _recurrent(self, mixer: DeltaMixer) -> DeltaPass:
         return DeltaPass(mixer, self._config.norm_eps, self._attention.sequences, self._place)
+
+    def _latent(self, mixer: LatentMixer) -> LatentPass:
+        return LatentPass(mixer, self._rotation, self._attention, self._place)
 
     @property
     def _rotation(self) -> Rotation:

@@ -17,7 +17,7 @@ from tinsmith.engine.local.model.foreign.trial import try_settings
 from tinsmith.engine.local.model.lora import Layout
 from tinsmith.engine.local.model.model_types import Path as RunsOn
 from tinsmith.engine.local.model.packed_files.conversion import PackedFiles
-from tinsmith.engine.local.model.settings import read_settings
+from tinsmith.engine.local.model.settings import IN_PARTS, read_settings
 from tinsmith.engine.local.model.sources import full_tensors, weights_nbytes
 from tinsmith.engine.local.ranks.models import why_not
 from tinsmith.engine.local.sample.kvcache import CacheShape
@@ -95,18 +95,19 @@ def check_model(folder: Path, rank: int) -> ModelCheck:
     settings = LocalEngineConfig(models={"model": str(folder)})
     config = BaseModels(settings).config("model") if packed is None else _config_of(packed)
     device, dtype = device_of(settings), dtype_of(settings)
+    model_type = str(read_settings(folder / "config.json").get("model_type"))
     modules = [module for each in config.projections for module in each.modules]
     cache = CacheShape.of(config, device, dtype)
     size = num_elements(full_tensors(folder))
     return ModelCheck(
-        model_type=str(read_settings(folder / "config.json").get("model_type")),
+        model_type=model_type,
         architecture=config.architecture,
         runs_on="transformers" if is_foreign(config) else "decoder",
         adapted=tuple(dict.fromkeys(module.rpartition(".")[2] for module in modules)),
         stored_as=None if packed is None else packed.layout,
         converted_bytes=0 if packed is None else packed.nbytes(),
         max_context_length=config.max_context_length,
-        ranks=tuple(n for n in _RANKS if not why_not(config, n)),
+        ranks=tuple(n for n in _RANKS if model_type not in IN_PARTS and not why_not(config, n)),
         image_tokens=0 if config.images is None else config.images.max_tokens,
         num_parameters=size,
         device=str(device),

@@ -103,7 +103,7 @@ class Decoder:
                 config = cut_config(config, ranks.index, ranks.count)
                 assert config.cut is not None, "it has just been cut"
                 decoder = build(config, CutWeights(weights, config.cut), base_weights, ranks)
-            weights.check_all_read()
+            weights.check_all_read(config.predictors)
             return decoder
 
     @property
@@ -182,7 +182,8 @@ class Decoder:
         """
         if seen is not None:
             assert len(seen.features) == 1, "our own decoder adds nothing to later layers"
-            positions = seen.on_axes(positions)
+            if not (self.config.images is not None and self.config.images.is_in_line):
+                positions = seen.on_axes(positions)
         rotations = {
             rope: rope.rotation(frequencies, positions, self.dtype)
             for rope, frequencies in self._frequencies.items()

@@ -1,9 +1,9 @@
 """In what model families differ, as far as our decoder cares.
 
 Several families are one decoder with small differences: Llama, Mistral, Qwen2, Qwen3, Gemma 2,
-Gemma 3 (text), with experts Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE and gpt-oss, and with recurrent
-layers Qwen3.5, with and without experts, and Qwen3-Next. `settings` reads the differences from a
-model's folder; the arithmetic is in `decoder`.
+Gemma 3 (text), with experts Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE and gpt-oss, with recurrent layers
+Qwen3.5, with and without experts, and Qwen3-Next, and with latent attention DeepSeek-V3 and
+Kimi-K2. `settings` reads the differences from a model's folder; the arithmetic is in `decoder`.
 """
 
 from __future__ import annotations
@@ -73,6 +73,16 @@ class Projection:
     """Where every expert of a layer has such a product with a weight of its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """Experts scored one by one, in groups of which a token goes to few."""
+
+    count: int
+    per_token: int
+    scale: float
+    """Of the shares."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
     """Experts in place of a block's MLP."""
@@ -88,6 +98,15 @@ class ExpertsSpec:
 
     shared_size: int | None = None
     """Inner columns of an expert that every token goes to, where there is one."""
+
+    shared_as: str = "shared_expert"
+    """What that is called."""
+
+    has_shared_gate: bool = True
+    """Whether its output has a share, which tokens decide."""
+
+    groups: ExpertGroups | None = None
+    """Where a sigmoid scores each expert; None for a softmax over all of them."""
 
     stored_in: str = "mlp"
     """The part of a layer that has them, in the model's files."""
@@ -140,6 +159,37 @@ class DeltaSpec:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Latent attention: of a token one vector is kept, from which all heads have their keys and
+    values, and one rotated key that they share; see `latent.mixer`."""
+
+    query_rank: int | None
+    """Size of the vector that queries are made of; None where they are made of the hidden state."""
+
+    rank: int
+    """R, the size of the latent vector."""
+
+    plain_dim: int
+    """Of a head's query and key, what is not rotated."""
+
+    rotated_dim: int
+    """P, what is rotated behind that."""
+
+    value_dim: int
+    is_interleaved: bool
+    """Whether neighbours turn together, and not halves."""
+
+    @property
+    def key_dim(self) -> int:
+        return self.plain_dim + self.rotated_dim
+
+    @property
+    def kept_dim(self) -> int:
+        """What the sampler keeps of a token in a layer."""
+        return self.rank + self.rotated_dim
+
+
 @dataclass(frozen=True, slots=True)
 class RoutedLayers:
     """Layers whose routers can be told where to send tokens."""
@@ -172,6 +222,13 @@ class DecoderConfig:
 
     delta: DeltaSpec | None = None
     """What that layer is, in our own decoder."""
+
+    latent: LatentSpec | None = None
+    """How all layers attend, in our own decoder, where it is by latent vectors. `head_dim` is then
+    the larger of what keys and values have."""
+
+    num_predictors: int = 0
+    """Layers behind the last, in the files alone, that predict further tokens."""
 
     eos_token_ids: tuple[int, ...] = ()
     activation: Activation = "silu"
@@ -219,6 +276,10 @@ class DecoderConfig:
     @property
     def num_blocks(self) -> int:
         return len(self.layers) + len(self.recurring)
+
+    @property
+    def predictors(self) -> range:
+        return range(self.num_blocks, self.num_blocks + self.num_predictors)
 
     def place(self, block: int) -> int:
         """Which one a block is of those that attend, or of those that do not."""

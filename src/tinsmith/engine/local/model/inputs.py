@@ -2,8 +2,8 @@
 
 An image takes as many rows as it has tokens. Positions have three axes (time, height, width): a
 row of text has one position on all three, a part of an image its row and column, and text behind
-an image goes on after the largest position so far. Where there is no image, a position is the
-index of its row.
+an image goes on after the largest position so far. Where there is no image, or the model has its
+parts in line with text, a position is the index of its row.
 """
 
 from __future__ import annotations
@@ -105,9 +105,12 @@ class Input:
                 assert isinstance(chunk, ImageChunk), "others were refused"
                 self._images.append(_Image(chunk, number, row, stop))
                 tokens.append(_numbers(chunk))
-                positions.append(np.full(chunk.length, row + self.shift))
-                extent = max(rules.grid(image_size(chunk.data, chunk.format)))
-                self.shift += extent - chunk.length
+                if rules.is_in_line:
+                    positions.append(np.arange(row, stop))
+                else:
+                    positions.append(np.full(chunk.length, row + self.shift))
+                    extent = max(rules.grid(image_size(chunk.data, chunk.format)))
+                    self.shift += extent - chunk.length
             row = stop
         self.tokens = np.concatenate(tokens)
         self._positions = np.concatenate(positions)
@@ -121,7 +124,7 @@ class Input:
     def positions(self, start: int, stop: int) -> np.ndarray:
         """(stop - start,): of rows that may also lie behind the input.
 
-        All rows of an image have the position where it begins, which `Seen` adds to.
+        On axes, all rows of an image have the position where it begins, which `Seen` adds to.
         """
         if not self._images:
             return np.arange(start, stop)

@@ -12,11 +12,19 @@ from torch import Tensor
 
 from tinsmith.engine.local.config import BaseWeights
 from tinsmith.engine.local.model.blocks import DenseMlp, Layer
+from tinsmith.engine.local.model.experts.grouped_router import GroupedRouter
 from tinsmith.engine.local.model.experts.interleaved import load_interleaved
 from tinsmith.engine.local.model.experts.mlp import ExpertMlp, SharedExpert
 from tinsmith.engine.local.model.experts.router import Router
 from tinsmith.engine.local.model.experts.weights import ExpertWeights
-from tinsmith.engine.local.model.families import DecoderConfig, DeltaSpec, ExpertsSpec
+from tinsmith.engine.local.model.families import (
+    DecoderConfig,
+    DeltaSpec,
+    ExpertsSpec,
+    LatentSpec,
+)
+from tinsmith.engine.local.model.latent.heads import LatentHeads
+from tinsmith.engine.local.model.latent.mixer import LatentMixer
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.quantized import QuantizedStack, quantize
 from tinsmith.engine.local.model.recurrent.delta_mixer import DeltaMixer
@@ -88,10 +96,15 @@ class WeightFiles:
             raise EngineError(f"{full!r} in {self._folder} has shape {found}, expected {shape}")
         return tensor.to(device=self._device, dtype=dtype or self._dtype)
 
-    def check_all_read(self) -> None:
+    def check_all_read(self, predictors: range) -> None:
         """Refuse layers of which nothing, or not all, was read: a model without some of its layers
-        or biases would be another one, whatever its settings say."""
-        layers = sorted(name for name in self._unread if name.startswith(f"{self._prefix}layers."))
+        or biases would be another one, whatever its settings say. `predictors` are layers that
+        predict further tokens, which nobody reads."""
+        stem = f"{self._prefix}layers."
+        ignored = tuple(f"{stem}{layer}." for layer in predictors)
+        layers = sorted(
+            name for name in self._unread if name.startswith(stem) and not name.startswith(ignored)
+        )
         check_unread(
             self._folder, layers, lambda name: bool(self._where[name].get_tensor(name).any())
         )
@@ -164,7 +177,9 @@ def _load_layer(
     queries, keys = config.num_heads * head, config.num_kv_heads * head
     prefix = f"layers.{layer}."
 
-    def linear(inputs: int, has_bias: bool, modules: dict[str, int]) -> Linear:
+    def linear(
+        inputs: int, has_bias: bool, modules: dict[str, int], unbiased: tuple[str, ...] = ()
+    ) -> Linear:
         weight = [
             weights.get(f"{prefix}{module}.weight", (outputs, inputs))
             for module, outputs in modules.items()
@@ -173,7 +188,10 @@ def _load_layer(
         if not has_bias:
             return Linear(kept)
         bias = [
-            weights.get(f"{prefix}{module}.bias", (outputs,)) for module, outputs in modules.items()
+            weight[0].new_zeros(outputs)
+            if module in unbiased
+            else weights.get(f"{prefix}{module}.bias", (outputs,))
+            for module, outputs in modules.items()
         ]
         return Linear(kept, torch.cat(bias))
 
@@ -189,8 +207,10 @@ def _load_layer(
     if config.experts is not None and layer in config.experts.layers:
         shared = None
         if (size := config.experts.shared_size) is not None:
-            share = weights.get(f"{prefix}mlp.shared_expert_gate.weight", (1, hidden))
-            shared = SharedExpert(*dense("mlp.shared_expert", size, has_bias=False), share)
+            name, share = f"mlp.{config.experts.shared_as}", None
+            if config.experts.has_shared_gate:
+                share = weights.get(f"{prefix}{name}_gate.weight", (1, hidden))
+            shared = SharedExpert(*dense(name, size, has_bias=False), share)
         mlp = _load_experts(config.experts, hidden, weights, prefix, base_weights, shared)
     else:
         mlp = dense("mlp", inner, config.has_mlp_bias)
@@ -220,6 +240,30 @@ def _load_layer(
                 ba=_load_small(delta, hidden, weights, f"{prefix}linear_attn."),
                 norm=weights.get(f"{prefix}linear_attn.norm.weight", (delta.value_dim,)),
             ),
+        )
+    if config.latent is not None:
+        latent, name = config.latent, "self_attn.q_proj"
+        sizes = [config.num_heads * latent.key_dim, latent.kept_dim]
+        if latent.query_rank is not None:
+            name, sizes[0] = "self_attn.q_a_proj", latent.query_rank
+        return Layer(
+            input_norm=norm("input_layernorm"),
+            qkv=linear(
+                hidden,
+                config.has_qkv_bias,
+                dict(zip((name, "self_attn.kv_a_proj_with_mqa"), sizes, strict=True)),
+                unbiased=("self_attn.q_proj",),
+            ),
+            q_norm=None,
+            k_norm=None,
+            o=linear(
+                config.num_heads * latent.value_dim, config.has_o_bias, {"self_attn.o_proj": hidden}
+            ),
+            post_attention_norm=None,
+            mlp_norm=norm("post_attention_layernorm"),
+            mlp=mlp,
+            post_mlp_norm=None,
+            latent=_load_mixer(latent, config.num_heads, weights, f"{prefix}self_attn."),
         )
     gated = 2 if config.has_output_gate else 1
     return Layer(
@@ -272,6 +316,23 @@ def _load_small(delta: DeltaSpec, hidden: int, weights: Weights, prefix: str) ->
     return Linear(by_head.transpose(0, 1).reshape(2 * num_heads, hidden))
 
 
+def _load_mixer(latent: LatentSpec, num_heads: int, weights: Weights, prefix: str) -> LatentMixer:
+    """What makes queries, keys and values of small vectors stays in full: it is small, and parts of
+    it are multiplied by themselves."""
+    q_norm = q_b = None
+    if (size := latent.query_rank) is not None:
+        q_norm = weights.get(f"{prefix}q_a_layernorm.weight", (size,))
+        q_b = weights.get(f"{prefix}q_b_proj.weight", (num_heads * latent.key_dim, size))
+    by_head = latent.plain_dim + latent.value_dim
+    kv_b = weights.get(f"{prefix}kv_b_proj.weight", (num_heads * by_head, latent.rank))
+    return LatentMixer(
+        heads=LatentHeads(latent, kv_b.view(num_heads, by_head, latent.rank)),
+        q_norm=q_norm,
+        q_b=q_b,
+        kv_norm=weights.get(f"{prefix}kv_a_layernorm.weight", (latent.rank,)),
+    )
+
+
 def _load_experts(
     spec: ExpertsSpec,
     hidden: int,
@@ -286,7 +347,7 @@ def _load_experts(
     stored = f"{prefix}{spec.stored_in}"
     gate, up, down = spec.stored_as
     inner = spec.inner_size
-    router = weights.get(f"{stored}.gate.weight", (spec.num_experts, hidden))
+    router = _load_router(spec, hidden, weights, f"{stored}.gate.")
 
     def stacked(joined: str, modules: tuple[str, ...], outputs: int, inputs: int) -> ExpertWeights:
         """Of all experts, whose modules are beside each other; some files have them joined."""
@@ -294,10 +355,14 @@ def _load_experts(
         if name in weights:
             whole = weights.get(name, (spec.num_experts, rows, inputs))
         else:
-            whole = router.new_empty(spec.num_experts, rows, inputs)
-            for expert, of_expert in enumerate(whole):
-                for module, part in zip(modules, of_expert.split(outputs), strict=True):
-                    name = f"{stored}.experts.{expert}.{module}.weight"
+            names = [
+                [f"{stored}.experts.{expert}.{module}.weight" for module in modules]
+                for expert in range(spec.num_experts)
+            ]
+            first = weights.get(names[0][0], (outputs, inputs))
+            whole = first.new_empty(spec.num_experts, rows, inputs)
+            for of_expert, of_modules in zip(whole, names, strict=True):
+                for name, part in zip(of_modules, of_expert.split(outputs), strict=True):
                     part.copy_(weights.get(name, (outputs, inputs)))
         starts = range(0, rows, outputs)
         columns = tuple(slice(start, start + outputs) for start in starts)
@@ -306,10 +371,25 @@ def _load_experts(
         return ExpertWeights(QuantizedStack(whole, base_weights), None, columns)
 
     return ExpertMlp(
-        router=Router(router, spec.per_token, spec.is_normalized),
+        router=router,
         gate_up=stacked("gate_up_proj", (gate, up), inner, hidden),
         down=stacked("down_proj", (down,), hidden, inner),
         shared=shared,
+    )
+
+
+def _load_router(
+    spec: ExpertsSpec, hidden: int, weights: Weights, prefix: str
+) -> Router | GroupedRouter:
+    shape = (spec.num_experts, hidden)
+    if spec.groups is None:
+        return Router(weights.get(f"{prefix}weight", shape), spec.per_token, spec.is_normalized)
+    return GroupedRouter(
+        weight=weights.get(f"{prefix}weight", shape, torch.float32),
+        bias=weights.get(f"{prefix}e_score_correction_bias", (spec.num_experts,), torch.float32),
+        per_token=spec.per_token,
+        is_normalized=spec.is_normalized,
+        groups=spec.groups,
     )
 
 

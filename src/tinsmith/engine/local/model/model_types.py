@@ -26,6 +26,7 @@ _OWN = "tests/engine/model/test_decoder.py"
 _FAMILIES = "tests/engine/families/test_families.py"
 _VISION = "tests/engine/vision/test_models.py"
 _DIVIDED = "with several ranks through transformers' modules"
+_LATENTS = "the sampler keeps a latent vector of each token, and no keys and values"
 _UNDIVIDED = "with one rank only"
 _IMAGES = "reads images with transformers 5.17; the vision tower is frozen and has no adapter"
 
@@ -87,6 +88,23 @@ MODEL_TYPES = (
         ModelType(
             name=name,
             runs_on="decoder",
+            adapted=(*_LATENT, *_MLP, *_EXPERTS),
+            test=_FAMILIES,
+            limits=f"{_LATENTS}; {_DIVIDED}",
+        )
+        for name in ("deepseek_v3", "kimi_k2")
+    ),
+    ModelType(
+        name="kimi_k25",
+        runs_on="decoder",
+        adapted=(*_LATENT, *_MLP, *_EXPERTS),
+        test="tests/engine/families/test_kimi.py",
+        limits=f"{_LATENTS}; {_UNDIVIDED}; {_IMAGES}",
+    ),
+    *(
+        ModelType(
+            name=name,
+            runs_on="decoder",
             adapted=adapted,
             test=_VISION,
             limits=f"{_UNDIVIDED}; {_IMAGES}",
@@ -95,16 +113,6 @@ MODEL_TYPES = (
             "qwen3_5": (*_DELTA_RULE, *_ATTENTION, *_MLP),
             "qwen3_5_moe": (*_DELTA_RULE, *_ATTENTION, *_MLP, *_EXPERTS),
         }.items()
-    ),
-    *(
-        ModelType(
-            name=name,
-            runs_on="transformers",
-            adapted=(*_LATENT, *_MLP, *_EXPERTS),
-            test=_FAMILIES,
-            limits="sampling keeps whole keys and values, not the latent vector",
-        )
-        for name in ("deepseek_v3", "kimi_k2")
     ),
     *(
         ModelType(

@@ -7,6 +7,7 @@ from tinsmith.engine.local.model.families import (
     DeltaSpec,
     ExpertFactors,
     ExpertsSpec,
+    LatentSpec,
     Part,
     Projection,
 )
@@ -25,6 +26,8 @@ def projections_of(config: DecoderConfig, root: str) -> tuple[Projection, ...]:
         if layer in config.recurring:
             assert config.delta is not None, "that is what recurs"
             shapes = _of_delta_rule(config.delta, f"{prefix}linear_attn.", hidden)
+        elif config.latent is not None:
+            shapes = _of_latents(config.latent, attention, hidden, config.num_heads)
         else:
             shapes = [
                 (
@@ -86,10 +89,23 @@ def _of_delta_rule(spec: DeltaSpec, prefix: str, hidden: int) -> list[_Shape]:
     ]
 
 
+def _of_latents(spec: LatentSpec, prefix: str, hidden: int, num_heads: int) -> list[_Shape]:
+    """The halves that make small vectors, and the last product. What makes queries, keys and values
+    of such vectors is of low rank itself."""
+    queries = ("q_proj", num_heads * spec.key_dim)
+    if spec.query_rank is not None:
+        queries = ("q_a_proj", spec.query_rank)
+    first = (queries, ("kv_a_proj_with_mqa", spec.kept_dim))
+    return [
+        ("qkv", "attn", hidden, tuple((prefix + name, size) for name, size in first)),
+        ("o", "attn", num_heads * spec.value_dim, ((prefix + "o_proj", hidden),)),
+    ]
+
+
 def _of_experts(spec: ExpertsSpec, layer: int, mlp: str, hidden: int) -> list[Projection]:
     """Gate and up of all experts, and down: the factor on the hidden side is one for all. A shared
     expert is a plain MLP."""
-    experts, shared = mlp + "experts.", mlp + "shared_expert."
+    experts, shared = mlp + "experts.", f"{mlp}{spec.shared_as}."
     found = [
         Projection(
             layer=layer,

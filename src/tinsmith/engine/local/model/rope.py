@@ -70,13 +70,14 @@ class Rope:
     def inverse_frequencies(self) -> Tensor:
         """One frequency per pair of rotated dimensions, (head_dim / 2,) float32."""
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
-        frequencies = 1.0 / (self.theta**exponents)
+        wavelengths = self.theta**exponents
+        frequencies = 1.0 / wavelengths
         if self.kind == "linear":
             return frequencies / self.factor
         if self.kind == "llama3":
             return self._llama3(frequencies)
         if self.kind == "yarn":
-            return self._yarn(frequencies)
+            return self._yarn(frequencies, 1.0 / (self.factor * wavelengths))
         return frequencies
 
     def rotation(self, frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Rotation:
@@ -111,8 +112,12 @@ class Rope:
             is_between, blended, torch.where(is_long, frequencies / self.factor, frequencies)
         )
 
-    def _yarn(self, frequencies: Tensor) -> Tensor:
-        """The same idea with a ramp that is linear in the index of the dimension."""
+    def _yarn(self, frequencies: Tensor, slower: Tensor) -> Tensor:
+        """The same idea with a ramp that is linear in the index of the dimension.
+
+        Rounded as in transformers: at the end of a long context an angle is a frequency's last bit
+        times a hundred thousand.
+        """
 
         def dimension(rotations: float) -> float:
             waves = self.original_context / (rotations * 2 * math.pi)
@@ -124,8 +129,8 @@ class Rope:
         low, high = max(first, 0), min(last, self.head_dim - 1)
         index = torch.arange(self.head_dim // 2, dtype=torch.float32)
         # Swapped betas reverse the ramp, as they do in transformers.
-        stretched = ((index - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
-        return (1 - stretched) * frequencies + stretched * frequencies / self.factor
+        kept = 1 - ((index - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
+        return slower * (1 - kept) + frequencies * kept
 
 
 _PARTLY_ROTATING = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
@@ -216,12 +221,15 @@ def _original_context(family: str, values: Mapping[str, Any], settings: Mapping[
 
 
 def _yarn(rope: Rope, settings: Mapping[str, Any], original_context: int) -> Rope:
-    if others := sorted({"mscale", "mscale_all_dim"} & settings.keys()):
-        raise UnsupportedModelError(f"{others[0]} of a rope of the kind yarn is not known")
     factor = _number(settings, "factor")
     attention = settings.get("attention_factor")
     if attention is None:
-        attention = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        some, all_ = settings.get("mscale"), settings.get("mscale_all_dim")
+        attention = (
+            _sharpened(factor, some) / _sharpened(factor, all_)
+            if some and all_
+            else (_sharpened(factor, 1.0))
+        )
     return replace(
         rope,
         kind="yarn",
@@ -232,6 +240,20 @@ def _yarn(rope: Rope, settings: Mapping[str, Any], original_context: int) -> Rop
         attention_factor=float(attention),
         is_truncated=bool(settings.get("truncate", True)),
     )
+
+
+def read_sharpening(family: str, values: Mapping[str, Any]) -> float:
+    """The factor on the scores of latent attention where the context was stretched."""
+    settings = _settings(family, values, "full_attention")
+    name = settings.get("rope_type", settings.get("type", "default"))
+    if name == "default" or not settings.get("mscale_all_dim"):
+        return 1.0
+    return _sharpened(_number(settings, "factor"), _number(settings, "mscale_all_dim")) ** 2
+
+
+def _sharpened(factor: float, weight: float) -> float:
+    """How much sharper attention has to look in a context that was stretched by `factor`."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -24,9 +24,19 @@ from tinsmith.engine.local.model.families import (
     DeltaSpec,
     ExpertsSpec,
 )
+from tinsmith.engine.local.model.latent.settings import (
+    LATENT_DEFAULTS,
+    OF_LATENTS,
+    read_grouped_experts,
+    read_latent,
+)
 from tinsmith.engine.local.model.pointwise import Activation
 from tinsmith.engine.local.model.projections import projections_of
-from tinsmith.engine.local.model.rope import UnsupportedModelError, read_rope
+from tinsmith.engine.local.model.rope import (
+    UnsupportedModelError,
+    read_rope,
+    read_sharpening,
+)
 from tinsmith.errors import EngineError
 from tinsmith.text_model import TextModel
 
@@ -107,6 +117,24 @@ def read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""Types whose modules `transformers` has under another name."""
+
+
+IN_PARTS = ("kimi_k25",)
+"""Types whose language part is that of another one, for which every release that we support has a
+class, and which has none of its own."""
+
+
+def as_transformers_knows(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same settings as every release that we support has a class for: of types in parts, those
+    of the language part."""
+    if settings.get("model_type") in IN_PARTS:
+        settings = dict(_of_language_part(settings))
+    model_type = _SAME_AS.get(str(settings.get("model_type")))
+    return settings if model_type is None else {**settings, "model_type": model_type}
+
+
 def decoder_config(settings: Mapping[str, Any]) -> DecoderConfig:
     """The decoder's configuration from the content of a `config.json`.
 
@@ -118,11 +146,7 @@ def decoder_config(settings: Mapping[str, Any]) -> DecoderConfig:
     if isinstance(nested, Mapping):
         if nested.get("model_type") not in _OF_DELTA_RULE:
             root = "model.language_model."
-        inherited = {name: settings[name] for name in _INHERITED if name in settings}
-        # `transformers`' class for the whole looks at one of them, that for the language part alone
-        # at the other. Where the files have a matrix, it is taken all the same.
-        said = [part[_TIED] for part in (settings, nested) if part.get(_TIED) is not None]
-        settings = {**inherited, **nested, **({_TIED: any(said)} if said else {})}
+        settings = _of_language_part(settings)
     family = str(settings.get("model_type"))
     if family not in _DEFAULTS:
         raise UnsupportedModelError(
@@ -137,6 +161,18 @@ def decoder_config(settings: Mapping[str, Any]) -> DecoderConfig:
     values = {**_DEFAULTS[family], **given}
     config = _Reader(family, values).config()
     return replace(config, projections=projections_of(config, root))
+
+
+def _of_language_part(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a model that also sees images, with what is said of the whole."""
+    nested = settings.get("text_config")
+    if not isinstance(nested, Mapping):
+        raise EngineError("config.json must have an object of its language part as text_config")
+    inherited = {name: settings[name] for name in _INHERITED if name in settings}
+    # `transformers`' class for the whole looks at one of them, that for the language part alone
+    # at the other. Where the files have a matrix, it is taken all the same.
+    said = [part[_TIED] for part in (settings, nested) if part.get(_TIED) is not None]
+    return {**inherited, **nested, **({_TIED: any(said)} if said else {})}
 
 
 def with_images(config: DecoderConfig, rules: ImageRules) -> DecoderConfig:
@@ -157,7 +193,12 @@ def with_images(config: DecoderConfig, rules: ImageRules) -> DecoderConfig:
 
 _TIED = "tie_word_embeddings"
 _INHERITED = ("eos_token_id", "architectures")
-_NONE_HAS_MEANING = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
+_NONE_HAS_MEANING = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "sliding_window",
+    "q_lora_rank",
+)
 
 _GEMMAS = ("gemma2", "gemma3_text")
 _OF_DELTA_RULE = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
@@ -171,17 +212,14 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "hidden_activation": _GEMMAS,
     "use_bidirectional_attention": _GEMMAS,
     "attention_bias": (
-        "llama",
-        "qwen3",
-        "qwen3_moe",
-        "olmoe",
-        "gpt_oss",
+        *("llama", "qwen3", "qwen3_moe", "olmoe", "gpt_oss"),
         *_GEMMAS,
         *_OF_DELTA_RULE,
+        *OF_LATENTS,
     ),
     "mlp_bias": ("llama",),
     "clip_qkv": ("olmoe",),
-    "norm_topk_prob": (*_QWENS_OF_EXPERTS, "qwen3_next", "olmoe"),
+    "norm_topk_prob": (*_QWENS_OF_EXPERTS, "qwen3_next", "olmoe", *OF_LATENTS),
     "decoder_sparse_step": (*_QWENS_OF_EXPERTS, "qwen3_next"),
     "mlp_only_layers": (*_QWENS_OF_EXPERTS, "qwen3_next"),
 }
@@ -321,6 +359,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 512,
         "norm_topk_prob": True,
     },
+    **dict.fromkeys(OF_LATENTS, LATENT_DEFAULTS),
 }
 
 FAMILIES = tuple(_DEFAULTS)
@@ -348,7 +387,7 @@ BY_LAYER_TYPES = (
 """Families whose layers are what `layer_types` says, where it is there; the others do not look at
 it. `transformers` takes a Mistral that has it for a Ministral."""
 
-NEVER_SLIDING = ("llama", "olmoe")
+NEVER_SLIDING = ("llama", "olmoe", *OF_LATENTS)
 """Families that do not look at `sliding_window` either."""
 
 
@@ -377,6 +416,7 @@ class _Reader:
             )
         eos = values.get("eos_token_id")
         delta = self._delta() if is_recurrent else None
+        latent = read_latent(values) if self.family in OF_LATENTS else None
         recurring = tuple(
             layer for layer, kind in enumerate(self._layer_kinds()) if kind == _RECURRENT
         )
@@ -387,7 +427,9 @@ class _Reader:
             intermediate_size=int(values["intermediate_size"]),
             num_heads=heads,
             num_kv_heads=int(values.get("num_key_value_heads", heads)),
-            head_dim=self._head_dim(),
+            head_dim=self._head_dim() if latent is None else max(latent.key_dim, latent.value_dim),
+            latent=latent,
+            num_predictors=int(values.get("num_nextn_predict_layers") or 0),
             max_context_length=int(values["max_position_embeddings"]),
             norm_eps=float(values.get("rms_norm_eps", 1e-6)),
             layers=tuple(self._layers()),
@@ -408,7 +450,7 @@ class _Reader:
             is_tied=bool(values.get(_TIED, False)),
             embedding_scale=math.sqrt(hidden) if is_gemma else 1.0,
             final_softcap=values.get("final_logit_softcapping") if is_gemma else None,
-            experts=self._experts() if self.family in _EXPERTS else None,
+            experts=self._experts(),
         )
 
     def _delta(self) -> DeltaSpec:
@@ -444,6 +486,10 @@ class _Reader:
 
     def _experts(self) -> ExpertsSpec | None:
         values = self.values
+        if self.family in OF_LATENTS:
+            return read_grouped_experts(values)
+        if self.family not in _EXPERTS:
+            return None
         # Two names of one setting; of Qwen3-MoE `transformers` writes the one and reads both.
         names = ("num_local_experts", "num_experts")
         num_experts = next(int(values[name]) for name in names if name in values)
@@ -480,6 +526,8 @@ class _Reader:
         return str(named[0]) if named else self.family
 
     def _head_dim(self) -> int:
+        if self.family in OF_LATENTS:
+            return int(self.values["qk_rope_head_dim"])
         shared = int(self.values["hidden_size"]) // int(self.values["num_attention_heads"])
         return int(self.values.get("head_dim", shared))
 
@@ -497,14 +545,17 @@ class _Reader:
         )
 
     def _layers(self) -> Iterator[AttentionSpec]:
-        scale_of = float(self.values.get("query_pre_attn_scalar", self._head_dim()))
+        scale = float(self.values.get("query_pre_attn_scalar", self._head_dim())) ** -0.5
+        if self.family in OF_LATENTS:
+            scale = read_latent(self.values).key_dim ** -0.5
+            scale *= read_sharpening(self.family, self.values)
         softcap = self.values.get("attn_logit_softcapping")
         for kind in self._layer_kinds():
             if kind == _RECURRENT:
                 continue
             is_sliding = kind == "sliding_attention"
             yield AttentionSpec(
-                scale=scale_of**-0.5,
+                scale=scale,
                 rope=read_rope(self.family, self.values, self._head_dim(), kind),
                 softcap=float(softcap) if softcap is not None else None,
                 window=self._window() if is_sliding else None,

@@ -25,12 +25,15 @@ import torch
 
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.families import DecoderConfig
+from tinsmith.engine.local.model.families import DecoderConfig, ExpertsSpec
+from tinsmith.engine.local.model.foreign.building import transformers_config
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.model_types import Path as RunsOn
 from tinsmith.engine.local.model.settings import (
     BY_LAYER_TYPES,
+    IN_PARTS,
     NEVER_SLIDING,
+    as_transformers_knows,
     read_config,
     read_settings,
 )
@@ -49,11 +52,14 @@ _MAX_ROWS = 512
 _MAX_EXPERTS = 8
 """Experts of a layer that are compared, or as many as a token goes to."""
 
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_HEAD = "lm_head.weight"
 _NUM_TOKENS = 24
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _OF_ALL_EXPERTS = re.compile(
-    r"\.experts\.(gate_up|down)_proj(_bias)?$|\.gate\.weight$|\.router\.(weight|bias)$"
+    r"\.experts\.(gate_up|down)_proj(_bias)?$|\.gate\.(weight|e_score_correction_bias)$"
+    r"|\.router\.(weight|bias)$"
 )
 """What has a row, or a matrix, for each expert."""
 
@@ -124,9 +130,7 @@ def compare(folder: Path, config: DecoderConfig) -> float:
 
 def _compare_kinds(folder: Path, config: DecoderConfig) -> None:
     """What the small model cannot show: which layers slide, and how far each sees."""
-    from transformers import AutoConfig
-
-    theirs = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
+    theirs = transformers_config(folder).get_text_config()
     family = theirs.model_type.replace("ministral", "mistral")
     kinds = getattr(theirs, "layer_types", None) if family in BY_LAYER_TYPES else None
     window = None if family in NEVER_SLIDING else getattr(theirs, "sliding_window", None)
@@ -179,11 +183,13 @@ def _cut(
     folder: Path, target: Path, config: DecoderConfig, layers: list[int], num_rows: int
 ) -> None:
     """Write a model of some layers, experts and rows of the one in `folder`."""
-    settings = read_settings(folder / "config.json")
+    whole = read_settings(folder / "config.json")
+    is_part = whole.get("model_type") in IN_PARTS
+    settings = as_transformers_knows(whole)
     text = settings["text_config"] if isinstance(settings.get("text_config"), dict) else settings
     text["num_hidden_layers"] = len(layers)
     text["vocab_size"] = num_rows
-    if text is not settings:
+    if text is not settings or is_part:
         text["tie_word_embeddings"] = config.is_tied  # may be said of the whole model alone
     windows = [spec.window for spec in config.layers if spec.window is not None]
     if windows or text.get("sliding_window"):
@@ -196,12 +202,13 @@ def _cut(
         text["layer_types"] = [kinds[layer] for layer in layers]
     num_experts = 0
     if (experts := config.experts) is not None:
-        num_experts = min(experts.num_experts, max(experts.per_token, _MAX_EXPERTS))
-        text |= {name: num_experts for name in ("num_experts", "num_local_experts") if name in text}
+        num_experts = _fewer_experts(experts)
+        text |= {name: num_experts for name in _NUM_EXPERTS if name in text}
         text["mlp_only_layers"] = [
             number for number, layer in enumerate(layers) if layer not in experts.layers
         ]
         text["decoder_sparse_step"] = 1
+        text["first_k_dense_replace"] = len(text["mlp_only_layers"])
     for part in (settings, text):
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             if name in part:
@@ -209,7 +216,18 @@ def _cut(
     if isinstance(settings.get("vision_config"), dict):
         settings["vision_config"]["num_hidden_layers"] = 1  # it is made, and not asked
     (target / "config.json").write_text(json.dumps(settings), "utf-8")
-    _cut_weights(folder, target / "model.safetensors", layers, num_rows, num_experts)
+    _cut_weights(
+        folder, target / "model.safetensors", layers, num_rows, num_experts, is_part=is_part
+    )
+
+
+def _fewer_experts(experts: ExpertsSpec) -> int:
+    """As many as a token goes to at least; where they are in groups, as many in each."""
+    least = max(experts.per_token, _MAX_EXPERTS)
+    if (groups := experts.groups) is not None:
+        size = max(2, -(-experts.per_token // groups.per_token), -(-least // groups.count))
+        least = size * groups.count
+    return min(experts.num_experts, least)
 
 
 def _kinds(folder: Path) -> list[str]:
@@ -225,15 +243,22 @@ def _kinds(folder: Path) -> list[str]:
 
 
 def _cut_weights(
-    folder: Path, target: Path, layers: list[int], num_rows: int, num_experts: int
+    folder: Path,
+    target: Path,
+    layers: list[int],
+    num_rows: int,
+    num_experts: int,
+    *,
+    is_part: bool,
 ) -> None:
+    """With `is_part`, under the names that the language part has alone."""
     stored = stored_tensors(weight_files(folder))
     ending = "embed_tokens.weight"
     prefix = next(name for name in stored if name.endswith(ending)).removesuffix(ending)
     kept: dict[str, tuple[str, int | None]] = {}
     """From the new name to the old one, and how many of its rows."""
     for name in stored:
-        if name.endswith(("lm_head.weight", prefix + ending)):
+        if name.endswith((_HEAD, prefix + ending)):
             kept[name] = (name, num_rows)
         elif name.startswith(prefix):
             layer = _LAYER.match(name.removeprefix(prefix))
@@ -243,6 +268,11 @@ def _cut_weights(
                 number = layers.index(int(layer[1]))
                 rows = num_experts if num_experts and _OF_ALL_EXPERTS.search(name) else None
                 kept[name.replace(layer[0], f"layers.{number}.", 1)] = (name, rows)
+    if is_part:
+        kept = {
+            _HEAD if _HEAD in new else f"model.{new.removeprefix(prefix)}": kept[new]
+            for new in kept
+        }
     entries = {}
     for new, (old, rows) in kept.items():
         dtype, shape, num_bytes = stored[old].entry

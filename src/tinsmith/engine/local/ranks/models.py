@@ -48,7 +48,8 @@ def cut_config(config: Config, index: int, count: int) -> Config:
 
 def why_not(config: DecoderConfig, count: int) -> str | None:
     """Why a model cannot be cut into so many parts; None where it can."""
-    if _is_foreign(config) or config.experts is not None or config.recurring:
+    has_more = config.experts is not None or config.recurring or config.latent is not None
+    if _is_foreign(config) or has_more:
         return _why_not_foreign(config, count)
     if config.num_heads % count:
         return f"its {config.num_heads} attention heads cannot be divided evenly"

@@ -20,6 +20,8 @@ from torch import Tensor
 from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model import invariant
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
+from tinsmith.engine.local.model.latent.heads import LatentHeads
+from tinsmith.engine.local.sample.cached_latents import CachedLatents
 from tinsmith.engine.local.sample.cached_prompts import PackedPrompts, PromptRows
 from tinsmith.engine.local.sample.cached_rows import Gathered, Rows, rows_of
 from tinsmith.engine.local.sample.cached_running import RunningRows, of_like_length
@@ -55,18 +57,19 @@ class CachedAttention:
             self._ordered = _OrderedRows(self._sequences, cache)
         elif is_invariant:
             self._alike = _InvariantRows.of(self._sequences, cache)
-        elif prompts and not running and has_kernels:
+        elif prompts and not running and has_kernels and config.latent is None:
             self._packed = PackedPrompts(config, cache, sorted(prompts))
         if is_invariant:
             prompts, running = [], []
         if any(spec.extent is not None for spec in config.layers):
             # A sequence's new token is the last chunk of a prompt: scores are more than products.
             prompts, running = [*prompts, *running], []
-        self._prompts = [PromptRows(rows, cache) for rows in prompts]
+        self._prompts = [PromptRows(rows, cache) for rows in prompts if config.latent is None]
         self._running = [RunningRows(part, cache) for part in of_like_length(running)]
-        self._is_whole = (
-            not self._prompts and len(self._running) == 1 and self._running[0].are_in_order
-        )
+        self._latents: CachedLatents | None = None
+        if config.latent is not None:
+            self._latents = CachedLatents(config, cache, prompts, self._running)
+        self._is_whole = not prompts and len(self._running) == 1 and self._running[0].are_in_order
 
     @functools.cached_property
     def sequences(self) -> CachedStates:
@@ -100,6 +103,12 @@ class CachedAttention:
         for part in self._running:
             out[part.rows] = part.attend(layer, spec, q[part.rows], sinks)
         return out
+
+    def of_latents(self, layer: int, q: Tensor, latents: Tensor, heads: LatentHeads) -> Tensor:
+        assert self._latents is not None, "the model attends to latent vectors"
+        kept = self._cache.keys[layer].view(-1, latents.shape[-1])
+        kept.index_copy_(0, self._places, latents)
+        return self._latents.attend(layer, self._layers[layer], q, latents, heads)
 
 
 def _places(cache: KVCache, sequences: list[Rows]) -> Tensor:

@@ -57,14 +57,15 @@ class Gathered:
         numbers = (len(self._places), shape.block_tokens * shape.head_dim)
         # Used again for each layer: fresh memory would take longer than the copy.
         self._keys = torch.empty(numbers, dtype=shape.dtype, device=shape.device)
-        self._values = torch.empty_like(self._keys)
+        self._values = torch.empty_like(self._keys) if shape.has_values else self._keys
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (B · K, M · S, D), good until the next layer is read."""
-        for source, target in (
-            (self._cache.keys[layer], self._keys),
-            (self._cache.values[layer], self._values),
-        ):
+        """Keys and values (B · K, M · S, D), good until the next layer is read; the same where
+        values are a part of keys."""
+        parts = [(self._cache.keys[layer], self._keys)]
+        if self._cache.shape.has_values:
+            parts.append((self._cache.values[layer], self._values))
+        for source, target in parts:
             torch.index_select(source.view(-1, target.shape[1]), 0, self._places, out=target)
         return self._keys.view(self._size), self._values.view(self._size)
 

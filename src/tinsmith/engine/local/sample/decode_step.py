@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -24,9 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.engine.local.kernels import decode_joins
-from tinsmith.engine.local.kernels.decode_attention import Heads, attend
+from tinsmith.engine.local.kernels.decode_attention import Heads, RowBlocks, attend
 from tinsmith.engine.local.kernels.decode_choice import Drawn, draw
 from tinsmith.engine.local.kernels.decode_lora import TILE_ROWS, Part, TiledAdapters
+from tinsmith.engine.local.kernels.latent_attention import attend as attend_latents
 from tinsmith.engine.local.kernels.ordered_attention import append, attend_cached, tiles_of_rows
 from tinsmith.engine.local.kernels.pointwise import add_rms_norm
 from tinsmith.engine.local.kernels.scores import target_logprobs
@@ -36,10 +37,12 @@ from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.experts.mlp import ExpertMlp, SharedExpert
 from tinsmith.engine.local.model.experts.routing import TokenAdapters
 from tinsmith.engine.local.model.experts.steering import Steer
+from tinsmith.engine.local.model.latent.mixer import LatentMixer
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.model.recurrent.delta_mixer import DeltaMixer
 from tinsmith.engine.local.model.recurrent.delta_rule import step_in_place
+from tinsmith.engine.local.model.rope import Rope, Rotation
 from tinsmith.engine.local.sample.decode_experts import ExpertAdapters, run_experts
 from tinsmith.engine.local.sample.decode_tables import AdapterTable, StepTable
 from tinsmith.engine.local.sample.kvcache import KVCache
@@ -211,6 +214,9 @@ class DecodeStep:
             z = self._add_and_norm(x, y, part, layer.input_norm)
             if layer.delta is not None:
                 z = self._recur(z, layer, layer.delta, index, shape)
+            elif layer.latent is not None:
+                z = self._product(z, layer.qkv, index, "qkv", shape)
+                z = self._look(z, layer.latent, place, rows, rotations)
             else:
                 spec, gate = config.layers[place], None
                 assert spec.rope is not None, "our own decoder rotates"
@@ -283,6 +289,23 @@ class DecodeStep:
         y = step_in_place(mixed, a, b, mixer.core, states, rows)
         return pointwise.gated_norm(y.flatten(1), gate, mixer.norm, self._decoder.config.norm_eps)
 
+    def _look(
+        self,
+        mixed: Tensor,
+        mixer: LatentMixer,
+        place: int,
+        rows: RowBlocks,
+        rotations: Mapping[Rope, Rotation],
+    ) -> Tensor:
+        """Latent attention up to its output projection, of what the first product gave:
+        (B, H · value_dim)."""
+        spec, heads = self._decoder.config.layers[place], mixer.heads
+        assert spec.rope is not None, "our own decoder rotates"
+        q, latents = mixer.split(mixed, rotations[spec.rope])
+        rank = heads.spec.rank
+        sums = attend_latents(heads.absorbed(q), latents, rows, spec.scale, place, rank)
+        return heads.values_of(sums).flatten(1)
+
     def _mlp(
         self, x: Tensor, mlp: DenseMlp | SharedExpert, index: int, shape: StepShape
     ) -> tuple[Tensor, Part | None]:
@@ -317,7 +340,7 @@ class DecodeStep:
         if mlp.shared is None:
             return y
         shared = _whole(*self._mlp(x, mlp.shared, index, shape))
-        return torch.addcmul(y, shared, mlp.shared.shares(x).to(stream))
+        return mlp.shared.add(y, shared, mlp.shared.shares(x))
 
     def _add_and_norm(
         self, x: Tensor, y: Tensor | None, part: Part | None, weight: Tensor

@@ -12,6 +12,9 @@ all tokens up to its end and is shared and copied in the same way.
 This module hands out blocks and states and counts who reads them; who gives way when there are none
 left is the scheduler's affair.
 
+Of models with latent attention a token has one vector in place of keys, and nothing in place of
+values, which are a part of it.
+
 Shapes: L layers that attend, N blocks, K key/value heads, S tokens of a block, D head size,
 P recurrent layers, R states, n numbers in the state of one layer, E layers with experts, k experts
 of a token.
@@ -60,6 +63,9 @@ class CacheShape:
     routed: RoutedLayers | None = None
     """Given where the experts that tokens went to are kept too."""
 
+    has_values: bool = True
+    """Whether values are kept beside keys, and are not a part of these."""
+
     @classmethod
     def of(
         cls,
@@ -69,15 +75,17 @@ class CacheShape:
         *,
         keeps_choices: bool = False,
     ) -> CacheShape:
+        latent = config.latent
         return cls(
             config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
+            config.num_kv_heads if latent is None else 1,
+            config.head_dim if latent is None else latent.kept_dim,
             config.max_context_length,
             device,
             dtype,
             config.state,
             config.routed if keeps_choices else None,
+            has_values=latent is None,
         )
 
     @property
@@ -88,7 +96,7 @@ class CacheShape:
     @property
     def bytes_per_token(self) -> int:
         keys = self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        return 2 * keys + self._choices_bytes
+        return keys * (2 if self.has_values else 1) + self._choices_bytes
 
     @property
     def _choices_bytes(self) -> int:
@@ -119,6 +127,10 @@ class CacheShape:
         """(L, N, K, S, D)."""
         size = (self.num_layers, num_blocks, self.num_kv_heads, self.block_tokens, self.head_dim)
         return _zeros(size, self.dtype, self.device)
+
+    def zero_values(self, num_blocks: int) -> Tensor:
+        """The same; with no numbers where values are a part of keys."""
+        return self.zero_blocks(num_blocks if self.has_values else 0)
 
     def zero_choices(self, num_blocks: int) -> Tensor | None:
         """(E, N, S, k), where they are kept."""
@@ -170,7 +182,7 @@ class KVCache:
         self._states = Pages(num_states, 2 if is_cpu and shape.state_bytes else 0)
         self._readers = Readers(self._blocks, self._states)
         self.keys = shape.zero_blocks(self._blocks.count)
-        self.values = shape.zero_blocks(self._blocks.count)
+        self.values = shape.zero_values(self._blocks.count)
         self.states = shape.zero_states(self._states.count + 1)
         """The last state is for rows that are padding."""
         self.choices = shape.zero_choices(self._blocks.count + 1)
@@ -298,7 +310,8 @@ class KVCache:
             at = table.num_tokens // self.shape.block_tokens
             old, new = table.blocks[at], self._blocks.take()
             self.keys[:, new] = self.keys[:, old]
-            self.values[:, new] = self.values[:, old]
+            if self.shape.has_values:
+                self.values[:, new] = self.values[:, old]
             if self.choices is not None:
                 self.choices[:, new] = self.choices[:, old]
             self._blocks.leave(old)
@@ -322,7 +335,8 @@ class KVCache:
         block = self._blocks.take()
         if self._has_padding:
             self.keys[:, block] = 0
-            self.values[:, block] = 0
+            if self.shape.has_values:
+                self.values[:, block] = 0
         return block
 
     def _new_state(self) -> int:

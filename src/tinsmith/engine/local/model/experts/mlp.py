@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tinsmith.engine.local.model import adapted_linear
 from tinsmith.engine.local.model.adapted_linear import Inner
+from tinsmith.engine.local.model.experts.grouped_router import GroupedRouter
 from tinsmith.engine.local.model.experts.products import Batch, Down, Up
 from tinsmith.engine.local.model.experts.router import Routed, Router
 from tinsmith.engine.local.model.experts.routing import Routing
@@ -25,27 +26,33 @@ from tinsmith.engine.local.model.pointwise import Activation, swiglu, swiglu_bac
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """An expert that every token goes to, with a share of its own."""
+    """An expert that every token goes to."""
 
     gate_up: Linear
     down: Linear
-    share: Tensor
-    """(1, d): its product with a token goes through a sigmoid."""
+    share: Tensor | None
+    """(1, d): its product with a token goes through a sigmoid, and is what the token takes of it;
+    None where it takes all."""
 
     @property
     def nbytes(self) -> int:
-        return self.gate_up.nbytes + self.down.nbytes + self.share.nbytes
+        share = 0 if self.share is None else self.share.nbytes
+        return self.gate_up.nbytes + self.down.nbytes + share
 
-    def shares(self, x: Tensor) -> Tensor:
+    def shares(self, x: Tensor) -> Tensor | None:
         """(T, 1) of x (T, d)."""
-        return F.linear(x, self.share).sigmoid()
+        return None if self.share is None else F.linear(x, self.share).sigmoid()
+
+    def add(self, y: Tensor, part: Tensor, shares: Tensor | None) -> Tensor:
+        """y (T, d) and what each token takes of `part` (T, d), the expert's output."""
+        return y + part if shares is None else torch.addcmul(y, part, shares.to(y.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertMlp:
     """The frozen weights of a layer of experts."""
 
-    router: Router
+    router: Router | GroupedRouter
     gate_up: ExpertWeights
     down: ExpertWeights
     shared: SharedExpert | None
@@ -62,7 +69,7 @@ class ExpertMlp:
 
 @dataclass(slots=True)
 class _KeptShared:
-    shares: Tensor
+    shares: Tensor | None
     gate_up: Tensor
     gate_up_inner: Inner
     part: Tensor
@@ -113,7 +120,7 @@ class ExpertPass:
         shared = None
         if mlp.shared is not None:
             shared = self._forward_shared(mlp.shared, x, dtype)
-            y = torch.addcmul(y, shared.part, shared.shares.to(y.dtype))
+            y = mlp.shared.add(y, shared.part, shared.shares)
         return y, Kept(routed, batch, gate_up, gate_up_inner, down_inner, shared)
 
     def backward(self, grad: Tensor, x: Tensor, kept: Kept) -> Tensor:
@@ -154,7 +161,7 @@ class ExpertPass:
     ) -> Tensor:
         adapters, share = self._adapters, kept.shares
         key = (self._layer, "down")
-        grad_part = grad * share
+        grad_part = grad if share is None else grad * share
         grad_active, inner_grad = adapted_linear.backward_input(
             grad_part, shared.down, adapters, key
         )
@@ -171,5 +178,7 @@ class ExpertPass:
         adapted_linear.backward_adapters(
             grad_gate_up, x, kept.gate_up_inner, inner_grad, adapters, key
         )
+        if share is None or shared.share is None:
+            return grad_x
         along = torch.linalg.vecdot(grad.to(kept.part.dtype), kept.part)[:, None]
         return grad_x.addmm_((along * share * (1 - share)).to(x.dtype), shared.share)

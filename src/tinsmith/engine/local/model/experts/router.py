@@ -2,7 +2,7 @@
 
 A softmax over all experts, of which the largest are taken; in some models their shares are then
 made to sum up to one: that is also what a softmax over the chosen alone gives. Routers have no
-adapter.
+adapter. `grouped_router` is of another kind.
 
 Shapes: T tokens, k experts of each, E experts, d hidden size.
 """

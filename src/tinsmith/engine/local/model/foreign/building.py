@@ -17,7 +17,7 @@ from tinsmith.engine.local.model.foreign.calls import (
     replace_recurrent_layers,
 )
 from tinsmith.engine.local.model.images.settings import model_class
-from tinsmith.engine.local.model.settings import read_settings
+from tinsmith.engine.local.model.settings import as_transformers_knows, read_settings
 
 
 def build_empty(folder: Path, images: ImageRules | None) -> Any:
@@ -63,15 +63,11 @@ def text_model(model: Any) -> Any:
     return getattr(model.base_model, "language_model", model.base_model)
 
 
-_SAME_AS = {"kimi_k2": "deepseek_v3"}
-"""Types whose modules `transformers` has under another name."""
-
-
 def transformers_config(folder: Path) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     settings = read_settings(folder / "config.json")
-    model_type = _SAME_AS.get(str(settings.get("model_type")))
-    if model_type is None:
+    known = as_transformers_knows(settings)
+    if known is settings:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    return CONFIG_MAPPING[model_type].from_dict({**settings, "model_type": model_type})
+    return CONFIG_MAPPING[known["model_type"]].from_dict(known)

@@ -24,7 +24,7 @@ from tinsmith.engine.local.model.model_types import nearest_type, needed_transfo
 from tinsmith.engine.local.model.recurrent.layers import recurrent_layer
 from tinsmith.engine.local.model.recurrent.recurrence import StateShape
 from tinsmith.engine.local.model.rope import UnsupportedModelError
-from tinsmith.engine.local.model.settings import read_settings
+from tinsmith.engine.local.model.settings import IN_PARTS, read_settings
 
 _PROBE_TOKENS = 8
 
@@ -33,6 +33,11 @@ def read_foreign_config(folder: Path, reason: UnsupportedModelError) -> ForeignC
     """The model's shape, or a refusal that begins with why our own decoder cannot run it."""
     settings = read_settings(folder / "config.json")
     model_type = str(settings.get("model_type"))
+    if model_type in IN_PARTS:
+        raise UnsupportedModelError(
+            f"{reason}; and the language part of {model_type} runs in our own decoder only; "
+            f"{nearest(folder)}"
+        )
     named = settings.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else model_type
     if (needed := needed_transformers(model_type)) is not None:

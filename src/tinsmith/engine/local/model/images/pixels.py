@@ -56,5 +56,10 @@ def _decode(chunk: ImageChunk, rules: ImageRules) -> np.ndarray:
         image = image.convert("RGB")
     except Exception as error:  # whatever a decoder says of bytes from anywhere
         raise ValidationError(f"the image cannot be decoded: {error}", "data") from error
-    scaled = image.resize(rules.scaled(ImageSize(*image.size)), Image.Resampling.BICUBIC)
-    return np.asarray(scaled)
+    whole = rules.scaled(ImageSize(*image.size))
+    drawn = image.resize(rules.drawn(ImageSize(*image.size)), Image.Resampling.BICUBIC)
+    if drawn.size != whole:
+        canvas = Image.new("RGB", whole)
+        canvas.paste(drawn)
+        drawn = canvas
+    return np.asarray(drawn)

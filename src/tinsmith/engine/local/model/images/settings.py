@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.engine.images import ImageRules
+from tinsmith.engine.local.model.images.kimi import read_kimi_rules
 from tinsmith.engine.local.model.model_types import needed_transformers
 from tinsmith.engine.local.model.rope import UnsupportedModelError
-from tinsmith.engine.local.model.settings import read_settings
+from tinsmith.engine.local.model.settings import IN_PARTS, read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ def read_image_rules(folder: Path) -> ImageRules | None:
     """How the model in `folder` reads images; None where it does not."""
     settings = read_settings(folder / "config.json")
     vision = settings.get("vision_config")
-    if settings.get("model_type") not in SEEING_TYPES or not isinstance(vision, Mapping):
+    model_type = settings.get("model_type")
+    if model_type not in (*SEEING_TYPES, *IN_PARTS) or not isinstance(vision, Mapping):
         return None
     processor = _processor(folder)
     if (needed := needed_transformers("qwen3_vl")) is not None:
@@ -52,6 +54,8 @@ def read_image_rules(folder: Path) -> ImageRules | None:
             _FILES[0],
         )
         return None
+    if model_type in IN_PARTS:
+        return read_kimi_rules(settings, processor)
     _refuse_others(processor)
     size = processor.get("size")
     size = size if isinstance(size, Mapping) else {}
