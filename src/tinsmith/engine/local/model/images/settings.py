@@ -139,7 +139,7 @@ def _pixels(said: object, size: Mapping[str, Any], name: str) -> int:
     return _whole(f"size.{name}", said or _given(size, name), 1, MOST_SCALED_PIXELS)
 
 
-def _whole(name: str, value: object, least: int, most: int) -> int:
+def _whole(name: str, value: Any, least: int, most: int) -> int:
     number = _number(name, value)
     if not (number.is_integer() and least <= number <= most):
         raise UnsupportedModelError(
@@ -148,7 +148,7 @@ def _whole(name: str, value: object, least: int, most: int) -> int:
     return int(number)
 
 
-def _number(name: str, value: object) -> float:
+def _number(name: str, value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not abs(value) < _MOST_NUMBER:
         raise UnsupportedModelError(
