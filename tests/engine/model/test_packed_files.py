@@ -127,9 +127,9 @@ def int8_with_zeros(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
 def gptq(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     rows, columns = weight.shape
     module = name.removesuffix(".weight")
-    codes, scales = random_codes(4, rows, columns), scales_of(4, rows)
-    zeros = random_codes(4, 4, rows)
-    group = torch.randint(0, 4, (columns,))
+    codes, scales = random_codes(4, rows, columns), scales_of(columns // 8, rows)
+    zeros = random_codes(4, columns // 8, rows)
+    group = torch.randint(0, columns // 8, (columns,))
     parts = {
         f"{module}.qweight": words(codes, 4).t(),
         f"{module}.qzeros": words((zeros - 1) % 16, 4),
@@ -297,6 +297,54 @@ def test_codes_without_their_scales_are_refused(tmp_path: Path) -> None:
     rewrite(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [16, 16]})
     with pytest.raises(EngineError, match=r"beside scales of shape \[9, 9\]"):
         load(tmp_path, tmp_path / "cache")
+
+
+Change = Callable[[Tensor], Tensor]
+
+LIES: dict[str, tuple[str, str, Change]] = {
+    "scales of another shape": ("int4", "_scale", lambda scales: scales.t()),
+    "scales of fewer rows": ("int4", "_scale", lambda scales: scales[:16]),
+    "no scales at all": ("int8", "_scale", lambda scales: scales[:0]),
+    "codes that are no words": ("int4", "_packed", lambda codes: codes.float()),
+    "zero points of more rows": ("int8", "_zero_point", lambda zeros: torch.cat([zeros, zeros])),
+    "groups that are not there": ("int8", "_g_idx", lambda groups: groups + 2**30),
+    "some groups below zero": ("int8", "_g_idx", lambda groups: groups - 1),
+    "groups of fewer inputs": ("gptq", "g_idx", lambda groups: groups[:16]),
+    "zero points that are no words": ("gptq", "qzeros", lambda zeros: zeros.to(torch.int8)),
+    "another group size": ("gptq", "scales", lambda scales: scales[:2]),
+    "half of the zero points": ("awq", "qzeros", lambda zeros: zeros[:2]),
+    "codes in one row": ("fp8", "weight", lambda codes: codes.flatten()),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_parts_that_do_not_fit_each_other_are_refused_by_the_weights_name(
+    lie: str, tmp_path: Path
+) -> None:
+    layout, ending, change = LIES[lie]
+    folder = tmp_path / "model"
+    save_tiny("qwen3_moe", folder, head_dim=16)
+    pack, quantization = LAYOUTS[layout]
+    tensors: Tensors = {}
+    for name, tensor in stored(folder).items():
+        tensors |= pack(name, tensor)[0] if is_projection(name) else {name: tensor}
+    name = next(each for each in tensors if "self_attn.q_proj" in each and each.endswith(ending))
+    rewrite(folder, {**tensors, name: change(tensors[name])}, quantization)
+    with pytest.raises(EngineError, match=r"self_attn.q_proj|quantization_config has"):
+        load(folder, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"config_groups": 7}, {"sparsity_config": "x"}, {"transform_config": [1]}, {"bits": 10**30}],
+)
+def test_settings_of_the_wrong_kind_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_tiny("qwen3_moe", folder)
+    layout = "gptq" if "bits" in changes else "int4"
+    rewrite(folder, stored(folder), {**LAYOUTS[layout][1], **changes})
+    with pytest.raises(EngineError, match=r"quantization_config has a setting|known: 4, 8"):
+        load(folder, tmp_path / "cache")
 
 
 def test_numbers_too_large_for_the_type_of_the_model_are_refused(tmp_path: Path) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.sample.sampling_reference import CPU, answer, answers, finish, tokens_of
 from tests.engine.train.training_reference import run, succeed
@@ -106,6 +109,33 @@ def test_an_image_larger_than_all_room_is_kept_while_it_is_the_newest(
     vision.see(image_chunk(2, 2), "b")
     assert len(looks) == 2
     assert vision.nbytes == vision.see(image_chunk(2, 2), "b").nbytes
+
+
+class Largest(TorchDispatchMode):  # type: ignore[misc]  # torch is unannotated here
+    """Hears of how many numbers the largest tensor is that an operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, Tensor):
+                self.numel = max(self.numel, each.numel())
+        return made
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5"])
+def test_an_image_takes_memory_by_its_size_and_not_by_the_square(
+    model_type: str, tmp_path: Path
+) -> None:
+    """On both paths: a file of 100 kilobytes may be an image of 65,536 patches."""
+    save_tiny_vision(model_type, tmp_path)
+    vision = vision_of(load(tmp_path))
+    grid, patch = (32, 32), 3 * 2 * 4 * 4
+    num_patches = 4 * 32 * 32
+    with Largest() as largest:
+        vision.look(torch.zeros(num_patches, patch), grid)
+    assert num_patches * patch <= largest.numel < num_patches**2 // 8
 
 
 def test_a_prompt_is_found_again_only_with_the_same_image(decoder: Decoder) -> None:

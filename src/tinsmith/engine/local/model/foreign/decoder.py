@@ -37,6 +37,7 @@ from tinsmith.engine.local.model.foreign.describing import differs, does_not_run
 from tinsmith.engine.local.model.foreign.inkling import FusedMlps
 from tinsmith.engine.local.model.foreign.masks import check_masks
 from tinsmith.engine.local.model.images.settings import model_class
+from tinsmith.engine.local.model.images.tower import TOWER_ATTENTION
 from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.inputs import Seen
 from tinsmith.engine.local.model.linear import Linear
@@ -177,7 +178,9 @@ class ForeignDecoder(Decoder):
         self._model = model
         self.text = text_model(model)
         if config.images is not None:
-            self.vision = Vision(config.images, model.base_model.visual, image_cache_bytes)
+            tower = model.base_model.visual
+            tower.set_attn_implementation(TOWER_ATTENTION)
+            self.vision = Vision(config.images, tower, image_cache_bytes)
         head = model.get_output_embeddings()
         self.head = Linear(head.weight, _head_bias(head, config.num_logits))
         self.text.set_attn_implementation(ATTENTION_NAME)

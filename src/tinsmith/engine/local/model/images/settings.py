@@ -143,7 +143,7 @@ def _pixels(said: object, size: Mapping[str, Any], name: str) -> int:
     return _whole(f"size.{name}", said or _given(size, name), 1, MOST_SCALED_PIXELS)
 
 
-def _whole(name: str, value: object, least: int, most: int) -> int:
+def _whole(name: str, value: Any, least: int, most: int) -> int:
     number = _number(name, value)
     if not (number.is_integer() and least <= number <= most):
         raise UnsupportedModelError(
@@ -152,12 +152,9 @@ def _whole(name: str, value: object, least: int, most: int) -> int:
     return int(number)
 
 
-def _number(name: str, value: object) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not abs(value) < _MOST_NUMBER
-    ):
+def _number(name: str, value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) < _MOST_NUMBER:
         raise UnsupportedModelError(
             f"its image processor's settings have {str(value)[:40]!r} for {name}, which is no "
             "number that it can mean"

@@ -25,6 +25,10 @@ from tinsmith.errors import EngineError
 
 _PREFIX = "visual."
 
+TOWER_ATTENTION = "sdpa"
+"""Written out, the scores of an image of 65,536 patches, which a file of 100 kilobytes can be, take
+256 GiB for 16 heads."""
+
 
 def check_tower(folder: Path, rules: ImageRules) -> None:
     """Refuse a tower that cannot be built, or of which the files lack something, by their headers
@@ -79,7 +83,7 @@ def _load_qwen_tower(folder: Path, rules: ImageRules) -> Any:
     with torch.device("meta"):
         kind = type(build_untouched(settings, rules).base_model.visual)
     tower = kind(settings.vision_config)
-    tower.set_attn_implementation("eager")
+    tower.set_attn_implementation(TOWER_ATTENTION)
     tensors = {}
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:

@@ -155,8 +155,16 @@ class PackedFiles:
         if name not in self.packed:
             return self.stored[name].read_bytes()
         packed = self.packed[name]
-        read = {role: _tensor(self.stored[part]) for role, part in packed.parts.items()}
-        dense = packed.dense(read)
+        try:
+            read = {role: _tensor(self.stored[part]) for role, part in packed.parts.items()}
+            dense = packed.dense(read)
+        except (RuntimeError, IndexError, ValueError) as error:
+            stored = [(part, self.stored[part].shape) for part in packed.parts.values()]
+            parts = ", ".join(f"{part} {shape}" for part, shape in stored)
+            raise EngineError(
+                f"{name!r} could not be made of its parts, as {self.layout!r} has them: {parts} "
+                f"({error})"
+            ) from error
         if tuple(dense.shape) != packed.shape:
             raise EngineError(f"{name!r} came out as {tuple(dense.shape)}, not as {packed.shape}")
         written = dense.to(_TORCH[entry.dtype]).contiguous()

@@ -22,12 +22,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.engine.local.model.packed_files.parts import (
+    WORD_BITS,
+    Tensors,
+    dimensions,
+    expect,
+    misshapen,
+    num_words,
+    parts_of,
+    unpacked,
+)
 from tinsmith.engine.local.model.rope import UnsupportedModelError
-from tinsmith.engine.stored_tensors import Stored
 from tinsmith.errors import EngineError
 
 _FP8 = ("F8_E4M3", "F8_E5M2")
-_WORD_BITS = 32
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the eight codes without a sign stand for; the fourth bit is the sign."""
@@ -55,7 +63,6 @@ class Packed:
     """From its parts the numbers that they stand for, in float32."""
 
 
-_Tensors = Mapping[str, Stored]
 _Found = Iterator[tuple[str, Packed]]
 
 
@@ -74,7 +81,7 @@ def layout_name(quantization: Mapping[str, Any]) -> str:
     return f"{method} ({form})" if form else method
 
 
-def packed_weights(quantization: Mapping[str, Any], stored: _Tensors) -> dict[str, Packed]:
+def packed_weights(quantization: Mapping[str, Any], stored: Tensors) -> dict[str, Packed]:
     """The weights in few bits among the stored tensors, by the names that they have in full."""
     method = str(quantization.get("quant_method"))
     if method not in LAYOUTS:
@@ -82,7 +89,14 @@ def packed_weights(quantization: Mapping[str, Any], stored: _Tensors) -> dict[st
             f"its weights are stored as {layout_name(quantization)!r}, which is not read; known: "
             f"{', '.join(LAYOUTS)}; take the model in full, and serve it with --base-weights"
         )
-    found = dict(LAYOUTS[method](quantization, stored))
+    try:
+        found = dict(LAYOUTS[method](quantization, stored))
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        # A file from anywhere: text or a number may stand where a table is meant.
+        raise EngineError(
+            f"its weights are stored as {layout_name(quantization)!r}, and quantization_config has "
+            f"a setting of the wrong kind, or a tensor a shape that it cannot have: {error}"
+        ) from error
     used = {name for packed in found.values() for name in packed.parts.values()}
     for name, tensor in stored.items():
         if name not in used and tensor.dtype in (*_FP8, "I8", "U8", "I32"):
@@ -97,23 +111,23 @@ def is_of_activations(name: str) -> bool:
     return name.endswith(_NOT_WEIGHTS)
 
 
-def _fp8(quantization: Mapping[str, Any], stored: _Tensors) -> _Found:
+def _fp8(quantization: Mapping[str, Any], stored: Tensors) -> _Found:
     block = quantization.get("weight_block_size")
     for name, tensor in stored.items():
         if tensor.dtype in _FP8:
             yield name, _scaled(stored, name, f"{name}_scale_inv", _block(block, name))
 
 
-def _mxfp4(quantization: Mapping[str, Any], stored: _Tensors) -> _Found:
+def _mxfp4(quantization: Mapping[str, Any], stored: Tensors) -> _Found:
     for name, tensor in stored.items():
         if name.endswith("_blocks"):
             plain = name.removesuffix("_blocks")
-            parts = _parts(stored, {"blocks": name, "scales": f"{plain}_scales"})
-            experts, outputs, groups, num_bytes = _dimensions(name, tensor, 4)
+            parts = parts_of(stored, {"blocks": name, "scales": f"{plain}_scales"})
+            experts, outputs, groups, num_bytes = dimensions(name, tensor, 4)
             if stored[parts["scales"]].shape != [experts, outputs, groups] or (
                 2 * num_bytes != _FP4_BLOCK
             ):
-                raise _misshapen(name, tensor, stored[parts["scales"]])
+                raise misshapen(name, tensor, stored[parts["scales"]])
             yield plain, Packed((experts, groups * _FP4_BLOCK, outputs), parts, _mxfp4_dense)
 
 
@@ -127,7 +141,7 @@ def _mxfp4_dense(parts: Mapping[str, Tensor]) -> Tensor:
     return scaled.flatten(2).transpose(1, 2)
 
 
-def _compressed(quantization: Mapping[str, Any], stored: _Tensors) -> _Found:
+def _compressed(quantization: Mapping[str, Any], stored: Tensors) -> _Found:
     known = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
     groups = [
         group
@@ -166,8 +180,8 @@ def _block_of(group: Mapping[str, Any]) -> object:
     return weights.get("block_structure") if isinstance(weights, Mapping) else None
 
 
-def _packed_words(stored: _Tensors, plain: str) -> tuple[str, Packed]:
-    parts = _parts(
+def _packed_words(stored: Tensors, plain: str) -> tuple[str, Packed]:
+    parts = parts_of(
         stored,
         {"codes": f"{plain}_packed", "scales": f"{plain}_scale"},
         {"zeros": f"{plain}_zero_point", "groups": f"{plain}_g_idx"},
@@ -177,24 +191,28 @@ def _packed_words(stored: _Tensors, plain: str) -> tuple[str, Packed]:
         raise EngineError(f"the model has {plain}_packed and no {shape_name}")
     integers = {"I32": "<i4", "I64": "<i8"}.get(stored[shape_name].dtype)
     if integers is None:
-        raise _misshapen(shape_name, stored[shape_name])
+        raise misshapen(shape_name, stored[shape_name])
     shape = tuple(int(n) for n in np.frombuffer(stored[shape_name].read_bytes(), integers))
     codes = stored[parts["codes"]]
-    rows, words = _dimensions(parts["codes"], codes, 2)
-    fitting = [bits for bits in (4, 8) if len(shape) == 2 and words == _words(shape[1], bits)]
+    rows, words = dimensions(parts["codes"], codes, 2)
+    fitting = [bits for bits in (4, 8) if len(shape) == 2 and words == num_words(shape[1], bits)]
     if len(fitting) != 1 or rows != shape[0]:
         raise EngineError(
             f"{parts['codes']!r} of shape {codes.shape} does not hold {list(shape)} numbers of "
             "4 or 8 bits"
         )
     (bits,) = fitting
+    groups = stored[parts["scales"]].shape[-1]
+    expect(stored, parts, "scales", [shape[0], groups], [shape[0]])
+    expect(stored, parts, "zeros", [num_words(shape[0], bits), groups])
+    expect(stored, parts, "groups", [shape[1]])
 
     def dense(read: Mapping[str, Tensor]) -> Tensor:
-        numbers = _unpacked(read["codes"], bits, shape[1]).float()
+        numbers = unpacked(read["codes"], bits, shape[1]).float()
         middle = 1 << (bits - 1)
         if "zeros" in read:
             # Outputs are what is packed here: they are the first dimension.
-            zeros = _unpacked(read["zeros"].t().contiguous(), bits, shape[0]).t().float()
+            zeros = unpacked(read["zeros"].t().contiguous(), bits, shape[0]).t().float()
             return (numbers - _spread(zeros, shape, read)) * _spread(read["scales"], shape, read)
         return (numbers - middle) * _spread(read["scales"], shape, read)
 
@@ -207,34 +225,37 @@ def _spread(scales: Tensor, shape: tuple[int, ...], read: Mapping[str, Tensor]) 
     scales = scales.float().reshape(-1, 1) if scales.ndim < 2 else scales.float()
     groups = read.get("groups")
     # A layer that was left out when groups were given in another order has -1 for all of them.
-    if groups is not None and bool((groups >= 0).all()):
+    if groups is not None and not bool((groups == -1).all()):
+        if bool((groups < 0).any()):
+            raise ValueError("some of its inputs are in a group below zero (g_idx)")
         return scales[:, groups.long()]
     if shape[1] % scales.shape[1]:
-        raise EngineError(f"{shape[1]} inputs do not divide into {scales.shape[1]} groups")
+        raise ValueError(f"{shape[1]} inputs do not divide into {scales.shape[1]} groups")
     return scales.repeat_interleave(shape[1] // scales.shape[1], dim=1)
 
 
-def _gptq(quantization: Mapping[str, Any], stored: _Tensors) -> _Found:
+def _gptq(quantization: Mapping[str, Any], stored: Tensors) -> _Found:
     # The older form stores a zero point less one, which is the greatest code where it is zero.
     above = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
     bits = _bits(quantization)
     for name, tensor in stored.items():
         if name.endswith(".qweight"):
             module = name.removesuffix(".qweight")
-            words, outputs = _dimensions(name, tensor, 2)
-            inputs = words * _WORD_BITS // bits
+            words, outputs = dimensions(name, tensor, 2)
+            inputs = words * WORD_BITS // bits
+            parts = _columns(quantization, stored, module, (outputs, inputs), bits)
 
             def dense(
                 read: Mapping[str, Tensor], inputs: int = inputs, outputs: int = outputs
             ) -> Tensor:
-                numbers = _unpacked(read["codes"].t().contiguous(), bits, inputs).float()
-                zeros = (_unpacked(read["zeros"], bits, outputs) + above) % (1 << bits)
+                numbers = unpacked(read["codes"].t().contiguous(), bits, inputs).float()
+                zeros = (unpacked(read["zeros"], bits, outputs) + above) % (1 << bits)
                 return _of_columns(numbers, zeros.float(), read)
 
-            yield f"{module}.weight", Packed((outputs, inputs), _columns(stored, module), dense)
+            yield f"{module}.weight", Packed((outputs, inputs), parts, dense)
 
 
-def _awq(quantization: Mapping[str, Any], stored: _Tensors) -> _Found:
+def _awq(quantization: Mapping[str, Any], stored: Tensors) -> _Found:
     version = str(quantization.get("version", "gemm")).lower()
     if version != "gemm" or _bits(quantization) != 4:
         raise UnsupportedModelError(
@@ -244,19 +265,20 @@ def _awq(quantization: Mapping[str, Any], stored: _Tensors) -> _Found:
     places = torch.tensor(_AWQ_PLACES)
 
     def ordered(words: Tensor, outputs: int) -> Tensor:
-        return _unpacked(words, 4, outputs).unflatten(1, (-1, 8))[..., places].flatten(1).float()
+        return unpacked(words, 4, outputs).unflatten(1, (-1, 8))[..., places].flatten(1).float()
 
     for name, tensor in stored.items():
         if name.endswith(".qweight"):
             module = name.removesuffix(".qweight")
-            inputs, words = _dimensions(name, tensor, 2)
+            inputs, words = dimensions(name, tensor, 2)
             outputs = words * 8
+            parts = _columns(quantization, stored, module, (outputs, inputs), 4)
 
             def dense(read: Mapping[str, Tensor], outputs: int = outputs) -> Tensor:
                 numbers = ordered(read["codes"], outputs).t()
                 return _of_columns(numbers, ordered(read["zeros"], outputs), read)
 
-            yield f"{module}.weight", Packed((outputs, inputs), _columns(stored, module), dense)
+            yield f"{module}.weight", Packed((outputs, inputs), parts, dense)
 
 
 def _bits(quantization: Mapping[str, Any]) -> int:
@@ -268,13 +290,30 @@ def _bits(quantization: Mapping[str, Any]) -> int:
     return int(bits)
 
 
-def _columns(stored: _Tensors, module: str) -> Mapping[str, str]:
+def _columns(
+    quantization: Mapping[str, Any],
+    stored: Tensors,
+    module: str,
+    shape: tuple[int, int],
+    bits: int,
+) -> Mapping[str, str]:
+    """The parts of a weight (outputs, inputs), which must be as large as each other say."""
     needed = {
         "codes": f"{module}.qweight",
         "zeros": f"{module}.qzeros",
         "scales": f"{module}.scales",
     }
-    return _parts(stored, needed, {"groups": f"{module}.g_idx"})
+    parts = parts_of(stored, needed, {"groups": f"{module}.g_idx"})
+    if quantization.get("desc_act") and "groups" not in parts:
+        raise EngineError(f"{module!r} has no g_idx, and its inputs are in another order: desc_act")
+    (outputs, inputs), size = shape, quantization.get("group_size")
+    num_groups = stored[parts["scales"]].shape[0]
+    if type(size) is int and size > 0:
+        num_groups = math.ceil(inputs / size)
+    expect(stored, parts, "scales", [num_groups, outputs])
+    expect(stored, parts, "zeros", [num_groups, num_words(outputs, bits)])
+    expect(stored, parts, "groups", [inputs])
+    return parts
 
 
 def _of_columns(numbers: Tensor, zeros: Tensor, read: Mapping[str, Tensor]) -> Tensor:
@@ -284,16 +323,16 @@ def _of_columns(numbers: Tensor, zeros: Tensor, read: Mapping[str, Tensor]) -> T
     return (numbers - _spread(zeros.t(), shape, read)) * scales
 
 
-def _scaled(stored: _Tensors, name: str, scale_name: str, block: tuple[int, int] | None) -> Packed:
+def _scaled(stored: Tensors, name: str, scale_name: str, block: tuple[int, int] | None) -> Packed:
     """Codes that are numbers themselves, with a scale for each block, for each row or for all."""
-    parts = _parts(stored, {"codes": name, "scales": scale_name}, {"zeros": f"{name}_zero_point"})
+    parts = parts_of(stored, {"codes": name, "scales": scale_name}, {"zeros": f"{name}_zero_point"})
     shape, scales = stored[name].shape, stored[scale_name].shape
     if block is not None:
         in_blocks = [math.ceil(size / each) for size, each in zip(shape[-2:], block, strict=True)]
         if [*shape[:-2], *in_blocks] != scales:
-            raise _misshapen(name, stored[name], stored[scale_name])
+            raise misshapen(name, stored[name], stored[scale_name])
     elif math.prod(scales) not in (1, shape[0]):
-        raise _misshapen(name, stored[name], stored[scale_name])
+        raise misshapen(name, stored[name], stored[scale_name])
 
     def spread(numbers: Tensor) -> Tensor:
         numbers = numbers.float()
@@ -321,40 +360,7 @@ def _block(given: object, name: str) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def _parts(
-    stored: _Tensors, needed: Mapping[str, str], optional: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    missing = [name for name in needed.values() if name not in stored]
-    if missing:
-        has = next(name for name in needed.values() if name in stored)
-        raise EngineError(f"the model has {has!r} and no {missing[0]!r}")
-    extra = {role: name for role, name in (optional or {}).items() if name in stored}
-    return {**needed, **extra}
-
-
-def _dimensions(name: str, tensor: Stored, count: int) -> list[int]:
-    if len(tensor.shape) != count:
-        raise _misshapen(name, tensor)
-    return tensor.shape
-
-
-def _misshapen(name: str, tensor: Stored, beside: Stored | None = None) -> EngineError:
-    other = f" beside scales of shape {beside.shape}" if beside is not None else ""
-    return EngineError(f"{name!r} is stored as {tensor.dtype} of shape {tensor.shape}{other}")
-
-
-def _words(numbers: int, bits: int) -> int:
-    return math.ceil(numbers * bits / _WORD_BITS)
-
-
-def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
-    """(rows, count) whole numbers from words (rows, …), of which the lowest bits are the first."""
-    shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32)
-    numbers = (words.int()[..., None] >> shifts) & ((1 << bits) - 1)
-    return numbers.flatten(-2)[..., :count]
-
-
-LAYOUTS: Mapping[str, Callable[[Mapping[str, Any], _Tensors], _Found]] = {
+LAYOUTS: Mapping[str, Callable[[Mapping[str, Any], Tensors], _Found]] = {
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed,
