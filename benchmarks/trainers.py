@@ -231,6 +231,9 @@ class RandomWeights:
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         options: dict[str, Any] = {"device": self._device, "dtype": dtype or self._dtype}
+        if name.endswith(("bias", "sinks")):
+            # The same for every token, they would drown what tells tokens apart.
+            return torch.zeros(shape, **options)
         if len(shape) == 1:
             return torch.ones(shape, **options)
         return torch.randn(shape, **options).mul_(0.02)

@@ -413,7 +413,15 @@ def _family(shape: str, asked: dict[str, float]) -> list[Target]:
         "64 at once, times `generate`": lambda r: r["full"]["compared"]["64_times_theirs"],
         "state of a sequence, MB": lambda r: r["full"]["state_bytes_a_sequence"] / 1e6,
     }
-    return [Target(what, part, read, asked.get(what)) for what, read in figures.items()]
+    return [
+        *(Target(what, part, read, asked.get(what)) for what, read in figures.items()),
+        _at_most(
+            "training of 16x1024 with the base in nf4, time over bfloat16",
+            part,
+            lambda r: r["nf4"]["training"]["ms"] / r["full"]["training"]["ms"],
+            1.3,
+        ),
+    ]
 
 
 for _shape, _asked in (
@@ -436,6 +444,7 @@ for _shape, _asked in (
         },
     ),
     ("gpt-oss-20b", {"training of 16x1024, times PEFT": 3}),
+    ("moonlight-16b-a3b", {}),
 ):
     SECTIONS[f"One H200, bfloat16, random weights of the shape of {_shape}"] = _family(
         _shape, _asked
