@@ -29,7 +29,7 @@ _CHANGING = {
 # Converted models, and which were verified, lie in a cache of their own; losing them costs time.
 _ELSEWHERE = {
     "engine/local/model/sources.py",
-    "engine/local/model/verification.py",
+    "engine/local/model/verifying/verification.py",
     "engine/local/model/packed_files/conversion.py",
 }
 

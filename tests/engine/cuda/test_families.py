@@ -24,8 +24,8 @@ from tinsmith.engine.base import Pass
 from tinsmith.engine.local.config import BaseWeights, LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.family_settings import FAMILIES as OWN
 from tinsmith.engine.local.model.lora import Adapter
-from tinsmith.engine.local.model.settings import FAMILIES as OWN
 from tinsmith.engine.local.sample.generation import Generator
 from tinsmith.types import ForwardBackwardOutput, SampleResponse
 

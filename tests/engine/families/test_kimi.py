@@ -39,7 +39,6 @@ from tinsmith.cli.weights.peft_layout import to_peft
 from tinsmith.engine.images import count_images
 from tinsmith.engine.local.adapter_files import checkpoints
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.model import verification
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.checking import check_model
 from tinsmith.engine.local.model.experts.grouped_router import GroupedRouter
@@ -47,6 +46,7 @@ from tinsmith.engine.local.model.foreign.config import is_foreign
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool, Layout
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.settings import read_config
+from tinsmith.engine.local.model.verifying import verification
 from tinsmith.engine.local.sample.generation import Generator
 from tinsmith.errors import ValidationError
 from tinsmith.types import LoraConfig, ModelInput

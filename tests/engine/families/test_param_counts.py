@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from tinsmith.engine.local.model.family_settings import FAMILIES
 from tinsmith.engine.local.model.foreign.describing import read_foreign_config
 from tinsmith.engine.local.model.lora import Layout
 from tinsmith.engine.local.model.model_types import needed_transformers
 from tinsmith.engine.local.model.rope import UnsupportedModelError
-from tinsmith.engine.local.model.settings import FAMILIES, read_config
+from tinsmith.engine.local.model.settings import read_config
 from tinsmith.types import LoraConfig
 
 _QWEN3_MOE = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151_936}

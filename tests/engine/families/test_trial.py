@@ -39,7 +39,7 @@ from tinsmith.engine.local.model.foreign.config import ForeignConfig
 from tinsmith.engine.local.model.foreign.describing import read_foreign_config
 from tinsmith.engine.local.model.foreign.trial import difference, try_out
 from tinsmith.engine.local.model.rope import UnsupportedModelError
-from tinsmith.engine.local.model.verification import TOLERANCE
+from tinsmith.engine.local.model.verifying.verification import TOLERANCE
 from tinsmith.errors import EngineError
 
 REASON = UnsupportedModelError("not one of our own")

@@ -19,7 +19,6 @@ from tests.engine.train.training_reference import RAGGED, succeed
 from tests.support.tiny_families import save_tiny
 from tests.support.tiny_vision import TINY_TEXT_PARTS, save_tiny_vision
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.model import verification
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.experts.grouped_router import GroupedRouter
 from tinsmith.engine.local.model.experts.router import Router
@@ -30,6 +29,7 @@ from tinsmith.engine.local.model.foreign.describing import read_foreign_config
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.settings import read_config
+from tinsmith.engine.local.model.verifying import verification
 from tinsmith.errors import EngineError
 from tinsmith.types import LoraConfig
 

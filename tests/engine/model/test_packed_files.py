@@ -21,9 +21,9 @@ from tests.support.tiny_families import build_tiny, save_tiny
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.checking import check_model
-from tinsmith.engine.local.model.comparison import our_logits, own_logits
 from tinsmith.engine.local.model.packed_files.conversion import VERSION, PackedFiles
 from tinsmith.engine.local.model.sources import model_folder
+from tinsmith.engine.local.model.verifying.comparison import our_logits, own_logits
 from tinsmith.engine.stored_tensors import weight_files
 from tinsmith.errors import EngineError
 

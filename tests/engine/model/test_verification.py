@@ -20,12 +20,12 @@ from torch import Tensor
 from tests.engine.conftest import build_reference
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
-from tinsmith.engine.local.model import verification
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.rope import Rope
 from tinsmith.engine.local.model.settings import read_config
+from tinsmith.engine.local.model.verifying import verification
 from tinsmith.errors import EngineError
 from tinsmith.types import LoraConfig
 

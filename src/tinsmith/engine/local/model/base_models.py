@@ -31,7 +31,7 @@ from tinsmith.engine.local.model.images.vision import Vision
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.settings import end_tokens, read_config, with_images
 from tinsmith.engine.local.model.sources import Progress, model_folder, no_progress, weights_nbytes
-from tinsmith.engine.local.model.verification import verify
+from tinsmith.engine.local.model.verifying.verification import verify
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
 from tinsmith.engine.local.ranks.models import cut_config
 from tinsmith.errors import EngineError

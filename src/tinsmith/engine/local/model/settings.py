@@ -24,8 +24,19 @@ from tinsmith.engine.local.model.families import (
     DeltaSpec,
     ExpertsSpec,
 )
+from tinsmith.engine.local.model.family_settings import (
+    BY_LAYER_TYPES,
+    DEFAULTS,
+    FAMILIES,
+    INNER_SIZE,
+    NO_O_BIAS,
+    OF_DELTA_RULE,
+    READ_BY,
+    WITH_EXPERTS,
+    WITH_QK_NORM,
+    WITH_SHARED_EXPERT,
+)
 from tinsmith.engine.local.model.latent.settings import (
-    LATENT_DEFAULTS,
     OF_LATENTS,
     read_grouped_experts,
     read_latent,
@@ -144,11 +155,11 @@ def decoder_config(settings: Mapping[str, Any]) -> DecoderConfig:
     nested = settings.get("text_config")
     root = "model."
     if isinstance(nested, Mapping):
-        if nested.get("model_type") not in _OF_DELTA_RULE:
+        if nested.get("model_type") not in OF_DELTA_RULE:
             root = "model.language_model."
         settings = _of_language_part(settings)
     family = str(settings.get("model_type"))
-    if family not in _DEFAULTS:
+    if family not in DEFAULTS:
         raise UnsupportedModelError(
             f"model type {family!r} is not one the decoder knows; known: {', '.join(FAMILIES)}"
         )
@@ -156,9 +167,9 @@ def decoder_config(settings: Mapping[str, Any]) -> DecoderConfig:
         name: value
         for name, value in settings.items()
         if (value is not None or name in _NONE_HAS_MEANING)
-        and family in _READ_BY.get(name, FAMILIES)
+        and family in READ_BY.get(name, FAMILIES)
     }
-    values = {**_DEFAULTS[family], **given}
+    values = {**DEFAULTS[family], **given}
     config = _Reader(family, values).config()
     return replace(config, projections=projections_of(config, root))
 
@@ -200,196 +211,6 @@ _NONE_HAS_MEANING = (
     "q_lora_rank",
 )
 
-_GEMMAS = ("gemma2", "gemma3_text")
-_OF_DELTA_RULE = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
-"""Families most of whose layers are recurrent."""
-
-_QWENS_OF_EXPERTS = ("qwen3_moe", "qwen2_moe")
-
-_READ_BY: dict[str, tuple[str, ...]] = {
-    "attn_logit_softcapping": ("gemma2",),
-    "query_pre_attn_scalar": _GEMMAS,
-    "hidden_activation": _GEMMAS,
-    "use_bidirectional_attention": _GEMMAS,
-    "attention_bias": (
-        *("llama", "qwen3", "qwen3_moe", "olmoe", "gpt_oss"),
-        *_GEMMAS,
-        *_OF_DELTA_RULE,
-        *OF_LATENTS,
-    ),
-    "mlp_bias": ("llama",),
-    "clip_qkv": ("olmoe",),
-    "norm_topk_prob": (*_QWENS_OF_EXPERTS, "qwen3_next", "olmoe", *OF_LATENTS),
-    "decoder_sparse_step": (*_QWENS_OF_EXPERTS, "qwen3_next"),
-    "mlp_only_layers": (*_QWENS_OF_EXPERTS, "qwen3_next"),
-}
-"""Settings that only some families look at; in the files of others they mean nothing."""
-
-_GEMMA: dict[str, Any] = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-}
-
-_QWEN: dict[str, Any] = {"sliding_window": 4096, "use_sliding_window": False}
-
-_DELTA_RULE: dict[str, Any] = {
-    "rope_theta": 10_000.0,
-    "partial_rotary_factor": 0.25,
-    "head_dim": 256,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
-
-# What `transformers` assumes where a file leaves a setting out, as far as released models do.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"rope_theta": 10_000.0, "max_position_embeddings": 2048},
-    "mistral": {
-        "rope_theta": 10_000.0,
-        "max_position_embeddings": 131_072,
-        "sliding_window": 4096,
-        "num_key_value_heads": 8,
-    },
-    "qwen2": {**_QWEN, "rope_theta": 10_000.0, "max_position_embeddings": 32_768},
-    "qwen3": {**_QWEN, "rope_theta": 10_000.0, "max_position_embeddings": 32_768, "head_dim": 128},
-    "gemma2": {
-        **_GEMMA,
-        "rope_theta": 10_000.0,
-        "max_position_embeddings": 8192,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    "gemma3_text": {
-        **_GEMMA,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
-        "max_position_embeddings": 131_072,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 262_208,
-        "sliding_window_pattern": 6,
-    },
-    "qwen3_5_text": {
-        **_DELTA_RULE,
-        "max_position_embeddings": 32_768,
-        "num_key_value_heads": 4,
-    },
-    "qwen3_moe": {
-        **_QWEN,
-        "rope_theta": 10_000.0,
-        "max_position_embeddings": 32_768,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-    "qwen2_moe": {
-        **_QWEN,
-        "rope_theta": 10_000.0,
-        "max_position_embeddings": 32_768,
-        "num_key_value_heads": 16,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "qkv_bias": True,
-    },
-    "mixtral": {
-        "rope_theta": 1_000_000.0,
-        "max_position_embeddings": 131_072,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-    },
-    "olmoe": {
-        "rope_theta": 10_000.0,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-    },
-    "gpt_oss": {
-        "rope_theta": 150_000.0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-        "head_dim": 64,
-        "num_key_value_heads": 8,
-        "sliding_window": 128,
-        "attention_bias": True,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
-    },
-    "qwen3_next": {
-        **_DELTA_RULE,
-        "max_position_embeddings": 32_768,
-        "num_key_value_heads": 2,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "norm_topk_prob": True,
-    },
-    "qwen3_5_moe_text": {
-        **_DELTA_RULE,
-        "max_position_embeddings": 32_768,
-        "num_key_value_heads": 2,
-        "intermediate_size": 0,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "norm_topk_prob": True,
-    },
-    **dict.fromkeys(OF_LATENTS, LATENT_DEFAULTS),
-}
-
-FAMILIES = tuple(_DEFAULTS)
-
-_WITH_QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text", "olmoe", *_OF_DELTA_RULE)
-
-_NO_O_BIAS = ("qwen2", "qwen2_moe", "mixtral")
-
-_WITH_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
-_EXPERTS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", *_WITH_SHARED_EXPERT)
-
-_INNER_SIZE = dict.fromkeys(("qwen3_moe", *_WITH_SHARED_EXPERT), "moe_intermediate_size")
-"""What an expert's inner columns are called, where it is not as of an MLP."""
-
-BY_LAYER_TYPES = (
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen2_moe",
-    "gemma2",
-    "gemma3_text",
-    "gpt_oss",
-    *_OF_DELTA_RULE,
-)
-"""Families whose layers are what `layer_types` says, where it is there; the others do not look at
-it. `transformers` takes a Mistral that has it for a Ministral."""
-
-NEVER_SLIDING = ("llama", "olmoe", *OF_LATENTS)
-"""Families that do not look at `sliding_window` either."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
@@ -406,7 +227,7 @@ class _Reader:
         hidden = int(values["hidden_size"])
         heads = int(values["num_attention_heads"])
         is_gemma = self.family.startswith("gemma")
-        is_recurrent = self.family in _OF_DELTA_RULE
+        is_recurrent = self.family in OF_DELTA_RULE
         attention_bias = bool(values.get("attention_bias", False))
         if values.get("use_bidirectional_attention"):
             raise UnsupportedModelError("use_bidirectional_attention is not supported")
@@ -440,12 +261,12 @@ class _Reader:
             activation=self._activation(),
             norm_weight_offset=1.0 if is_gemma or is_recurrent else 0.0,
             has_post_norms=is_gemma,
-            has_qk_norm=self.family in _WITH_QK_NORM,
+            has_qk_norm=self.family in WITH_QK_NORM,
             has_wide_qk_norm=self.family == "olmoe",
             has_sinks=self.family == "gpt_oss",
             has_output_gate=is_recurrent,
             has_qkv_bias=self._has_qkv_bias(attention_bias),
-            has_o_bias=self.family not in _NO_O_BIAS and attention_bias,
+            has_o_bias=self.family not in NO_O_BIAS and attention_bias,
             has_mlp_bias=bool(values.get("mlp_bias", False)),
             is_tied=bool(values.get(_TIED, False)),
             embedding_scale=math.sqrt(hidden) if is_gemma else 1.0,
@@ -488,7 +309,7 @@ class _Reader:
         values = self.values
         if self.family in OF_LATENTS:
             return read_grouped_experts(values)
-        if self.family not in _EXPERTS:
+        if self.family not in WITH_EXPERTS:
             return None
         # Two names of one setting; of Qwen3-MoE `transformers` writes the one and reads both.
         names = ("num_local_experts", "num_experts")
@@ -504,7 +325,7 @@ class _Reader:
         spec = ExpertsSpec(
             num_experts=num_experts,
             per_token=int(values["num_experts_per_tok"]),
-            inner_size=int(values[_INNER_SIZE.get(self.family, "intermediate_size")]),
+            inner_size=int(values[INNER_SIZE.get(self.family, "intermediate_size")]),
             is_normalized=bool(values.get("norm_topk_prob", False)),
             layers=layers,
         )
@@ -513,7 +334,7 @@ class _Reader:
                 f"config.json has {spec.per_token} for num_experts_per_tok, and {num_experts} "
                 "experts"
             )
-        if self.family in _WITH_SHARED_EXPERT:
+        if self.family in WITH_SHARED_EXPERT:
             return replace(spec, shared_size=int(values["shared_expert_intermediate_size"]))
         if self.family == "mixtral":
             return replace(spec, stored_in="block_sparse_moe", stored_as=("w1", "w3", "w2"))
@@ -578,7 +399,7 @@ class _Reader:
         values = self.values
         count = int(values["num_hidden_layers"])
         kinds = values.get("layer_types") if self.family in BY_LAYER_TYPES else None
-        other = _RECURRENT if self.family in _OF_DELTA_RULE else "sliding_attention"
+        other = _RECURRENT if self.family in OF_DELTA_RULE else "sliding_attention"
         if kinds is None and other == _RECURRENT:
             interval = int(values["full_attention_interval"])
             kinds = [

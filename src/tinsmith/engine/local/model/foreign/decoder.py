@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from tinsmith.engine.local.config import BaseWeights
 from tinsmith.engine.local.model.blocks import Attention
-from tinsmith.engine.local.model.comparison import agree, our_logits, own_logits
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.experts.foreign import Experts, is_experts
 from tinsmith.engine.local.model.experts.steering import Steering
@@ -45,6 +44,7 @@ from tinsmith.engine.local.model.loading import check_unread
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.sources import quiet_transformers
+from tinsmith.engine.local.model.verifying.comparison import agree, our_logits, own_logits
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
 from tinsmith.engine.local.ranks.models import cut_config
 from tinsmith.engine.stored_tensors import stored_tensors, weight_files

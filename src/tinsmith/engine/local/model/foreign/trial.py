@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinsmith.engine.local.model.comparison import Sequence, our_logits, own_logits
 from tinsmith.engine.local.model.foreign import inkling
 from tinsmith.engine.local.model.foreign.building import (
     build_untouched,
@@ -39,7 +38,8 @@ from tinsmith.engine.local.model.foreign.describing import (
 from tinsmith.engine.local.model.foreign.masks import check_masks
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.sources import quiet_transformers
-from tinsmith.engine.local.model.verification import TOLERANCE, remembered
+from tinsmith.engine.local.model.verifying.comparison import Sequence, our_logits, own_logits
+from tinsmith.engine.local.model.verifying.verification import TOLERANCE, remembered
 from tinsmith.errors import EngineError
 from tinsmith.memory import machine_bytes
 

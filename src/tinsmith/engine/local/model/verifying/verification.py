@@ -26,13 +26,12 @@ import torch
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.families import DecoderConfig, ExpertsSpec
+from tinsmith.engine.local.model.family_settings import BY_LAYER_TYPES, NEVER_SLIDING
 from tinsmith.engine.local.model.foreign.building import transformers_config
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.model_types import Path as RunsOn
 from tinsmith.engine.local.model.settings import (
-    BY_LAYER_TYPES,
     IN_PARTS,
-    NEVER_SLIDING,
     as_transformers_knows,
     read_config,
     read_settings,

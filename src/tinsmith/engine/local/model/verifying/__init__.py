@@ -1,0 +1,1 @@
+"""Whether a model computes what `transformers` does, asked before it is served."""
