@@ -14,7 +14,7 @@ from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.invariant import row_sums
 from tinsmith.engine.local.model.lora import AdapterSegments
-from tinsmith.engine.local.transfers import to_device
+from tinsmith.engine.local.model.transfers import to_device
 
 
 class TargetLogprobs:

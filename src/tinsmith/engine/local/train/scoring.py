@@ -27,13 +27,13 @@ from torch import Tensor
 from tinsmith.engine.local.model.batch import Item
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.model.transfers import begin_copy, to_device
 from tinsmith.engine.local.model.unembedding import TargetLogprobs
 from tinsmith.engine.local.ranks.group import Ranks
 from tinsmith.engine.local.train.batch_limits import BatchLimits
 from tinsmith.engine.local.train.custom_loss import compile_loss
 from tinsmith.engine.local.train.losses import LARGEST, datum_loss
 from tinsmith.engine.local.train.pass_progress import PassProgress
-from tinsmith.engine.local.transfers import begin_copy, to_device
 from tinsmith.errors import ValidationError
 
 _LOSS_THREADS = 4
