@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.engine.local.model import few_rows
-from tinsmith.engine.local.model.linear import Linear
+from tinsmith.engine.local.model.linear import Linear, add_product, plain_product
 
 
 def new_linear(
@@ -153,6 +153,21 @@ def linear_by_pieces(x: Tensor, linear: Linear) -> Tensor:
         y = y + multiply(piece, pack(weight.contiguous(), 16), bias, "none", [], "")
         bias = None
     return y
+
+
+@pytest.mark.parametrize("num_rows", [3, 300])
+def test_plain_products_take_transposed_matrices_and_columns_of_larger_ones(num_rows: int) -> None:
+    """Of few rows and of many, which go different ways; relative 1e-5."""
+    wide, weights = torch.randn(num_rows, 3 * 96), torch.randn(3 * 96, 256)
+    x = wide[:, 96:192]
+    for weight in (weights[:256, :96], weights[:96].t(), weights[100:196, 20:220].t()):
+        expected = (x.double() @ weight.double().t()).float()
+        torch.testing.assert_close(plain_product(x, weight), expected, atol=1e-4, rtol=1e-5)
+    for right in (weights[:96], weights.t()[:96, 96:280]):
+        into = torch.randn(num_rows, right.shape[1])
+        expected = (into.double() + x.double() @ right.double()).float()
+        add_product(into, x, right)
+        torch.testing.assert_close(into, expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
