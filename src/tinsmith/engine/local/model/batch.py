@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model import invariant
+from tinsmith.engine.local.model.attention import causal
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
 from tinsmith.engine.local.model.recurrent.recurrence import FreshStates
 
@@ -346,8 +347,13 @@ def _attend(
     spec: AttentionSpec, length: int, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
     """Causal attention of B sequences of n tokens: q (B · n, H, D), k and v (B · n, K, D)."""
-    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     is_windowed = spec.window is not None and length > spec.window
+    is_plain = spec.softcap is None and sinks is None and not is_windowed
+    if is_plain and causal.is_quicker(length, q):
+        parts = zip(*(x.split(length) for x in (q, k, v)), strict=True)
+        outputs = [causal.attend(*part, spec.scale) for part in parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     if spec.softcap is not None or sinks is not None:
         out = _attend_by_hand(spec, q, k, v, sinks)
     elif is_windowed:

@@ -1,0 +1,1 @@
+"""Attention that is computed here."""
