@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tinsmith.engine.local.model.batch import (
     Bounds,
@@ -18,6 +19,8 @@ from tinsmith.engine.local.model.batch import (
     plan,
 )
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
+
+SPEC = AttentionSpec(scale=0.3, rope=None)
 
 items_of = st.lists(
     st.tuples(st.integers(1, 60), st.sampled_from("abc"), st.booleans()), max_size=30
@@ -107,6 +110,46 @@ def test_packed_attention_equals_softmax_written_out_for_each_sequence() -> None
                             out[position, head], expected, atol=1e-5, rtol=1e-5
                         )
                 start += length
+
+
+def test_long_sequences_have_the_output_and_gradients_of_softmax_written_out() -> None:
+    """In float64; tolerance 1e-5. Sequences of one length, and some shorter ones, go other ways."""
+    torch.manual_seed(0)
+    lengths = [300, 300, 5, 161]
+    num_tokens = sum(lengths)
+    inputs = [torch.randn(num_tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    grad = torch.randn(num_tokens, 4, 8)
+    attention = PackedAttention(attention_config(SPEC), lengths)
+    out = attention(0, *inputs)
+    found = torch.autograd.grad(out, inputs, grad)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    parts = zip(*(x.split(lengths) for x in exact), strict=True)
+    expected = torch.cat([written_out(*part) for part in parts])
+    wanted = torch.autograd.grad(expected, exact, grad.double())
+    for actual, right in zip([out, *found], [expected, *wanted], strict=True):
+        torch.testing.assert_close(actual.double(), right, atol=1e-5, rtol=1e-5)
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of one sequence: q (n, 4, 8), k and v (n, 2, 8)."""
+    keys, values = (x.repeat_interleave(2, dim=1).transpose(0, 1) for x in (k, v))
+    scores = q.transpose(0, 1) @ keys.transpose(1, 2) * SPEC.scale
+    is_later = torch.ones(len(q), len(q)).triu(1).bool()
+    return (scores.masked_fill(is_later, -torch.inf).softmax(-1) @ values).transpose(0, 1)
+
+
+def test_a_long_sequence_finds_the_same_bits_with_others_beside_it() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(700, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    alone, beside = (
+        PackedAttention(attention_config(SPEC), lengths) for lengths in ([300], [200, 300, 200])
+    )
+    own = [x[200:500].detach().requires_grad_() for x in (q, k, v)]
+    found, out = alone(0, *own), beside(0, q, k, v)
+    assert torch.equal(found, out[200:500])
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    for grad, with_others in zip(torch.autograd.grad(found.sum(), own), grads, strict=True):
+        assert torch.equal(grad, with_others[200:500])
 
 
 @pytest.mark.gpu

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from tinsmith.engine.local.model.linear import Linear
+from tinsmith.engine.local.model import few_rows
+from tinsmith.engine.local.model.linear import Linear, add_product, plain_product
 
 
 def new_linear(
@@ -29,7 +31,7 @@ def new_linear(
 @pytest.mark.parametrize("is_exact", [False, True])
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs"), [(520, 264), (300, 513), (8, 16)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(520, 264), (300, 513), (264, 576), (8, 16)])
 def test_products_are_those_of_torch(
     outputs: int, inputs: int, has_bias: bool, packs: bool, is_exact: bool
 ) -> None:
@@ -43,6 +45,13 @@ def test_products_are_those_of_torch(
         torch.testing.assert_close(grad_x, grad @ linear.weight, atol=1e-5, rtol=1e-5)
 
 
+def test_a_head_is_made_of_parts_and_so_are_its_rows() -> None:
+    head = new_linear(8200, 200, has_bias=True, is_exact=True)
+    x = torch.randn(300, 200)
+    expected = F.linear(x, head.weight, head.bias)
+    torch.testing.assert_close(head.product(x), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_packed_products_take_rows_and_columns_of_larger_matrices() -> None:
     linear = new_linear(520, 264)
     x = torch.randn(20, 3, 264)[:, 1]
@@ -53,10 +62,11 @@ def test_packed_products_take_rows_and_columns_of_larger_matrices() -> None:
     )
 
 
-def test_a_row_does_not_depend_on_those_beside_it() -> None:
+@pytest.mark.parametrize(("outputs", "inputs"), [(520, 264), (264, 576)])
+def test_a_row_does_not_depend_on_those_beside_it(outputs: int, inputs: int) -> None:
     """One row of another sequence that is not finite must not spoil the rest."""
-    linear = new_linear(520, 264)
-    x = torch.randn(16, 264)
+    linear = new_linear(outputs, inputs)
+    x = torch.randn(16, inputs)
     clean = linear.product(x)
     x[3] = torch.nan
     spoiled = linear.product(x)
@@ -121,6 +131,43 @@ def test_few_rows_of_many_inputs_are_quicker_plain_and_stay_so() -> None:
     plain, packed = new_linear(264, 520, packs=False), new_linear(264, 520)
     x = torch.randn(8, 520)
     assert torch.equal(packed.product(x), plain.product(x))
+
+
+def test_pieces_of_few_rows_in_one_call_have_the_bits_of_piece_after_piece() -> None:
+    """So that a sampler's token does not depend on how many others there are."""
+    with_bias, without = new_linear(264, 576, has_bias=True), new_linear(264, 576)
+    for linear in (with_bias, without):
+        groups = few_rows.Groups(linear.weight, linear.bias, 192)
+        for num_rows in (2, 9, 16, 40):
+            assert few_rows.can_group(linear.shape, 192, num_rows)
+            x = torch.randn(num_rows, 576)
+            y = linear_by_pieces(x, linear)
+            assert torch.equal(groups.product(x), y)
+
+
+def linear_by_pieces(x: Tensor, linear: Linear) -> Tensor:
+    """x (N, inputs) times 192 columns of the weight at a time, by oneDNN."""
+    pack, multiply = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
+    y, bias = torch.zeros(()), linear.bias
+    for piece, weight in zip(x.split(192, 1), linear.weight.split(192, 1), strict=True):
+        y = y + multiply(piece, pack(weight.contiguous(), 16), bias, "none", [], "")
+        bias = None
+    return y
+
+
+@pytest.mark.parametrize("num_rows", [3, 300])
+def test_plain_products_take_transposed_matrices_and_columns_of_larger_ones(num_rows: int) -> None:
+    """Of few rows and of many, which go different ways; relative 1e-5."""
+    wide, weights = torch.randn(num_rows, 3 * 96), torch.randn(3 * 96, 256)
+    x = wide[:, 96:192]
+    for weight in (weights[:256, :96], weights[:96].t(), weights[100:196, 20:220].t()):
+        expected = (x.double() @ weight.double().t()).float()
+        torch.testing.assert_close(plain_product(x, weight), expected, atol=1e-4, rtol=1e-5)
+    for right in (weights[:96], weights.t()[:96, 96:280]):
+        into = torch.randn(num_rows, right.shape[1])
+        expected = (into.double() + x.double() @ right.double()).float()
+        add_product(into, x, right)
+        torch.testing.assert_close(into, expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model import invariant
-from tinsmith.engine.local.model.linear import Linear, float32_product
+from tinsmith.engine.local.model.linear import Linear, add_product, plain_product
 from tinsmith.engine.local.model.lora import ActiveRun, AdapterSegments, LowRank
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
 
@@ -173,7 +173,7 @@ def _add_forward(
             if is_invariant:
                 y[start:stop, left:right] += invariant.product(inner_of, b_of)
             else:
-                y[start:stop, left:right].addmm_(inner_of, b_of.t())
+                add_product(y[start:stop, left:right], inner_of, b_of.t())
             left = right
         inners.append(inner)
     return inners
@@ -182,7 +182,8 @@ def _add_forward(
 def _inner(run: ActiveRun, x: Tensor, key: _Key, is_invariant: bool) -> Tensor:
     start, stop, adapter, _ = run
     a = adapter.weights()[key].a
-    inner = invariant.product(x[start:stop], a) if is_invariant else x[start:stop] @ a.t()
+    multiply = invariant.product if is_invariant else plain_product
+    inner = multiply(x[start:stop], a)
     return inner.mul_(adapter.scale)
 
 
@@ -197,10 +198,10 @@ def _add_backward_input(
         inner_grad = grads[0].new_empty(len(grads[0]), len(a))
         places = inner_grad.split(adapter.rank, dim=1)
         for place, g, b_of in zip(places, grads, b, strict=True):
-            torch.mm(g, b_of, out=place)
+            place.copy_(plain_product(g, b_of.t()))
         inner_grad.mul_(adapter.scale)
         if grad_x is not None:
-            grad_x[start:stop].addmm_(inner_grad, a)
+            add_product(grad_x[start:stop], inner_grad, a)
         found.append(inner_grad)
     return found
 
@@ -213,12 +214,4 @@ def _add_gradients(
     grads = grad.split([len(b_of) for b_of in into.b], dim=1)
     inners = inner.chunk(len(into.b), dim=1)
     for into_b, g, inner_of in zip(into.b, grads, inners, strict=True):
-        add_product(into_b, g.t(), inner_of)
-
-
-def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """into += left @ right, in the float32 that gradients are gathered in."""
-    if left.dtype == torch.float32:
-        into.addmm_(left, right)
-    else:
-        into.add_(float32_product(left, right))
+        add_product(into_b.t(), inner_of.t(), g)

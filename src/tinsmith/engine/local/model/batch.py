@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model import invariant
-from tinsmith.engine.local.model.attention import cudnn
+from tinsmith.engine.local.model.attention import causal, cudnn
 from tinsmith.engine.local.model.attention import sinks as sink_attention
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
 from tinsmith.engine.local.model.latent.heads import LatentHeads
@@ -380,8 +380,13 @@ def _attend(
     spec: AttentionSpec, length: int, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
     """Causal attention of B sequences of n tokens: q (B · n, H, D), k and v (B · n, K, D)."""
-    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     is_windowed = spec.window is not None and length > spec.window
+    is_plain = sinks is None and not is_by_hand(spec) and not is_windowed
+    if is_plain and causal.is_quicker(length, q):
+        parts = zip(*(x.split(length) for x in (q, k, v)), strict=True)
+        outputs = [causal.attend(*part, spec.scale) for part in parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     if sinks is not None:
         assert not is_by_hand(spec), "no family has both"
         out = sink_attention.attend(spec, q, k, v, sinks)

@@ -9,9 +9,14 @@ is quicker. Two cores of an AMD EPYC, weight 3072 × 576, float32, milliseconds:
     here      0.14  0.41  0.27  0.50  0.71  1.09  1.95  3.33
 
 The results differ in the last bits, and which form is taken depends on the shapes alone.
+
+A weight that is multiplied piece by piece (`linear`) takes a call of oneDNN for each, and with few
+rows a call costs as much as its product. `Groups` makes one of them.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +28,10 @@ _MIN_WEIGHT = 1 << 16
 """Numbers in a weight below which the detour costs more than it saves."""
 
 _NUM_PARTS = 8
+
+_ROWS_PACKED_FOR = 16
+_MAX_ROWS_GROUPED = 63
+"""With more, adding up the pieces costs what the calls would."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -43,3 +52,63 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             many = torch.bmm(x.expand(_NUM_PARTS, num_rows, inputs), parts.transpose(1, 2))
             y = many.transpose(0, 1).reshape(num_rows, outputs)
     return y if bias is None else y.add_(bias)
+
+
+class Groups:
+    """Pieces of a weight, packed, whose products are found in one call and then added up.
+
+    To oneDNN it is a convolution with one group for each piece of the inputs, all of which have all
+    outputs. The bits are those of piece after piece.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, chain: int) -> None:
+        """`chain` inputs are a piece."""
+        outputs, inputs = weight.shape
+        self._count, self._outputs = inputs // chain, outputs
+        # A tensor made in inference mode could not be used in a training pass.
+        with torch.inference_mode(False), torch.no_grad():
+            # (outputs, pieces, chain) to (pieces · outputs, chain).
+            by_piece = weight.unflatten(1, (-1, chain)).transpose(0, 1).flatten(0, 1)
+            self._packed = _pack_groups(by_piece, self._count, _ROWS_PACKED_FOR)
+            self._bias: Tensor | None = None
+            if bias is not None:  # of the first piece, as where they are added up one by one
+                self._bias = F.pad(bias, (0, (self._count - 1) * outputs))
+
+    def product(self, x: Tensor) -> Tensor:
+        """x Wᵀ + bias of x (N, inputs), for an N that `can_group`."""
+        num_rows = len(x)
+        # (N, inputs) as an image of 1 × N points, its channels last.
+        image = x.contiguous().view(1, 1, num_rows, -1).permute(0, 3, 1, 2)
+        found = torch.ops.mkldnn._convolution_pointwise(
+            image, self._packed, self._bias, [0, 0], [1, 1], [1, 1], self._count, "none", [], ""
+        )
+        found = found.permute(0, 2, 3, 1).reshape(num_rows, self._count, self._outputs)
+        return found.sum(dim=1)
+
+
+@functools.cache
+def can_group(shape: tuple[int, int], chain: int, num_rows: int) -> bool:
+    """Whether so many rows are few, and read the layout that `Groups` packs for.
+
+    In another layout oneDNN would rearrange the weight in every product. Which one it wants depends
+    on shapes, not on numbers, so that one try tells.
+    """
+    if not 1 < num_rows <= _MAX_ROWS_GROUPED:
+        return False
+    outputs, inputs = shape
+    with torch.inference_mode(False), torch.no_grad():
+        weight = torch.empty(inputs // chain * outputs, chain)
+        layouts = [
+            torch.ops.mkldnn._get_mkldnn_serialized_md(_pack_groups(weight, inputs // chain, rows))
+            for rows in (_ROWS_PACKED_FOR, num_rows)
+        ]
+    return torch.equal(*layouts)
+
+
+def _pack_groups(by_piece: Tensor, count: int, num_rows: int) -> Tensor:
+    """A weight (pieces · outputs, chain) in oneDNN's layout for so many rows."""
+    kernel = by_piece.contiguous()[:, :, None, None]
+    image = [1, by_piece.shape[1] * count, 1, num_rows]
+    return torch.ops.mkldnn._reorder_convolution_weight(
+        kernel, [0, 0], [1, 1], [1, 1], count, image
+    )

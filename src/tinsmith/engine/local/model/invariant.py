@@ -46,11 +46,21 @@ def in_tiles(multiply: Callable[[Tensor], Tensor], x: Tensor, kind: Hashable) ->
     """multiply(x) of x (N, inputs), in tiles of rows; products of one `kind` go one way."""
     if kind not in _large_tiles:
         _large_tiles[kind] = _LARGE_TILE if _is_alike(multiply, x.shape[1]) else _TILE
-    padded = F.pad(x, (0, 0, 0, -len(x) % _TILE)).contiguous()
+    rest = -len(x) % _TILE
+    padded = (F.pad(x, (0, 0, 0, rest)) if rest else x).contiguous()
     large = len(padded) // _large_tiles[kind] * _large_tiles[kind]
     tiles = [*padded[:large].split(_large_tiles[kind]), *padded[large:].split(_TILE)]
-    parts = [multiply(tile) for tile in tiles if len(tile)]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[: len(x)]
+    first, *others = (tile for tile in tiles if len(tile))
+    part = multiply(first)
+    if not others:
+        return part[: len(x)]
+    # Each part goes to its place while the cache still has it.
+    found = part.new_empty(len(padded), part.shape[1])
+    places = iter(found.split([len(first), *map(len, others)]))
+    next(places).copy_(part)
+    for place, tile in zip(places, others, strict=True):
+        place.copy_(multiply(tile))
+    return found[: len(x)]
 
 
 _large_tiles: dict[Hashable, int] = {}

@@ -65,7 +65,7 @@ class Distributions:
             self._is_greedy = temperature <= 0
             logits = _scale(logits, np.where(self._is_greedy, 1.0, temperature))
         self.scaled = logits
-        self._peak, self._best = logits.max(dim=-1)
+        self._peak = logits.amax(dim=-1)
         if min_p is not None and (min_p > 0).any():
             with np.errstate(divide="ignore"):
                 lowest = self._peak + _tensor(np.log(min_p), logits, torch.float32)
@@ -98,7 +98,11 @@ class Distributions:
         """(D,) tokens: one for each of `rows` (D,), by its number in [0, 1) from `uniform` (D,)."""
         index = _tensor(rows, self.scaled, torch.int64)
         numbers = _tensor(uniform, self.scaled, torch.float64)
-        tokens = self._best[index]
+        tokens = torch.empty_like(index)
+        greedy = np.flatnonzero(self._is_greedy[rows])
+        if len(greedy):
+            where = _tensor(greedy, self.scaled, torch.int64)
+            tokens[where] = self.scaled[index[where]].argmax(dim=-1)
         is_cut = np.zeros(len(self.scaled), dtype=bool)
         if cut is not None:
             has_limit = (cut.top_k > 0) & (cut.top_k < self.scaled.shape[1])

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.local import kernels
-from tinsmith.engine.local.model.adapted_linear import add_product
 from tinsmith.engine.local.model.experts.routing import Routing
+from tinsmith.engine.local.model.linear import add_product
 from tinsmith.engine.local.model.lora import ActiveRun, AdapterSegments, LowRank
 
 Key = tuple[int | None, str]
