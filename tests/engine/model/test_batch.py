@@ -112,13 +112,17 @@ def test_packed_attention_equals_softmax_written_out_for_each_sequence() -> None
                 start += length
 
 
-def test_long_sequences_have_the_output_and_gradients_of_softmax_written_out() -> None:
+@pytest.mark.parametrize("value_size", [8, 6], ids=["of one size", "values are smaller"])
+def test_long_sequences_have_the_output_and_gradients_of_softmax_written_out(
+    value_size: int,
+) -> None:
     """In float64; tolerance 1e-5. Sequences of one length, and some shorter ones, go other ways."""
     torch.manual_seed(0)
     lengths = [300, 300, 5, 161]
     num_tokens = sum(lengths)
-    inputs = [torch.randn(num_tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
-    grad = torch.randn(num_tokens, 4, 8)
+    sizes = ((4, 8), (2, 8), (2, value_size))
+    inputs = [torch.randn(num_tokens, *size, requires_grad=True) for size in sizes]
+    grad = torch.randn(num_tokens, 4, value_size)
     attention = PackedAttention(attention_config(SPEC), lengths)
     out = attention(0, *inputs)
     found = torch.autograd.grad(out, inputs, grad)
@@ -131,7 +135,7 @@ def test_long_sequences_have_the_output_and_gradients_of_softmax_written_out() -
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one sequence: q (n, 4, 8), k and v (n, 2, 8)."""
+    """Causal attention of one sequence: q (n, 4, D), k and v with two heads."""
     keys, values = (x.repeat_interleave(2, dim=1).transpose(0, 1) for x in (k, v))
     scores = q.transpose(0, 1) @ keys.transpose(1, 2) * SPEC.scale
     is_later = torch.ones(len(q), len(q)).triu(1).bool()

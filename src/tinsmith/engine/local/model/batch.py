@@ -382,9 +382,9 @@ def _attend(
     """Causal attention of B sequences of n tokens: q (B · n, H, D), k and v (B · n, K, D)."""
     is_windowed = spec.window is not None and length > spec.window
     is_plain = sinks is None and not is_by_hand(spec) and not is_windowed
-    if is_plain and causal.is_quicker(length, q):
+    if is_plain and causal.is_quicker(length, q, v):
         parts = zip(*(x.split(length) for x in (q, k, v)), strict=True)
-        outputs = [causal.attend(*part, spec.scale) for part in parts]
+        outputs = [causal.attend(one, keys, values, spec.scale) for one, keys, values in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     if sinks is not None:

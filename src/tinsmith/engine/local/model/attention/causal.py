@@ -29,10 +29,12 @@ _BLOCK = 128
 _MASKED = -1e30
 
 
-def is_quicker(num_tokens: int, q: Tensor) -> bool:
-    """Whether sequences of so many tokens are better attended to here."""
+def is_quicker(num_tokens: int, q: Tensor, v: Tensor) -> bool:
+    """Whether sequences of so many tokens are better attended to here; values are of the size of
+    keys."""
     is_float = q.device.type == "cpu" and q.dtype == torch.float32
-    return is_float and num_tokens >= _FEWEST_TOKENS and can_pack()
+    is_square = q.shape[-1] == v.shape[-1]
+    return is_float and is_square and num_tokens >= _FEWEST_TOKENS and can_pack()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
