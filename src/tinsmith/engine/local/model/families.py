@@ -186,7 +186,7 @@ class LatentSpec:
 
     @property
     def kept_dim(self) -> int:
-        """What the sampler keeps of a token in a layer."""
+        """What the cache keeps of a token in a layer."""
         return self.rank + self.rotated_dim
 
 

@@ -26,7 +26,7 @@ _OWN = "tests/engine/model/test_decoder.py"
 _FAMILIES = "tests/engine/families/test_families.py"
 _VISION = "tests/engine/vision/test_models.py"
 _DIVIDED = "with several ranks through transformers' modules"
-_LATENTS = "the sampler keeps a latent vector of each token, and no keys and values"
+_LATENTS = "sampling keeps a latent vector of each token, and no keys and values"
 _UNDIVIDED = "with one rank only"
 _IMAGES = "reads images with transformers 5.17; the vision tower is frozen and has no adapter"
 
@@ -134,8 +134,8 @@ MODEL_TYPES = (
             runs_on="transformers",
             adapted=(*_ATTENTION[:3], "r_proj", "o_proj", "w13", "w2"),
             test=_FAMILIES,
-            limits="text only; scores that depend on distances take attention by hand, and the "
-            "sampler takes sequences one by one; adapters are not exported",
+            limits="text only; scores that depend on distances take attention by hand, and "
+            "sequences are sampled one by one; adapters are not exported",
             transformers="5.20",
         )
         for name in ("inkling_text", "inkling_mm_model")
