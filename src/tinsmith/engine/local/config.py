@@ -100,7 +100,7 @@ class LocalEngineConfig:
 
     pack_weights: bool | None = None
     """Whether base weights are also kept in the layouts in which the CPU multiplies fastest, which
-    takes nearly three times their memory, in float32. None does so where the copies take at most a
+    takes about three times their memory, in float32. None does so where the copies take at most a
     quarter of the machine's memory and of `memory_budget_bytes`; not in deterministic mode,
     where asking for it is an error."""
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model import invariant
-from tinsmith.engine.local.model.linear import Linear, add_product, plain_product
+from tinsmith.engine.local.model.linear import Linear, add_product, plain_product, put_product
 from tinsmith.engine.local.model.lora import ActiveRun, AdapterSegments, LowRank
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
 
@@ -198,7 +198,7 @@ def _add_backward_input(
         inner_grad = grads[0].new_empty(len(grads[0]), len(a))
         places = inner_grad.split(adapter.rank, dim=1)
         for place, g, b_of in zip(places, grads, b, strict=True):
-            place.copy_(plain_product(g, b_of.t()))
+            put_product(place, g, b_of)
         inner_grad.mul_(adapter.scale)
         if grad_x is not None:
             add_product(grad_x[start:stop], inner_grad, a)
@@ -214,4 +214,4 @@ def _add_gradients(
     grads = grad.split([len(b_of) for b_of in into.b], dim=1)
     inners = inner.chunk(len(into.b), dim=1)
     for into_b, g, inner_of in zip(into.b, grads, inners, strict=True):
-        add_product(into_b.t(), inner_of.t(), g)
+        add_product(into_b, g.t(), inner_of)

@@ -85,8 +85,8 @@ class PackedAttention:
     """Causal attention within each of a row of packed sequences.
 
     On CUDA in half precision it is one call of a kernel made for this. Elsewhere it is one call
-    for neighbours of one length, which on two cores beats one call with a block-diagonal mask by a
-    quarter, and makes a sequence's result independent of the others.
+    for neighbours of one length, or for each sequence where `attention.causal` is quicker: a
+    sequence's result is then independent of the others.
     """
 
     def __init__(
@@ -384,7 +384,7 @@ def _attend(
     is_plain = sinks is None and not is_by_hand(spec) and not is_windowed
     if is_plain and causal.is_quicker(length, q, v):
         parts = zip(*(x.split(length) for x in (q, k, v)), strict=True)
-        outputs = [causal.attend(one, keys, values, spec.scale) for one, keys, values in parts]
+        outputs = [causal.attend(q_of, k_of, v_of, spec.scale) for q_of, k_of, v_of in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     if sinks is not None:

@@ -203,19 +203,31 @@ def plain_product(x: Tensor, weight: Tensor) -> Tensor:
     return _product(x, weight, None)
 
 
+def put_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """into = left @ right."""
+    if _is_for_onednn(left, right.t()):
+        into.copy_(plain_product(left, right.t()))
+    else:
+        torch.mm(left, right, out=into)
+
+
 def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
     """into += left @ right; `into` may be in the float32 that gradients are gathered in."""
     if left.dtype != into.dtype:
         into.add_(float32_product(left, right))
-    elif _is_for_onednn(left, right.t()):
-        into.add_(plain_product(left, right.t()))
-    else:
+    elif not _is_for_onednn(left, right.t()):
         into.addmm_(left, right)
+    elif left.shape[0] > right.shape[1]:
+        # A product of few rows is quicker than one of few columns.
+        into.t().add_(plain_product(right.t(), left))
+    else:
+        into.add_(plain_product(left, right.t()))
 
 
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
-    is_float = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu"
-    return is_float and len(x) * weight.numel() >= _MIN_MULTIPLICATIONS and can_pack()
+    if x.numel() * weight.shape[0] < _MIN_MULTIPLICATIONS or not can_pack():
+        return False
+    return x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu"
 
 
 def float32_product(left: Tensor, right: Tensor) -> Tensor:
