@@ -156,6 +156,21 @@ def test_a_long_sequence_finds_the_same_bits_with_others_beside_it() -> None:
         assert torch.equal(grad, with_others[200:500])
 
 
+def test_long_sequences_find_the_same_bits_on_one_core_and_on_several() -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(700, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    num_threads, found = torch.get_num_threads(), []
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        try:
+            out = PackedAttention(attention_config(SPEC), [700])(0, *inputs)
+            found.append([out, *torch.autograd.grad(out.sum(), inputs)])
+        finally:
+            torch.set_num_threads(num_threads)
+    for one, several in zip(*found, strict=True):
+        assert torch.equal(one, several)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("lengths", "window"),

@@ -8,16 +8,15 @@ its own moments and its own norm, so no model feels another's step. Gradients ar
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from tinsmith.engine.local.cores import on_all_cores
 from tinsmith.engine.optimizer import (
     LARGEST_NORM,
     check_adam_params,
@@ -34,9 +33,6 @@ still in its cache."""
 
 _DEVICE_CHUNK = 2**25
 """The same elsewhere; it bounds the copy that measuring the update takes."""
-
-_MOST_CORES = 8
-"""As many as Python can keep busy with chunks of that size."""
 
 
 class Trainable(Protocol):
@@ -161,7 +157,7 @@ def _update_all(
         for start in range(piece.start, piece.stop, chunk)
     ]
 
-    def update(some: list[slice]) -> list[Tensor]:
+    def update(some: Sequence[slice]) -> list[Tensor]:
         # One for all of them: memory that is new costs more to touch than to compute with.
         scratch = weights.new_empty(min(chunk, len(weights)))
         return [
@@ -171,7 +167,7 @@ def _update_all(
 
     moved = weights.new_zeros(())
     slices = [part for part, _ in parts]
-    changes = _on_all_cores(update, slices) if is_cpu else update(slices)
+    changes = on_all_cores(update, slices) if is_cpu else update(slices)
     for change, (_, counts) in zip(changes, parts, strict=True):
         if counts:
             moved += change
@@ -179,33 +175,6 @@ def _update_all(
     torch.autograd.graph.increment_version(weights)
     square = moved.item() if shares is None else shares.total(moved.item())
     return math.sqrt(square) if math.isfinite(square) else math.inf
-
-
-def _on_all_cores(
-    update: Callable[[list[slice]], list[Tensor]], parts: list[slice]
-) -> list[Tensor]:
-    """The results of `update` in order. Each core takes parts of its own: with all of them on one
-    part they would wait for each other several times in each."""
-    num_threads = torch.get_num_threads()
-    num_cores = min(num_threads, len(parts), _MOST_CORES)
-    if num_cores < 2:
-        return update(parts)
-
-    def share(index: int) -> list[Tensor]:
-        torch.set_num_threads(1)  # of this thread
-        with torch.no_grad():
-            return update(parts[index::num_cores])
-
-    try:
-        shares = list(_pool(num_cores).map(share, range(num_cores)))
-    finally:
-        torch.set_num_threads(num_threads)  # also what threads to come begin with
-    return [shares[i % num_cores][i // num_cores] for i in range(len(parts))]
-
-
-@functools.cache
-def _pool(num_cores: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_cores, thread_name_prefix="adamw")
 
 
 def _clip_scale(grad_norm: float, params: AdamParams) -> float:

@@ -18,10 +18,13 @@ keys that they see.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tinsmith.engine.local.cores import on_all_cores
 from tinsmith.engine.local.model.linear import can_pack, plain_product
 
 _FEWEST_TOKENS = 192
@@ -43,43 +46,75 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return found
 
 
+class _Block(NamedTuple):
+    """Queries `start` to `stop` of the heads that share a head of keys."""
+
+    head: int
+    start: int
+    stop: int
+
+    def queries_of(self, x: Tensor) -> Tensor:
+        """(b · G, D) of x (n, K, G, D)."""
+        return x[self.start : self.stop, self.head].flatten(0, 1)
+
+    def put(self, found: Tensor, into: Tensor) -> None:
+        """The inverse."""
+        place = into[self.start : self.stop, self.head]
+        place.copy_(found.view(place.shape))
+
+
 class _CausalAttention(torch.autograd.Function):  # type: ignore[misc]  # torch is unannotated here
     @staticmethod
     def forward(ctx, q, k, v, scale):  # type: ignore[no-untyped-def]
         ctx.scale = scale
         ctx.save_for_backward(q, k, v)
-        grouped = _by_key_head(q, k)
+        grouped, keys, values = _by_key_head(q, k), _in_rows(k), _in_rows(v)
         out = q.new_empty(grouped.shape)
-        for head in range(k.shape[1]):
-            keys, values = k[:, head].contiguous(), v[:, head].contiguous()
-            for start, stop in _blocks(len(q)):
-                queries = grouped[start:stop, head].flatten(0, 1)
-                weights = _weights(queries, keys[:stop], start, scale)
-                found = plain_product(weights, values[:stop].t())
-                out[start:stop, head] = found.view(out[start:stop, head].shape)
+
+        def attend(blocks: Sequence[_Block]) -> list[None]:
+            for block in blocks:
+                seen = keys[block.head, : block.stop]
+                weights = _weights(block.queries_of(grouped), seen, block.start, scale)
+                found = plain_product(weights, values[block.head, : block.stop].t())
+                block.put(found, out)
+            return [None] * len(blocks)
+
+        on_all_cores(attend, _blocks(len(q), k.shape[1]))
         return out.flatten(1, 2)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         q, k, v = ctx.saved_tensors
         grouped, grads = _by_key_head(q, k), _by_key_head(grad.contiguous(), k)
-        q_grad, k_grad, v_grad = (torch.empty_like(x) for x in (grouped, k, v))
-        for head in range(k.shape[1]):
-            keys, values = k[:, head].contiguous(), v[:, head].contiguous()
-            # (D, n): with few rows a product is quicker than with few columns.
-            keys_grad, values_grad = (keys.new_zeros(keys.shape[1], len(keys)) for _ in range(2))
-            for start, stop in _blocks(len(q)):
-                queries = grouped[start:stop, head].flatten(0, 1)
-                out_grad = grads[start:stop, head].flatten(0, 1)
-                weights = _weights(queries, keys[:stop], start, ctx.scale)
-                values_grad[:, :stop] += plain_product(out_grad.t(), weights.t())
-                weights_grad = plain_product(out_grad, values[:stop])
+        keys, values = _in_rows(k), _in_rows(v)
+        q_grad = torch.empty_like(grouped)
+
+        def attend_back(blocks: Sequence[_Block]) -> list[tuple[Tensor, Tensor]]:
+            """Also what a block adds to the gradients of the keys and values it sees, (D, e): with
+            few rows a product is quicker than with few columns."""
+            found = []
+            for block in blocks:
+                queries, out_grad = block.queries_of(grouped), block.queries_of(grads)
+                seen, its_values = (x[block.head, : block.stop] for x in (keys, values))
+                weights = _weights(queries, seen, block.start, ctx.scale)
+                values_grad = plain_product(out_grad.t(), weights.t())
+                weights_grad = plain_product(out_grad, its_values)
                 scores_grad = torch._softmax_backward_data(weights_grad, weights, -1, q.dtype)
                 scores_grad *= ctx.scale
-                found = plain_product(scores_grad, keys[:stop].t())
-                q_grad[start:stop, head] = found.view(q_grad[start:stop, head].shape)
-                keys_grad[:, :stop] += plain_product(queries.t(), scores_grad.t())
-            k_grad[:, head], v_grad[:, head] = keys_grad.t(), values_grad.t()
+                block.put(plain_product(scores_grad, seen.t()), q_grad)
+                found.append((plain_product(queries.t(), scores_grad.t()), values_grad))
+            return found
+
+        blocks = _blocks(len(q), k.shape[1])
+        keys_grad, values_grad = (torch.zeros_like(x.transpose(1, 2)) for x in (keys, values))
+        # In the order of the blocks, whichever was ready first.
+        for block, (own_keys, own_values) in zip(
+            blocks, on_all_cores(attend_back, blocks), strict=True
+        ):
+            keys_grad[block.head, :, : block.stop] += own_keys
+            values_grad[block.head, :, : block.stop] += own_values
+        # (K, D, n) to (n, K, D).
+        k_grad, v_grad = (x.permute(2, 0, 1).contiguous() for x in (keys_grad, values_grad))
         return q_grad.flatten(1, 2), k_grad, v_grad, None
 
 
@@ -99,10 +134,20 @@ def _later(size: int) -> Tensor:
         return torch.full((size, size), _MASKED).triu(1)[:, None]
 
 
-def _blocks(num_tokens: int) -> list[tuple[int, int]]:
-    return [(start, min(start + _BLOCK, num_tokens)) for start in range(0, num_tokens, _BLOCK)]
+def _blocks(num_tokens: int, num_kv_heads: int) -> list[_Block]:
+    """Of each head the same after each other, so that cores which take turns have as much to do."""
+    return [
+        _Block(head, start, min(start + _BLOCK, num_tokens))
+        for start in range(0, num_tokens, _BLOCK)
+        for head in range(num_kv_heads)
+    ]
 
 
 def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
     """(n, H, D) as (n, K, G, D)."""
     return x.unflatten(1, (k.shape[1], -1))
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """(n, K, D) as (K, n, D)."""
+    return x.transpose(0, 1).contiguous()
