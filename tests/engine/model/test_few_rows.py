@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tinsmith.engine.local.model.few_rows import linear
+from tinsmith.engine.local.model.cpu.few_rows import linear
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 4, 5, 16, 128, 129])

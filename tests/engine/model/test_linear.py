@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinsmith.engine.local.model import few_rows
+from tinsmith.engine.local.model.cpu import few_rows
 from tinsmith.engine.local.model.linear import Linear, add_product, plain_product
 
 

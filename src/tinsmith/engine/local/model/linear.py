@@ -37,7 +37,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinsmith.engine.local.model import few_rows, invariant
+from tinsmith.engine.local.model import invariant
+from tinsmith.engine.local.model.cpu import few_rows
 from tinsmith.engine.local.model.quantized import Quantized
 
 MIN_NUMBERS = 1 << 16

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from tinsmith.engine.local.cores import on_all_cores
+from tinsmith.engine.local.model.cpu.cores import on_all_cores
 from tinsmith.engine.optimizer import (
     LARGEST_NORM,
     check_adam_params,

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tinsmith.engine.local.cores import on_all_cores
+from tinsmith.engine.local.model.cpu.cores import on_all_cores
 from tinsmith.engine.local.model.linear import can_pack, plain_product
 
 _FEWEST_TOKENS = 192

@@ -1,0 +1,1 @@
+"""What a CPU computes in forms of its own."""
