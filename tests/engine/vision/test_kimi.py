@@ -31,6 +31,7 @@ from tests.engine.vision.test_models import (
     job_of,
     tokens_in,
 )
+from tests.engine.vision.test_vision import Largest, vision_of
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_vision import IMAGE_TOKEN, image_bytes, with_images
 from tinsmith.engine.image_headers import ImageSize
@@ -322,6 +323,17 @@ def test_patches_are_those_of_the_published_processor(
         expected.reshape(rows, MERGE, columns, MERGE, -1).transpose(1, 2).reshape(found.shape)
     )
     np.testing.assert_allclose(found, by_token, atol=1e-6)
+
+
+def test_an_image_takes_memory_by_its_size_and_not_by_the_square(
+    family: tuple[Any, Decoder, Path],
+) -> None:
+    """Written out, the scores of 16,384 patches take 17 GB for 16 heads."""
+    vision, grid = vision_of(family[1]), (32, 32)
+    num_patches, patch = MERGE**2 * grid[0] * grid[1], 3 * PATCH**2
+    with Largest() as largest:
+        vision.look(torch.zeros(num_patches, patch), grid)
+    assert num_patches * patch <= largest.numel < num_patches**2 // 8
 
 
 def test_no_image_has_more_tokens_than_a_check_says(family: tuple[Any, Decoder, Path]) -> None:

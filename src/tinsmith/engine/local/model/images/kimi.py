@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from tinsmith.engine.images import ImageRules
+from tinsmith.engine.local.model.images.vision import TOWER_ATTENTION
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.settings import read_settings
 from tinsmith.engine.stored_tensors import stored_tensors, weight_files
@@ -169,7 +170,7 @@ def build_kimi_tower(folder: Path, rules: ImageRules) -> tuple[KimiTower, int]:
     settings = read_settings(folder / "config.json")
     config = CONFIG_MAPPING["kimi_k25"](**_settings(settings))
     tower = code.Kimi_K25VisionModel(config.vision_config)
-    tower.set_attn_implementation("eager")
+    tower.set_attn_implementation(TOWER_ATTENTION)
     found = KimiTower(tower, code.Kimi_K25MultimodalProjection(config), rules)
     return found, config.vision_config.num_attention_heads
 
