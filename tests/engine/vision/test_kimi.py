@@ -388,6 +388,21 @@ def test_settings_of_transformers_processor_are_read_as_well(
         ({"patch_size": 7}, {}, "vision_config has patch_size = 7"),
         ({}, {"fixed_output_tokens": 64}, "has fixed_output_tokens"),
         ({}, {"in_patch_limit": None}, "have no 'in_patch_limit'"),
+        ({"patch_size": 0}, {"patch_size": 0}, "patch_size"),
+        ({"patch_size": "x"}, {"patch_size": "x"}, "patch_size"),
+        (
+            {"patch_size": 16, "merge_kernel_size": [1000, 1000]},
+            {"patch_size": 16, "merge_kernel_size": 1000},
+            "cells of 16000 x 16000",
+        ),
+        ({}, {"merge_kernel_size": [2, 2]}, "merge_kernel_size"),
+        ({}, {"in_patch_limit": 0}, "in_patch_limit"),
+        ({}, {"in_patch_limit": 10**30}, "in_patch_limit"),
+        ({}, {"patch_limit_on_one_side": 0}, "patch_limit_on_one_side"),
+        ({}, {"patch_limit_on_one_side": 10**6}, "patch_limit_on_one_side"),
+        ({}, {"image_mean": "abc"}, "image_mean"),
+        ({}, {"image_std": [0.5, 0, 0.5]}, "image_std"),
+        ({}, {"image_std": [0.5, 0.5, float("nan")]}, "image_std"),
     ],
 )
 def test_settings_that_are_not_known_are_refused_by_name(
@@ -399,4 +414,14 @@ def test_settings_that_are_not_known_are_refused_by_name(
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps({**PROCESSOR, "media_proc_cfg": numbers}))
     with pytest.raises(UnsupportedModelError, match=reason):
+        read_image_rules(tmp_path)
+
+
+@pytest.mark.parametrize("token", [-1, 97, 10**30, "x"])
+def test_the_token_of_images_is_one_of_the_vocabulary(token: object, tmp_path: Path) -> None:
+    settings = whole_settings({"vocab_size": 97}) | {"vision_config": VISION}
+    settings["media_placeholder_token_id"] = token
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    with pytest.raises(UnsupportedModelError, match="media_placeholder_token_id"):
         read_image_rules(tmp_path)
