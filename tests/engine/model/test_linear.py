@@ -133,14 +133,15 @@ def test_few_rows_of_many_inputs_are_quicker_plain_and_stay_so() -> None:
     assert torch.equal(packed.product(x), plain.product(x))
 
 
-def test_pieces_of_few_rows_in_one_call_have_the_bits_of_piece_after_piece() -> None:
-    """So that a sampler's token does not depend on how many others there are."""
-    with_bias, without = new_linear(264, 576, has_bias=True), new_linear(264, 576)
+@pytest.mark.parametrize("inputs", [192 * pieces for pieces in (3, 16, 17, 32, 47)])
+def test_pieces_of_few_rows_in_one_call_have_the_bits_of_piece_after_piece(inputs: int) -> None:
+    """Of many pieces torch by itself would make several sums."""
+    with_bias, without = new_linear(264, inputs, has_bias=True), new_linear(264, inputs)
     for linear in (with_bias, without):
         groups = few_rows.Groups(linear.weight, linear.bias, 192)
         for num_rows in (2, 9, 16, 40):
             assert few_rows.can_group(linear.shape, 192, num_rows)
-            x = torch.randn(num_rows, 576)
+            x = torch.randn(num_rows, inputs)
             y = linear_by_pieces(x, linear)
             assert torch.equal(groups.product(x), y)
 

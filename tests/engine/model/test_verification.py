@@ -6,6 +6,7 @@ largest; a misread setting is off by a hundred times that and more.
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import shutil
@@ -22,6 +23,7 @@ from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.latent.mixer import LatentMixer
 from tinsmith.engine.local.model.lora import AdapterSegments
 from tinsmith.engine.local.model.rope import Rope
 from tinsmith.engine.local.model.settings import read_config
@@ -272,6 +274,18 @@ def test_a_verified_model_is_not_compared_again_until_its_settings_change(
     for folder in (first, again, changed, first):
         core({"m": folder}, tmp_path / "cache").capabilities()
     assert compared == [first.name, changed.name]
+
+
+@pytest.mark.parametrize("what", [Decoder, Rope, LatentMixer, verification.compare])
+def test_a_verified_model_is_compared_again_when_the_code_that_runs_it_changes(
+    what: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed, read = inspect.getfile(what), Path.read_bytes  # type: ignore[arg-type]
+    digest = verification.code_digest.__wrapped__
+    before = digest()
+    assert digest() == before
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (str(path) == changed))
+    assert digest() != before
 
 
 def test_a_window_larger_than_what_is_compared_is_compared_all_the_same(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.engine.train.training_reference import CPU, make_datum, policy_datum
 from tinsmith.engine.base import Failure, Pass
+from tinsmith.engine.local import device_memory
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter
 from tinsmith.engine.local.model.unembedding import TargetLogprobs
@@ -151,3 +152,18 @@ def test_a_micro_batch_has_several_groups_of_rows_that_keep_a_device_busy() -> N
     assert limits.group_rows(4096) == limits.group_rows(200) == 1024
     assert limits.group_rows(100_000) == 7000  # two are kept
     assert replace(limits, is_ahead=False).group_rows(16_384) == 14_000
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_in_deterministic_mode_what_is_kept_of_a_pass_is_not_for_others_memory_to_say(
+    deterministic: bool, tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits that are computed again, of the rows with a gradient alone, have other last bits."""
+    monkeypatch.setattr(tiny_decoder, "device", torch.device("cuda"))
+    config = replace(CPU, deterministic=deterministic)
+    found = []
+    for unused in (2**40, 2**20):
+        monkeypatch.setattr(device_memory, "unused", lambda device, unused=unused: unused)
+        found.append(BatchLimits.of(config, tiny_decoder, 2**34).score_rows)
+    few, many = found[1], found[0]
+    assert few == many if deterministic else few < many

@@ -31,6 +31,7 @@ from tests.engine.vision.test_models import (
     job_of,
     tokens_in,
 )
+from tests.engine.vision.test_vision import Largest, vision_of
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_vision import IMAGE_TOKEN, image_bytes, with_images
 from tinsmith.engine.image_headers import ImageSize
@@ -324,6 +325,17 @@ def test_patches_are_those_of_the_published_processor(
     np.testing.assert_allclose(found, by_token, atol=1e-6)
 
 
+def test_an_image_takes_memory_by_its_size_and_not_by_the_square(
+    family: tuple[Any, Decoder, Path],
+) -> None:
+    """Written out, the scores of 16,384 patches take 17 GB for 16 heads."""
+    vision, grid = vision_of(family[1]), (32, 32)
+    num_patches, patch = MERGE**2 * grid[0] * grid[1], 3 * PATCH**2
+    with Largest() as largest:
+        vision.look(torch.zeros(num_patches, patch), grid)
+    assert num_patches * patch <= largest.numel < num_patches**2 // 8
+
+
 def test_no_image_has_more_tokens_than_a_check_says(family: tuple[Any, Decoder, Path]) -> None:
     rules = family[1].config.images
     assert rules is not None
@@ -376,6 +388,21 @@ def test_settings_of_transformers_processor_are_read_as_well(
         ({"patch_size": 7}, {}, "vision_config has patch_size = 7"),
         ({}, {"fixed_output_tokens": 64}, "has fixed_output_tokens"),
         ({}, {"in_patch_limit": None}, "have no 'in_patch_limit'"),
+        ({"patch_size": 0}, {"patch_size": 0}, "patch_size"),
+        ({"patch_size": "x"}, {"patch_size": "x"}, "patch_size"),
+        (
+            {"patch_size": 16, "merge_kernel_size": [1000, 1000]},
+            {"patch_size": 16, "merge_kernel_size": 1000},
+            "cells of 16000 x 16000",
+        ),
+        ({}, {"merge_kernel_size": [2, 2]}, "merge_kernel_size"),
+        ({}, {"in_patch_limit": 0}, "in_patch_limit"),
+        ({}, {"in_patch_limit": 10**30}, "in_patch_limit"),
+        ({}, {"patch_limit_on_one_side": 0}, "patch_limit_on_one_side"),
+        ({}, {"patch_limit_on_one_side": 10**6}, "patch_limit_on_one_side"),
+        ({}, {"image_mean": "abc"}, "image_mean"),
+        ({}, {"image_std": [0.5, 0, 0.5]}, "image_std"),
+        ({}, {"image_std": [0.5, 0.5, float("nan")]}, "image_std"),
     ],
 )
 def test_settings_that_are_not_known_are_refused_by_name(
@@ -387,4 +414,14 @@ def test_settings_that_are_not_known_are_refused_by_name(
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps({**PROCESSOR, "media_proc_cfg": numbers}))
     with pytest.raises(UnsupportedModelError, match=reason):
+        read_image_rules(tmp_path)
+
+
+@pytest.mark.parametrize("token", [-1, 97, 10**30, "x"])
+def test_the_token_of_images_is_one_of_the_vocabulary(token: object, tmp_path: Path) -> None:
+    settings = whole_settings({"vocab_size": 97}) | {"vision_config": VISION}
+    settings["media_placeholder_token_id"] = token
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    with pytest.raises(UnsupportedModelError, match="media_placeholder_token_id"):
         read_image_rules(tmp_path)

@@ -75,9 +75,9 @@ class BatchLimits:
         logits_rows = max(1, logits_bytes // (4 * decoder.config.vocab_size))
         score_rows = logits_rows
         if is_cuda and config.logits_bytes is None:
-            unused = int(min(decoder.ranks.numbers(device_memory.unused(decoder.device))))
             row_bytes = decoder.stream_dtype.itemsize * decoder.config.vocab_size
-            score_rows = max(logits_rows, min(4 * logits_bytes, unused // 4) // row_bytes)
+            room = _score_bytes(config, decoder, pass_bytes)
+            score_rows = max(logits_rows, min(4 * logits_bytes, room // 4) // row_bytes)
         kept = _kept_tokens(decoder, pass_bytes)
         usual = 16_384 if kept is None else max(1, min(kept, 16_384))
         fixed = max_tokens or config.micro_batch_tokens or (usual if is_cuda else None)
@@ -110,6 +110,14 @@ class BatchLimits:
         # layer at a time is computed again.
         room = self.num_layers * (self.kept_tokens / num_tokens - self.input_share)
         return max(0, int(room / (1 - self.input_share)) - 1)
+
+
+def _score_bytes(config: LocalEngineConfig, decoder: Decoder, pass_bytes: int | None) -> int:
+    """Of which logits may have a part. Logits computed again have other last bits than those that
+    were kept, so that in deterministic mode what others hold of the memory must not count."""
+    if config.deterministic:
+        return pass_bytes or 0
+    return int(min(decoder.ranks.numbers(device_memory.unused(decoder.device))))
 
 
 def _kept_tokens(decoder: Decoder, pass_bytes: int | None) -> int | None:

@@ -83,7 +83,17 @@ class Groups:
             image, self._packed, self._bias, [0, 0], [1, 1], [1, 1], self._count, "none", [], ""
         )
         found = found.permute(0, 2, 3, 1).reshape(num_rows, self._count, self._outputs)
-        return found.sum(dim=1)
+        return _sum_in_order(found)
+
+
+def _sum_in_order(pieces: Tensor) -> Tensor:
+    """(N, outputs) of (N, pieces, outputs), one after the other: `sum` has an order of its own, by
+    how many there are and how many threads."""
+    first, *others = pieces.unbind(1)
+    total = first.contiguous()
+    for piece in others:
+        total += piece
+    return total
 
 
 @functools.cache

@@ -36,8 +36,7 @@ from tinsmith.engine.local.model.foreign.describing import differs, does_not_run
 from tinsmith.engine.local.model.foreign.inkling import FusedMlps
 from tinsmith.engine.local.model.foreign.masks import check_masks
 from tinsmith.engine.local.model.images.settings import model_class
-from tinsmith.engine.local.model.images.tower import TOWER_ATTENTION
-from tinsmith.engine.local.model.images.vision import Vision
+from tinsmith.engine.local.model.images.vision import TOWER_ATTENTION, Vision
 from tinsmith.engine.local.model.inputs import Seen
 from tinsmith.engine.local.model.linear import Linear
 from tinsmith.engine.local.model.loading import check_unread

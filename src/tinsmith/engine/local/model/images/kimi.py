@@ -18,6 +18,16 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from tinsmith.engine.images import ImageRules
+from tinsmith.engine.local.model.images.numbers import (
+    MOST_SCALED_PIXELS,
+    MOST_SIDE,
+    deviations,
+    given,
+    three,
+    token_of_images,
+    whole,
+)
+from tinsmith.engine.local.model.images.vision import TOWER_ATTENTION
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.settings import read_settings
 from tinsmith.engine.stored_tensors import stored_tensors, weight_files
@@ -49,10 +59,13 @@ _DEFAULTS: Mapping[str, Any] = {
     "merge_size": 2,
     "max_patches": 16_384,
     "size": {"max_height": 512},
-    "image_mean": (0.5, 0.5, 0.5),
-    "image_std": (0.5, 0.5, 0.5),
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
 }
 """Of the processor of `transformers`."""
+
+_MOST_PATCHES_ON_A_SIDE = 2**13
+"""Sixteen times what published models have."""
 
 _RENAMED = (
     (r"^vision_tower\.encoder\.blocks\.(\d+)\.norm1\.", r"tower.layers.\1.norm2."),
@@ -81,14 +94,17 @@ def read_kimi_rules(settings: Mapping[str, Any], processor: Mapping[str, Any]) -
     published = processor.get("media_proc_cfg")
     if isinstance(published, Mapping):
         numbers, names = published, ("merge_kernel_size", "in_patch_limit")
-        side = _given(published, "patch_limit_on_one_side")
+        side_name, side = "patch_limit_on_one_side", given(published, "patch_limit_on_one_side")
         if published.get("fixed_output_tokens") is not None:
             raise UnsupportedModelError("its image processor has fixed_output_tokens")
     else:
         numbers, names = {**_DEFAULTS, **processor}, ("merge_size", "max_patches")
-        side = _given(_given(numbers, "size"), "max_height")
-    merge, most = (int(_given(numbers, name)) for name in names)
-    patch = int(_given(numbers, "patch_size"))
+        size = given(numbers, "size")
+        side_name = "size.max_height"
+        side = given(size if isinstance(size, Mapping) else {}, "max_height")
+    patch = whole("patch_size", given(numbers, "patch_size"), 1, MOST_SIDE)
+    merge = whole(names[0], given(numbers, names[0]), 1, MOST_SIDE)
+    most = whole(names[1], given(numbers, names[1]), 1, MOST_SCALED_PIXELS // patch**2)
     vision = settings["vision_config"]
     ways = {**_KNOWN, "patch_size": patch, "merge_kernel_size": [merge, merge]}
     for name, known in ways.items():
@@ -97,29 +113,28 @@ def read_kimi_rules(settings: Mapping[str, Any], processor: Mapping[str, Any]) -
                 f"its vision_config has {name} = {found!r}, which does not go with its image "
                 f"processor or is not known; expected {known!r}"
             )
-    token = settings.get("media_placeholder_token_id", settings.get("image_token_id"))
-    if token is None:
-        raise UnsupportedModelError("its settings have no 'media_placeholder_token_id'")
-    mean, std = (tuple(map(float, _given(numbers, name))) for name in ("image_mean", "image_std"))
-    return ImageRules(
-        token_id=int(token),
+    tokens = ("media_placeholder_token_id", "image_token_id")
+    rules = ImageRules(
+        token_id=token_of_images(
+            settings, next((name for name in tokens if name in settings), tokens[0])
+        ),
         patch_size=patch,
         merge_size=merge,
         frames=1,
         min_pixels=0,
         max_pixels=most * patch**2,
-        max_side=int(side) * patch,
+        max_side=whole(side_name, side, 1, _MOST_PATCHES_ON_A_SIDE) * patch,
         is_in_line=True,
         scale=1 / 255,
-        mean=(mean[0], mean[1], mean[2]),
-        std=(std[0], std[1], std[2]),
+        mean=three(numbers, "image_mean"),
+        std=deviations(numbers, "image_std"),
     )
-
-
-def _given(settings: Mapping[str, Any], name: str) -> Any:
-    if settings.get(name) is None:
-        raise UnsupportedModelError(f"its image processor's settings have no {name!r}")
-    return settings[name]
+    if rules.max_tokens * rules.cell**2 > MOST_SCALED_PIXELS:
+        raise UnsupportedModelError(
+            f"its image processor lays images into {rules.max_tokens} cells of {rules.cell} x "
+            f"{rules.cell} pixels ({', '.join(names)})"
+        )
+    return rules
 
 
 class KimiTower(nn.Module):  # type: ignore[misc]  # torch is unannotated here
@@ -169,7 +184,7 @@ def build_kimi_tower(folder: Path, rules: ImageRules) -> tuple[KimiTower, int]:
     settings = read_settings(folder / "config.json")
     config = CONFIG_MAPPING["kimi_k25"](**_settings(settings))
     tower = code.Kimi_K25VisionModel(config.vision_config)
-    tower.set_attn_implementation("eager")
+    tower.set_attn_implementation(TOWER_ATTENTION)
     found = KimiTower(tower, code.Kimi_K25MultimodalProjection(config), rules)
     return found, config.vision_config.num_attention_heads
 

@@ -13,6 +13,16 @@ from typing import Any
 
 from tinsmith.engine.images import ImageRules
 from tinsmith.engine.local.model.images.kimi import read_kimi_rules
+from tinsmith.engine.local.model.images.numbers import (
+    MOST_SCALED_PIXELS,
+    MOST_SIDE,
+    deviations,
+    given,
+    number,
+    three,
+    token_of_images,
+    whole,
+)
 from tinsmith.engine.local.model.model_types import needed_transformers
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.settings import IN_PARTS, read_settings
@@ -24,12 +34,6 @@ SEEING_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 _BLIND_TYPES = ("inkling_mm_model",)
 """Types with a vision tower that are served for text."""
-
-MOST_SCALED_PIXELS = 2**26
-"""Of an image as the tower sees it: four times what published models have."""
-
-_MOST_SIDE = 1024
-_MOST_NUMBER = 2**53
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _PROCESSOR = "Qwen2VLImageProcessor"
@@ -59,26 +63,24 @@ def read_image_rules(folder: Path) -> ImageRules | None:
     _refuse_others(processor)
     size = processor.get("size")
     size = size if isinstance(size, Mapping) else {}
-    text = settings.get("text_config")
-    vocabulary = (text if isinstance(text, Mapping) else settings).get("vocab_size", 2**31)
     rules = ImageRules(
-        token_id=_whole("image_token_id", _given(settings, "image_token_id"), 0, vocabulary - 1),
-        patch_size=_whole("patch_size", _given(processor, "patch_size"), 1, _MOST_SIDE),
-        merge_size=_whole("merge_size", _given(processor, "merge_size"), 1, _MOST_SIDE),
-        frames=_whole("temporal_patch_size", _given(processor, "temporal_patch_size"), 1, 64),
+        token_id=token_of_images(settings, "image_token_id"),
+        patch_size=whole("patch_size", given(processor, "patch_size"), 1, MOST_SIDE),
+        merge_size=whole("merge_size", given(processor, "merge_size"), 1, MOST_SIDE),
+        frames=whole("temporal_patch_size", given(processor, "temporal_patch_size"), 1, 64),
         min_pixels=_pixels(processor.get("min_pixels"), size, "shortest_edge"),
         max_pixels=_pixels(processor.get("max_pixels"), size, "longest_edge"),
-        scale=_number("rescale_factor", processor.get("rescale_factor", 1 / 255)),
-        mean=_three(processor, "image_mean"),
-        std=_three(processor, "image_std"),
+        scale=number("rescale_factor", processor.get("rescale_factor", 1 / 255)),
+        mean=three(processor, "image_mean"),
+        std=deviations(processor, "image_std"),
     )
     if not max(rules.cell**2, rules.min_pixels) <= rules.max_pixels:
         raise UnsupportedModelError(
             f"its image processor scales images to {rules.min_pixels} to {rules.max_pixels} "
             f"pixels, in cells of {rules.cell} x {rules.cell} (size, min_pixels, max_pixels)"
         )
-    if 0 in (rules.scale, *rules.std):
-        raise UnsupportedModelError("its image processor has 0 for rescale_factor or image_std")
+    if rules.scale == 0:
+        raise UnsupportedModelError("its image processor has 0 for rescale_factor")
     _compare(rules, vision)
     return rules
 
@@ -132,39 +134,6 @@ def _compare(rules: ImageRules, vision: Mapping[str, Any]) -> None:
             )
 
 
-def _given(settings: Mapping[str, Any], name: str) -> Any:
-    if settings.get(name) is None:
-        raise UnsupportedModelError(f"its image processor's settings have no {name!r}")
-    return settings[name]
-
-
 def _pixels(said: object, size: Mapping[str, Any], name: str) -> int:
     """By the older setting, where it is there, or the newer one."""
-    return _whole(f"size.{name}", said or _given(size, name), 1, MOST_SCALED_PIXELS)
-
-
-def _whole(name: str, value: Any, least: int, most: int) -> int:
-    number = _number(name, value)
-    if not (number.is_integer() and least <= number <= most):
-        raise UnsupportedModelError(
-            f"its image processor's settings have {value!r} for {name}; known: {least} to {most}"
-        )
-    return int(number)
-
-
-def _number(name: str, value: Any) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not abs(value) < _MOST_NUMBER:
-        raise UnsupportedModelError(
-            f"its image processor's settings have {str(value)[:40]!r} for {name}, which is no "
-            "number that it can mean"
-        )
-    return float(value)
-
-
-def _three(settings: Mapping[str, Any], name: str) -> tuple[float, float, float]:
-    values = _given(settings, name)
-    if not isinstance(values, list) or len(values) != len("RGB"):
-        raise UnsupportedModelError(f"its image processor has no three numbers in {name!r}")
-    red, green, blue = (_number(name, value) for value in values)
-    return red, green, blue
+    return whole(f"size.{name}", said or given(size, name), 1, MOST_SCALED_PIXELS)

@@ -18,16 +18,13 @@ from tinsmith.engine.local.model.images.kimi import (
     kimi_tower_shapes,
     load_kimi_tower,
 )
+from tinsmith.engine.local.model.images.vision import TOWER_ATTENTION
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.settings import IN_PARTS, read_settings
 from tinsmith.engine.stored_tensors import stored_tensors, weight_files
 from tinsmith.errors import EngineError
 
 _PREFIX = "visual."
-
-TOWER_ATTENTION = "sdpa"
-"""Written out, the scores of an image of 65,536 patches, which a file of 100 kilobytes can be, take
-256 GiB for 16 heads."""
 
 
 def check_tower(folder: Path, rules: ImageRules) -> None:
