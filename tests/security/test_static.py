@@ -26,7 +26,8 @@ FINDINGS = {
     ("B104", "assembly.py"): (1, "refuses that address"),
     ("B104", "server/serving.py"): (1, "compares an address with that one; it binds to nothing"),
     ("B105", "assembly.py"): (2, "names of settings: seconds of a pass, seconds of a token"),
-    ("B105", "engine/local/model/settings.py"): (1, "the number of a token"),
+    ("B105", "engine/local/model/family_settings.py"): (1, "a token's number"),
+    ("B105", "engine/local/model/latent/settings.py"): (1, "a token's number"),
     ("B105", "engine/local/model/sources.py"): (4, "special tokens of a tokenizer"),
     ("B105", "server/edge/auth.py"): (1, "how every JSON web token begins"),
     ("B105", "transport/tokens.py"): (1, "no token yet"),
@@ -56,7 +57,7 @@ FINDINGS = {
     ),
     ("B615", "engine/local/model/sources.py"): (2, "a file on this machine"),
     ("B615", "engine/local/model/verifying/verification.py"): (
-        2,
+        1,
         "a folder that we have just written",
     ),
 }
