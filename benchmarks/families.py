@@ -37,6 +37,7 @@ from tinsmith.engine.local.model.lora import AdapterPool
 from tinsmith.engine.local.model.rope import UnsupportedModelError
 from tinsmith.engine.local.model.settings import read_config
 from tinsmith.engine.local.sample.kvcache import CacheShape
+from tinsmith.engine.local.train.passes import graphs_of
 from trainers import RANK, Ours, Peft, RandomWeights, make_data
 from training import make_case, peaks_on_cuda
 
@@ -113,6 +114,7 @@ class Family(Ours):
         _free()
         self.pool = AdapterPool(self.decoder.config, device, self.decoder.dtype)
         self.adapters = {}
+        self.graphs = graphs_of(self.decoder)
 
     def base_flops_a_token(self) -> float:
         return 4.0 * self.active

@@ -23,7 +23,7 @@ from tinsmith.engine.local.model.lora import Adapter, AdapterPool
 from tinsmith.engine.local.model.settings import read_config
 from tinsmith.engine.local.model.sources import model_folder
 from tinsmith.engine.local.train.adamw import adamw_step
-from tinsmith.engine.local.train.passes import run_passes
+from tinsmith.engine.local.train.passes import graphs_of, run_passes
 from tinsmith.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInput
 
 RANK = 32
@@ -81,6 +81,7 @@ class Ours:
         self.decoder = _load_decoder(device, shape)
         self.pool = AdapterPool(self.decoder.config, device, self.decoder.dtype)
         self.adapters: dict[str, Adapter] = {}
+        self.graphs = graphs_of(self.decoder)
 
     @property
     def vocab_size(self) -> int:
@@ -98,7 +99,8 @@ class Ours:
     def forward_backward(self, data: dict[str, list[Datum]]) -> None:
         """One pass for each adapter named, all in one call; gradients are then forgotten."""
         passes = [Pass(adapter_id=i, data=d, loss_fn="cross_entropy") for i, d in data.items()]
-        for finished in run_passes(passes, self.adapters, self.decoder, self.config):
+        results = run_passes(passes, self.adapters, self.decoder, self.config, graphs=self.graphs)
+        for finished in results:
             if finished is not None and not isinstance(finished.result, ForwardBackwardOutput):
                 raise RuntimeError(finished.result.message)
         for name in data:

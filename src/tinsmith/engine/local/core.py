@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -62,10 +64,13 @@ from tinsmith.engine.local.ranks.group import ALONE, Ranks
 from tinsmith.engine.local.sample.generation import Generator
 from tinsmith.engine.local.train.adamw import adamw_step
 from tinsmith.engine.local.train.batch_limits import BatchLimits
-from tinsmith.engine.local.train.passes import run_passes
+from tinsmith.engine.local.train.passes import graphs_of, run_passes
 from tinsmith.errors import EngineError, ValidationError
 from tinsmith.memory import process_bytes
 from tinsmith.types import LoraConfig
+
+if TYPE_CHECKING:
+    from tinsmith.engine.local.train.pass_graphs import PassGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +95,7 @@ class EngineCore:
         self._models = BaseModels(config, progress.tell, ranks)
         self._pools: dict[str, AdapterPool] = {}
         self._generators: dict[str, Generator] = {}
+        self._graphs: WeakKeyDictionary[Decoder, PassGraphs | None] = WeakKeyDictionary()
         self._adapters: dict[str, Adapter] = {}
         self._damaged: dict[str, str] = {}
         self._num_decoded = 0
@@ -230,8 +236,15 @@ class EngineCore:
         with self._passing(), self._models.use(base_model) as decoder:
             yield from refused
             limits = BatchLimits.of(self._config, decoder, self._planned().pass_bytes)
+            graphs = self._pass_graphs(decoder)
             for finished in run_passes(
-                passes, self._adapters, decoder, self._config, limits, is_shared=is_shared
+                passes,
+                self._adapters,
+                decoder,
+                self._config,
+                limits,
+                is_shared=is_shared,
+                graphs=graphs,
             ):
                 if self._device.type == "cuda" and self.is_sampling:
                     # Turns go by time, and kernels still in the queue have not taken theirs.
@@ -240,6 +253,12 @@ class EngineCore:
                     self._company.batch_ended()
                 yield finished and replace(finished, index=indices[finished.index])
         device_memory.give_back(self._device, self._planned().pass_bytes)
+
+    def _pass_graphs(self, decoder: Decoder) -> PassGraphs | None:
+        """Those of a base model, which go when it leaves memory."""
+        if decoder not in self._graphs:
+            self._graphs[decoder] = graphs_of(decoder, self._planned().pass_bytes)
+        return self._graphs[decoder]
 
     @contextlib.contextmanager
     def _passing(self) -> Iterator[None]:

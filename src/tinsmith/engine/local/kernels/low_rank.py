@@ -60,7 +60,8 @@ def vectors_at(vectors: Sequence[Tensor | None], device: torch.device) -> Vector
 
 
 class Rows(NamedTuple):
-    """Which rows have which adapter: tables of (start, stop, adapter)."""
+    """Which rows have which adapter: tables of (start, stop, adapter). Entries without rows are
+    passed over."""
 
     blocks: Table
     block_rows: int
@@ -80,11 +81,20 @@ def divide_rows(
     With `split` long runs are summed up in parts at the same time, which is quicker and leaves
     the order of the additions open.
     """
-    num_rows = sum(stop - start for start, stop, _ in runs)
-    block_rows = 64 if num_rows >= 8192 else 32 if num_rows >= 2048 else 16
-    blocks = [part for run in runs for part in _parts(run, block_rows)]
-    chunks = [part for run in runs for part in _parts(run, chunk_rows if split else 1 << 30)]
+    block_rows = rows_of_block(sum(stop - start for start, stop, _ in runs))
+    blocks = divided(runs, block_rows)
+    chunks = divided(runs, chunk_rows if split else 1 << 30)
     return Rows(_table(blocks, device), block_rows, _table(chunks, device), len(chunks) > len(runs))
+
+
+def rows_of_block(num_rows: int) -> int:
+    """The rows of a block of `Rows`, for a batch of so many."""
+    return 64 if num_rows >= 8192 else 32 if num_rows >= 2048 else 16
+
+
+def divided(runs: Sequence[tuple[int, int, int]], num_rows: int) -> list[tuple[int, int, int]]:
+    """Runs (start, stop, adapter) in parts of at most so many rows."""
+    return [part for run in runs for part in _parts(run, num_rows)]
 
 
 class Columns(NamedTuple):
@@ -353,6 +363,8 @@ def _shrink(
     # One program per block of rows (of one adapter) and entry of the table (one module's ranks).
     block, entry = blocks + 3 * tl.program_id(0), table + 5 * tl.program_id(1)
     start, stop, adapter = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    if start >= stop:
+        return
     vector = tl.load(addresses + adapter).to(tl.pointer_type(x.dtype.element_ty))
     left, right = tl.load(entry), tl.load(entry + 1)
     first, end, place = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
@@ -411,6 +423,8 @@ def _expand(
     # One program per block of rows (of one adapter) and entry of the table (WIDE columns of y).
     block, entry = blocks + 3 * tl.program_id(0), table + 4 * tl.program_id(1)
     start, stop, adapter = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    if start >= stop:
+        return
     vector = tl.load(addresses + adapter).to(tl.pointer_type(inner.dtype.element_ty))
     left, right = tl.load(entry), tl.load(entry + 1)
     first, place = tl.load(entry + 2), tl.load(entry + 3)
@@ -471,6 +485,8 @@ def _outer(
     # of RANKS ranks.
     chunk, entry = chunks + 3 * tl.program_id(0), table + 4 * tl.program_id(1)
     start, stop, adapter = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
+    if start >= stop:
+        return
     address = tl.load(addresses + adapter)
     if address == 0:
         return

@@ -90,14 +90,21 @@ class PackedAttention:
     """
 
     def __init__(
-        self, config: DecoderConfig, lengths: Sequence[int], *, is_invariant: bool = False
+        self,
+        config: DecoderConfig,
+        lengths: Sequence[int],
+        *,
+        is_invariant: bool = False,
+        bounds: Bounds | None = None,
     ) -> None:
-        """With `is_invariant` the same to the last bit as token by token; see `invariant`."""
+        """With `is_invariant` the same to the last bit as token by token; see `invariant`. `bounds`
+        that are given may be others when the same kernels run again, whatever `lengths` are."""
         self._is_invariant = is_invariant
         self.sequences = FreshStates(lengths)
         self._config = config
         self._lengths = list(lengths)
-        self._bounds: Bounds | None = None
+        self._bounds = bounds
+        self._are_given = bounds is not None
         self._tiles: Tiles | None = None
         self._even: bool | None = None
 
@@ -173,7 +180,7 @@ class PackedAttention:
     ) -> Tensor:
         if self._bounds is None:
             self._bounds = Bounds.of(self._lengths, q.device)
-        if _window(spec, self._bounds) is None:
+        if _window(spec, self._bounds) is None and not self._are_given:
             if self._is_even(q, k, v):
                 return _attend_evenly(sinks, spec, *self._as_batch(q, k, v))
             if self._is_long(q, k, v):

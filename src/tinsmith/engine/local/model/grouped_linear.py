@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -77,34 +78,40 @@ def add_backward_adapters(
             low_rank.add_gradient_of_b(inner, grad, group.grads, group.rows, columns)
 
 
-class _Members:
+@dataclass(frozen=True)
+class Members:
     """The adapters of one layout in a batch, and their buffers, each of one run alone."""
 
-    def __init__(
-        self, adapters: Sequence[Adapter], buffers: Sequence[GradientBuffer | None]
-    ) -> None:
-        self.layout = adapters[0].layout
-        self.scale = adapters[0].scale
-        self.device = adapters[0].flat.device
-        # Kept, so that addresses stay good.
-        self._rounded = [adapter.rounded() for adapter in adapters]
-        self._grads = [None if buffer is None else buffer.flat for buffer in buffers]
-        self.has_gradients = any(grad is not None for grad in self._grads)
+    layout: Layout
+    scale: float
+    device: torch.device
+    weights: Vectors
+    """In the base model's dtype."""
+    grads: Vectors
+    """Those of runs without a gradient have no address."""
+    has_gradients: bool
+    kept: tuple[Tensor | None, ...] = ()
+    """What lies there, so that addresses stay good."""
 
-    @functools.cached_property
-    def weights(self) -> Vectors:
-        """In the base model's dtype."""
-        return low_rank.vectors_at(self._rounded, self.device)
-
-    @functools.cached_property
-    def grads(self) -> Vectors:
-        """Those of runs without a gradient have no address."""
-        return low_rank.vectors_at(self._grads, self.device)
+    @classmethod
+    def of(cls, adapters: Sequence[Adapter], buffers: Sequence[GradientBuffer | None]) -> Members:
+        device = adapters[0].flat.device
+        rounded = [adapter.rounded() for adapter in adapters]
+        grads = [None if buffer is None else buffer.flat for buffer in buffers]
+        return cls(
+            adapters[0].layout,
+            adapters[0].scale,
+            device,
+            low_rank.vectors_at(rounded, device),
+            low_rank.vectors_at(grads, device),
+            any(grad is not None for grad in grads),
+            (*rounded, *grads),
+        )
 
     @functools.cached_property
     def facts(self) -> Tensor:
         """(adapters, 2) float32: rank and scale."""
-        facts = torch.tensor([[float(self.layout.rank), self.scale]] * len(self._rounded))
+        facts = torch.tensor([[float(self.layout.rank), self.scale]] * len(self.weights.addresses))
         return facts.to(self.device)
 
 
@@ -112,10 +119,16 @@ class Group:
     """The runs of some rows whose adapters have one layout."""
 
     def __init__(
-        self, members: _Members, runs: Sequence[tuple[int, int, int]], batch_rows: int
+        self,
+        members: Members,
+        runs: Sequence[tuple[int, int, int]],
+        batch_rows: int,
+        rows: Rows | None = None,
     ) -> None:
-        """`runs` are (start, stop, number of the adapter) of `batch_rows` rows."""
+        """`runs` are (start, stop, number of the adapter) of `batch_rows` rows. `rows` that are
+        given say so instead, to whatever is read from there."""
         self._members = members
+        self._rows = rows
         self._runs = tuple(runs)
         self._batch_rows = batch_rows
         self.num_rows = sum(stop - start for start, stop, _ in runs)
@@ -138,6 +151,8 @@ class Group:
 
     @functools.cached_property
     def rows(self) -> Rows:
+        if self._rows is not None:
+            return self._rows
         may_split = not torch.are_deterministic_algorithms_enabled()
         return low_rank.divide_rows(self._runs, self._members.device, may_split)
 
@@ -197,7 +212,7 @@ def _all_groups(adapters: AdapterSegments) -> list[Group]:
         of_root = {group.layout: group for group in root.groups or ()}
         return [of_root[layout].on_rows(own, adapters.num_rows) for layout, own in runs.items()]
     all_members = {
-        layout: _Members(
+        layout: Members.of(
             [adapter for i in same if (adapter := root.runs[i][2]) is not None],
             [root.gradients[i] for i in same],
         )

@@ -28,6 +28,9 @@ GROUPS = 4
 
 FEWEST_GROUP_ROWS = 1024
 
+GRAPHS_PART = 8
+"""Activations of captured passes take at most one part in so many of the memory for passes."""
+
 SHARED_PART = 4
 """A micro-batch whose end others may wait for is so many times smaller. Token by token it takes a
 tenth longer then (128 tokens of SmolLM2-135M), and a sixth with a tiny model (256 tokens)."""
@@ -101,6 +104,11 @@ class BatchLimits:
             return self.score_rows
         part = max(-(-num_rows // GROUPS), FEWEST_GROUP_ROWS)
         return max(1, min(part, self.score_rows // 2))
+
+    def has_room_beside_graphs(self, num_tokens: int) -> bool:
+        """Whether the activations of so many tokens fit beside those of captured passes."""
+        kept = self.kept_tokens
+        return kept is None or num_tokens <= kept - kept // GRAPHS_PART
 
     def kept_layers(self, num_tokens: int) -> int | None:
         """How many layers keep the activations of so many tokens; None where all do."""

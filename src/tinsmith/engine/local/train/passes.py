@@ -21,11 +21,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from tinsmith.engine.base import FinishedPass, Pass
+from tinsmith.engine.local import kernels
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.batch import Item, PackedAttention, plan
 from tinsmith.engine.local.model.decoder import Decoder
@@ -36,6 +38,9 @@ from tinsmith.engine.local.train.batch_limits import BatchLimits
 from tinsmith.engine.local.train.pass_progress import PassProgress
 from tinsmith.engine.local.train.scoring import LOSS_TURN_SECONDS, Loss, compiling, score
 from tinsmith.errors import ValidationError
+
+if TYPE_CHECKING:
+    from tinsmith.engine.local.train.pass_graphs import PassGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +53,7 @@ def run_passes(
     limits: BatchLimits | None = None,
     *,
     is_shared: Callable[[], bool] = lambda: False,
+    graphs: PassGraphs | None = None,
 ) -> Iterator[FinishedPass | None]:
     """Run passes of adapters on `decoder`; yield each as it is finished.
 
@@ -57,7 +63,7 @@ def run_passes(
     Gradients of a pass are in its adapter's `grad` when its result comes out. In deterministic
     mode they are added datum by datum, so that cutting a pass into several changes no bit.
     Without `limits` they are as if no memory were planned. `is_shared` says whether others may wait
-    for the end of a micro-batch, which is short then.
+    for the end of a micro-batch, which is short then. `graphs` are for those of few tokens.
     """
     limits = limits or BatchLimits.of(config, decoder)
     progress = {index: PassProgress(p, adapters[p.adapter_id]) for index, p in enumerate(passes)}
@@ -94,7 +100,7 @@ def run_passes(
             for state in involved:
                 state.prepare(add_in_order=config.deterministic)
                 state.had_company |= len(involved) > 1
-            for losses in run_batch(wanted, progress, decoder, limits):
+            for losses in run_batch(wanted, progress, decoder, limits, graphs):
                 seconds += time.perf_counter() - start
                 futures.wait([losses], timeout=LOSS_TURN_SECONDS)
                 yield None
@@ -104,6 +110,8 @@ def run_passes(
             is_to_split = len(involved) > 1 or (may_split and _is_out_of_memory(error))
             is_unreadable = isinstance(error, ValidationError)
             if not is_unreadable:
+                if graphs is not None:
+                    graphs.drop()
                 decoder.ranks.give_up(error)
                 logger.warning("a micro-batch of %d sequences failed", len(wanted), exc_info=error)
             if not is_to_split:
@@ -127,6 +135,15 @@ def run_passes(
             continue
         yield from _finished(progress, adapters, decoder, config, limits)
         yield None
+
+
+def graphs_of(decoder: Decoder, pass_bytes: int | None = None) -> PassGraphs | None:
+    """What captures passes of a base model; None where there are no kernels."""
+    if decoder.device.type != "cuda" or not kernels.are_usable(decoder.head.weight):
+        return None
+    from tinsmith.engine.local.train.pass_graphs import PassGraphs
+
+    return PassGraphs(decoder, pass_bytes)
 
 
 def _one_by_one(
@@ -210,10 +227,12 @@ def run_batch(
     progress: Mapping[int, PassProgress],
     decoder: Decoder,
     limits: BatchLimits,
+    graphs: PassGraphs | None = None,
 ) -> Iterator[Future[list[Loss | None]]]:
     """One micro-batch through the decoder and back; fills in the passes' outputs.
 
     While an uploaded loss is being computed, yields its future, again and again until it is done.
+    Such a batch is never one of `graphs`, which others may use meanwhile.
     """
     needs_gradient = not items[0].forward_only
     lengths = [item.length for item in items]
@@ -223,14 +242,24 @@ def run_batch(
     tokens = np.concatenate([each.tokens for each in inputs])
     positions = np.concatenate([each.positions(0, len(each.tokens)) for each in inputs])
     seen = _seen(items, inputs, progress, decoder)
-    attention = PackedAttention(decoder.config, lengths, is_invariant=decoder.is_invariant)
     adapters = _segments(items, progress)
     steering = _steering(items, progress, decoder)
+    captured = None
+    if graphs is not None and not items[0].keeps_apart and seen is None and steering is None:
+        captured = graphs.begin(decoder, tokens, positions, lengths, adapters)
+    if captured is not None:
+        hidden = captured.forward(len(tokens))
+        hidden_grad = yield from score(items, progress, hidden, decoder, adapters, limits)
+        if needs_gradient:
+            captured.backward(hidden_grad)
+        return
+    if graphs is not None and not limits.has_room_beside_graphs(len(tokens)):
+        graphs.drop()
     with torch.set_grad_enabled(needs_gradient):
         hidden = decoder.hidden(
             torch.from_numpy(tokens.astype(np.int64)).to(decoder.device),
             torch.from_numpy(positions).to(decoder.device),
-            attention,
+            PackedAttention(decoder.config, lengths, is_invariant=decoder.is_invariant),
             adapters,
             kept_layers=limits.kept_layers(sum(lengths)),
             seen=seen,

@@ -1,0 +1,177 @@
+"""What captured passes read from tables, with the padding behind it, is what batches bring.
+
+Needs CUDA with Triton, or Triton alone and TRITON_INTERPRET=1 in the environment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tinsmith.engine.local.model.batch import PackedAttention
+from tinsmith.engine.local.model.decoder import Decoder
+from tinsmith.engine.local.model.lora import (
+    Adapter,
+    AdapterPool,
+    AdapterSegments,
+    GradientBuffer,
+    Run,
+)
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+    *([] if IS_INTERPRETED else [pytest.mark.gpu]),
+]
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_llama_folder: Path) -> Decoder:
+    return Decoder.load(tiny_llama_folder, "cpu" if IS_INTERPRETED else "cuda")
+
+
+@pytest.fixture(scope="module")
+def adapters(decoder: Decoder, new_adapter: Callable[..., Adapter]) -> list[Adapter]:
+    pool = AdapterPool(decoder.config, decoder.device, decoder.dtype)
+    return [new_adapter(decoder, pool=pool, rank=16, fill_seed=n) for n in range(3)]
+
+
+class Batch:
+    """Sequences of some adapters, with gradients of zero."""
+
+    def __init__(self, adapters: Sequence[Adapter], lengths: Sequence[Sequence[int]]) -> None:
+        self.lengths = [length for own in lengths for length in own]
+        random = np.random.default_rng(sum(self.lengths))
+        self.tokens = random.integers(0, 97, sum(self.lengths))
+        self.positions = np.concatenate([np.arange(length) for length in self.lengths])
+        runs: list[Run] = []
+        for adapter, own in zip(adapters, lengths, strict=False):
+            start = runs[-1][1] if runs else 0
+            runs.append((start, start + sum(own), adapter))
+        self.grads = [torch.zeros_like(adapter.flat) for _, _, adapter in runs if adapter]
+        buffers = [
+            GradientBuffer(adapter.layout, grad)
+            for (_, _, adapter), grad in zip(runs, self.grads, strict=True)
+            if adapter is not None
+        ]
+        self.segments = AdapterSegments(runs, buffers)
+
+
+def run(
+    decoder: Decoder,
+    tokens: Tensor,
+    positions: Tensor,
+    lengths: Sequence[int],
+    segments: AdapterSegments,
+    num_tokens: int,
+) -> Tensor:
+    """Hidden states; the gradients of their sum, over rows of the batch, go to the buffers."""
+    attention = PackedAttention(decoder.config, lengths)
+    hidden = decoder.hidden(tokens, positions, attention, segments)
+    grad = torch.zeros_like(hidden)
+    grad[:num_tokens] = 1.0
+    hidden.backward(grad)
+    return hidden.detach()[:num_tokens]
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param([[5, 7], [3]], id="two tenants"),
+        pytest.param([[1]], id="one token"),
+        pytest.param([[40, 2], [20], [2]], id="full"),
+    ],
+)
+def test_tables_give_the_states_and_gradients_of_the_batch_itself(
+    lengths: list[list[int]], decoder: Decoder, adapters: list[Adapter]
+) -> None:
+    from tinsmith.engine.local.train.pass_tables import PassTables, shape_of
+
+    batch, same = Batch(adapters, lengths), Batch(adapters, lengths)
+    num_tokens = len(batch.tokens)
+    device = decoder.device
+    expected = run(
+        decoder,
+        torch.from_numpy(batch.tokens).to(device),
+        torch.from_numpy(batch.positions).to(device),
+        batch.lengths,
+        batch.segments,
+        num_tokens,
+    )
+    shape = shape_of(same.lengths, same.segments)
+    assert shape is not None and shape.num_tokens == 64
+    tables = PassTables(shape, device)
+    # What an earlier batch has left there is to have no effect.
+    earlier = Batch(adapters[::-1], [[10, 3], [9], [30]])
+    tables.fill(earlier.tokens, earlier.positions, earlier.lengths, earlier.segments)
+    tables.fill(same.tokens, same.positions, same.lengths, same.segments)
+    starts = tables.bounds.starts.tolist()
+    assert starts[-1] == shape.num_tokens and len(starts) == shape.num_sequences + 1
+    sizes = [stop - start for start, stop in itertools.pairwise(starts)]
+    found = run(
+        decoder,
+        tables.tokens,
+        tables.positions,
+        [size for size in sizes if size],
+        tables.segments(same.segments.gradients[0]),
+        num_tokens,
+    )
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for grad, other in zip(same.grads, batch.grads, strict=True):
+        assert other.norm() > 0
+        torch.testing.assert_close(grad, other, atol=1e-4, rtol=1e-4)
+    assert all(not grad.any() for grad in earlier.grads)
+
+
+def test_without_gradients_buffers_stay_as_they_are(
+    decoder: Decoder, adapters: list[Adapter]
+) -> None:
+    from tinsmith.engine.local.train.pass_tables import PassTables, shape_of
+
+    batch = Batch(adapters, [[4], [2, 2]])
+    shape = shape_of(batch.lengths, batch.segments)
+    assert shape is not None
+    tables = PassTables(shape, decoder.device)
+    tables.fill(batch.tokens, batch.positions, batch.lengths, batch.segments)
+    segments = tables.segments(batch.segments.gradients[0])
+    lengths = [*batch.lengths, shape.num_tokens - len(batch.tokens)]
+    with tables.without_gradients():
+        run(decoder, tables.tokens, tables.positions, lengths, segments, len(batch.tokens))
+        assert all(not grad.any() for grad in batch.grads)
+    run(decoder, tables.tokens, tables.positions, lengths, segments, len(batch.tokens))
+    assert all(grad.any() for grad in batch.grads)
+
+
+def test_shapes_are_few_and_never_too_small(adapters: list[Adapter]) -> None:
+    from tinsmith.engine.local.train.pass_tables import shape_of
+
+    shapes = {shape_of([n], AdapterSegments([(0, n, adapters[0])])) for n in range(1, 4097)}
+    assert None not in shapes and len(shapes) < 50
+    for n in range(1, 4097):
+        shape = shape_of([n], AdapterSegments([(0, n, adapters[0])]))
+        assert shape is not None
+        assert n <= shape.num_tokens <= n + max(63, n // 4)
+        assert shape.num_tokens - n < shape.longest and shape.longest >= n
+
+
+def test_there_is_no_shape_for_what_tables_have_no_room_for(
+    decoder: Decoder, adapters: list[Adapter], new_adapter: Callable[..., Adapter]
+) -> None:
+    from tinsmith.engine.local.train.pass_tables import shape_of
+
+    pool = AdapterPool(decoder.config, decoder.device, decoder.dtype)
+    other = new_adapter(decoder, pool=pool, rank=8)
+    assert shape_of([4], AdapterSegments([(0, 4, None)])) is None
+    assert shape_of([4, 4], AdapterSegments([(0, 4, adapters[0]), (4, 8, other)])) is None
+    assert shape_of([1] * 600, AdapterSegments([(0, 600, adapters[0])])) is None
+    runs: list[Run] = [(n, n + 1, adapters[0]) for n in range(33)]
+    assert shape_of([1] * 33, AdapterSegments(runs)) is None
