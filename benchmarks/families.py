@@ -167,13 +167,13 @@ def _training(ours: Family, device: torch.device, rounds: int) -> dict[str, Any]
     }
     times = machine.interleaved(works, device, rounds)
     num_tokens = sum(datum.model_input.length for datum in data["0"])
-    floors = [num_tokens * ours.base_flops_a_token() / rate for rate in rates[1:]]
+    floors = [num_tokens * ours.base_flops_a_token() / rate for rate in rates[-rounds:]]
     return {
         "case": case,
         "tokens_per_s": round(num_tokens / statistics.median(times["pass"]), 1),
         "ms": round(statistics.median(times["pass"]) * 1e3, 1),
         "of_matmul_rate": round(machine.median_ratio(floors, times["pass"]), 4),
-        "matmul_tflops": round(statistics.median(rates[1:]) / 1e12, 2),
+        "matmul_tflops": round(statistics.median(rates[-rounds:]) / 1e12, 2),
         "micro_batch_tokens": ours.config.micro_batch_tokens,
         **(peaks_on_cuda({"pass": work}) if device.type == "cuda" else {}),
     }

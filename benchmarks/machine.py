@@ -116,13 +116,10 @@ def interleaved(
     """Seconds of each work, round by round, after rounds that are not counted: one, and on CUDA,
     where what comes for the second time may be captured, two."""
     times: dict[str, list[float]] = {name: [] for name in works}
-    num_uncounted = 2 if device.type == "cuda" else 1
-    for number in range(rounds + num_uncounted):
+    for _ in range(rounds + (2 if device.type == "cuda" else 1)):
         for name, work in works.items():
-            taken = seconds(work, device)
-            if number >= num_uncounted:
-                times[name].append(taken)
-    return times
+            times[name].append(seconds(work, device))
+    return {name: taken[-rounds:] for name, taken in times.items()}
 
 
 def median_ratio(above: list[float], below: list[float]) -> float:

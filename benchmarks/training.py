@@ -85,10 +85,10 @@ def compare(
         if "ours" in trainers:
             limits["products"] = trainers["ours"].products("0", num_tokens)
         times = machine.interleaved({**works, **limits}, device, rounds)
-        floors = [num_tokens * flops / rate for rate in rates[1:]]
+        floors = [num_tokens * flops / rate for rate in rates[-rounds:]]
         case: dict[str, Any] = {
             "tokens": num_tokens,
-            "matmul_tflops": round(statistics.median(rates[1:]) / 1e12, 3),
+            "matmul_tflops": round(statistics.median(rates[-rounds:]) / 1e12, 3),
             "floor_ms": _milliseconds(floors),
         }
         if "products" in times:

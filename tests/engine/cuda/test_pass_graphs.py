@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.engine.train.training_reference import make_datum
+from tests.support.tiny_families import save_tiny
 from tinsmith.engine.base import Failure, Pass
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
@@ -23,6 +24,21 @@ pytestmark = pytest.mark.gpu
 CONFIG = LocalEngineConfig(device="cuda")
 LENGTHS = ((17, 1, 30), (9, 30), (64,))
 """Of the datums of each tenant."""
+
+HEADS_WITH_KERNELS = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+FAMILIES: dict[str, dict[str, int]] = {
+    "qwen3_moe": {},
+    "gpt_oss": {},
+    "deepseek_v3": {},
+    "qwen3_next": HEADS_WITH_KERNELS,
+    "qwen3_5_text": HEADS_WITH_KERNELS,
+    "qwen3_5_moe_text": HEADS_WITH_KERNELS,
+}
 
 Outputs = list[tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -76,6 +92,17 @@ def tenants(
     return Tenants(Decoder.load(tiny_llama_folder, cuda, torch.bfloat16), new_adapter)
 
 
+@pytest.fixture(params=FAMILIES)
+def tenants_of_a_family(
+    request: pytest.FixtureRequest,
+    cuda: torch.device,
+    tmp_path: Path,
+    new_adapter: Callable[..., Adapter],
+) -> Tenants:
+    save_tiny(request.param, tmp_path, **FAMILIES[request.param])
+    return Tenants(Decoder.load(tmp_path, cuda, torch.bfloat16), new_adapter)
+
+
 def check_alike(found: Outputs, expected: Outputs) -> None:
     """As far apart as sums of bfloat16 numbers in another order are."""
     for (logprobs, grad), (other, other_grad) in zip(found, expected, strict=True):
@@ -91,6 +118,14 @@ def test_replayed_passes_equal_those_that_are_not_captured(tenants: Tenants) -> 
     for seed in range(4):
         expected = tenants.run(LENGTHS, seed, captured=False)
         check_alike(tenants.run(LENGTHS, seed, captured=True), expected)
+    assert tenants.graphs is not None and len(tenants.graphs) == 1
+
+
+def test_experts_and_recurrent_layers_are_captured_too(tenants_of_a_family: Tenants) -> None:
+    tenants = tenants_of_a_family
+    for seed, lengths in enumerate([LENGTHS, LENGTHS, LENGTHS, ((2,), (70, 1, 9), (20,))]):
+        expected = tenants.run(lengths, seed, captured=False)
+        check_alike(tenants.run(lengths, seed, captured=True), expected)
     assert tenants.graphs is not None and len(tenants.graphs) == 1
 
 

@@ -9,13 +9,13 @@ import importlib.util
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.support.tiny_families import save_tiny
 from tinsmith.engine.local.model.batch import PackedAttention
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import (
@@ -25,18 +25,42 @@ from tinsmith.engine.local.model.lora import (
     GradientBuffer,
     Run,
 )
+from tinsmith.engine.local.model.recurrent.recurrence import ChunkTables
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
     *([] if IS_INTERPRETED else [pytest.mark.gpu]),
+    # Rows of padding hold whatever was in memory.
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning"),
 ]
 
 
-@pytest.fixture(scope="module")
-def decoder(tiny_llama_folder: Path) -> Decoder:
-    return Decoder.load(tiny_llama_folder, "cpu" if IS_INTERPRETED else "cuda")
+HEADS_WITH_KERNELS = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe, dense": {},
+    "qwen3_moe": {},
+    "gpt_oss": {},
+    "qwen3_5_text": {
+        **HEADS_WITH_KERNELS,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}
+PLAIN = pytest.mark.parametrize("decoder", ["qwen3_moe, dense"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny(request.param, folder, **FAMILIES[request.param])
+    return Decoder.load(folder, "cpu" if IS_INTERPRETED else "cuda")
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +97,10 @@ def run(
     lengths: Sequence[int],
     segments: AdapterSegments,
     num_tokens: int,
+    tables: ChunkTables | None = None,
 ) -> Tensor:
     """Hidden states; the gradients of their sum, over rows of the batch, go to the buffers."""
-    attention = PackedAttention(decoder.config, lengths)
+    attention = PackedAttention(decoder.config, lengths, tables=tables)
     hidden = decoder.hidden(tokens, positions, attention, segments)
     grad = torch.zeros_like(hidden)
     grad[:num_tokens] = 1.0
@@ -83,17 +108,21 @@ def run(
     return hidden.detach()[:num_tokens]
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        pytest.param([[5, 7], [3]], id="two tenants"),
-        pytest.param([[1]], id="one token"),
-        pytest.param([[40, 2], [20], [2]], id="full"),
-    ],
-)
 def test_tables_give_the_states_and_gradients_of_the_batch_itself(
+    decoder: Decoder, adapters: list[Adapter]
+) -> None:
+    check_tables(decoder, adapters, [[5, 7], [3]])
+
+
+@PLAIN
+@pytest.mark.parametrize("lengths", [[[1]], [[40, 2], [20], [2]]], ids=["one token", "full"])
+def test_so_they_do_with_one_token_and_without_padding(
     lengths: list[list[int]], decoder: Decoder, adapters: list[Adapter]
 ) -> None:
+    check_tables(decoder, adapters, lengths)
+
+
+def check_tables(decoder: Decoder, adapters: list[Adapter], lengths: list[list[int]]) -> None:
     from tinsmith.engine.local.train.pass_tables import PassTables, shape_of
 
     batch, same = Batch(adapters, lengths), Batch(adapters, lengths)
@@ -111,7 +140,7 @@ def test_tables_give_the_states_and_gradients_of_the_batch_itself(
     assert shape is not None and shape.num_tokens == 64
     tables = PassTables(shape, device)
     # What an earlier batch has left there is to have no effect.
-    earlier = Batch(adapters[::-1], [[10, 3], [9], [30]])
+    earlier = Batch(adapters[::-1], [[9, 5]] * len(lengths))
     tables.fill(earlier.tokens, earlier.positions, earlier.lengths, earlier.segments)
     tables.fill(same.tokens, same.positions, same.lengths, same.segments)
     starts = tables.bounds.starts.tolist()
@@ -124,6 +153,7 @@ def test_tables_give_the_states_and_gradients_of_the_batch_itself(
         [size for size in sizes if size],
         tables.segments(same.segments.gradients[0]),
         num_tokens,
+        tables.chunks,
     )
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     for grad, other in zip(same.grads, batch.grads, strict=True):
@@ -132,6 +162,7 @@ def test_tables_give_the_states_and_gradients_of_the_batch_itself(
     assert all(not grad.any() for grad in earlier.grads)
 
 
+@PLAIN
 def test_without_gradients_buffers_stay_as_they_are(
     decoder: Decoder, adapters: list[Adapter]
 ) -> None:
@@ -142,15 +173,21 @@ def test_without_gradients_buffers_stay_as_they_are(
     assert shape is not None
     tables = PassTables(shape, decoder.device)
     tables.fill(batch.tokens, batch.positions, batch.lengths, batch.segments)
-    segments = tables.segments(batch.segments.gradients[0])
     lengths = [*batch.lengths, shape.num_tokens - len(batch.tokens)]
+
+    def run_once() -> None:
+        segments = tables.segments(batch.segments.gradients[0])
+        inputs = (tables.tokens, tables.positions, lengths, segments, len(batch.tokens))
+        run(decoder, *inputs, tables.chunks)
+
     with tables.without_gradients():
-        run(decoder, tables.tokens, tables.positions, lengths, segments, len(batch.tokens))
+        run_once()
         assert all(not grad.any() for grad in batch.grads)
-    run(decoder, tables.tokens, tables.positions, lengths, segments, len(batch.tokens))
+    run_once()
     assert all(grad.any() for grad in batch.grads)
 
 
+@PLAIN
 def test_shapes_are_few_and_never_too_small(adapters: list[Adapter]) -> None:
     from tinsmith.engine.local.train.pass_tables import shape_of
 
@@ -163,6 +200,7 @@ def test_shapes_are_few_and_never_too_small(adapters: list[Adapter]) -> None:
         assert shape.num_tokens - n < shape.longest and shape.longest >= n
 
 
+@PLAIN
 def test_there_is_no_shape_for_what_tables_have_no_room_for(
     decoder: Decoder, adapters: list[Adapter], new_adapter: Callable[..., Adapter]
 ) -> None:

@@ -25,7 +25,7 @@ from tinsmith.engine.local.model.attention import causal, cudnn
 from tinsmith.engine.local.model.attention import sinks as sink_attention
 from tinsmith.engine.local.model.families import AttentionSpec, DecoderConfig
 from tinsmith.engine.local.model.latent.heads import LatentHeads
-from tinsmith.engine.local.model.recurrent.recurrence import FreshStates
+from tinsmith.engine.local.model.recurrent.recurrence import ChunkTables, FreshStates
 
 if TYPE_CHECKING:
     from tinsmith.engine.local.kernels.ordered_attention import Tiles
@@ -96,11 +96,13 @@ class PackedAttention:
         *,
         is_invariant: bool = False,
         bounds: Bounds | None = None,
+        tables: ChunkTables | None = None,
     ) -> None:
         """With `is_invariant` the same to the last bit as token by token; see `invariant`. `bounds`
-        that are given may be others when the same kernels run again, whatever `lengths` are."""
+        and `tables` that are given say where sequences lie in place of `lengths`, and may say
+        something else when the same kernels run again."""
         self._is_invariant = is_invariant
-        self.sequences = FreshStates(lengths)
+        self.sequences = FreshStates(lengths, tables)
         self._config = config
         self._lengths = list(lengths)
         self._bounds = bounds

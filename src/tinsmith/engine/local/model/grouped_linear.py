@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,6 +116,16 @@ class Members:
         return facts.to(self.device)
 
 
+class GivenRows(NamedTuple):
+    """Which rows have which adapter, in tables that may say something else when they are read."""
+
+    blocks: Rows
+    runs: Tensor
+    """(3, R) int64: first rows, rows behind the last, adapters' numbers."""
+    of_tokens: Tensor
+    """(N,) int64: the number of each row's adapter, negative for none."""
+
+
 class Group:
     """The runs of some rows whose adapters have one layout."""
 
@@ -123,12 +134,12 @@ class Group:
         members: Members,
         runs: Sequence[tuple[int, int, int]],
         batch_rows: int,
-        rows: Rows | None = None,
+        given: GivenRows | None = None,
     ) -> None:
-        """`runs` are (start, stop, number of the adapter) of `batch_rows` rows. `rows` that are
-        given say so instead, to whatever is read from there."""
+        """`runs` are (start, stop, number of the adapter) of `batch_rows` rows. What is `given`
+        says so in their place."""
         self._members = members
-        self._rows = rows
+        self._given = given
         self._runs = tuple(runs)
         self._batch_rows = batch_rows
         self.num_rows = sum(stop - start for start, stop, _ in runs)
@@ -151,8 +162,8 @@ class Group:
 
     @functools.cached_property
     def rows(self) -> Rows:
-        if self._rows is not None:
-            return self._rows
+        if self._given is not None:
+            return self._given.blocks
         may_split = not torch.are_deterministic_algorithms_enabled()
         return low_rank.divide_rows(self._runs, self._members.device, may_split)
 
@@ -171,11 +182,15 @@ class Group:
     @functools.cached_property
     def runs_on_device(self) -> Tensor:
         """(3, R) int64: first rows, rows behind the last, adapters' numbers."""
+        if self._given is not None:
+            return self._given.runs
         return torch.tensor(self._runs).t().contiguous().to(self._members.device)
 
     @functools.cached_property
     def token_adapters(self) -> TokenAdapters:
         """The number of each row's adapter, negative for none."""
+        if self._given is not None:
+            return TokenAdapters(self._given.of_tokens, 2 * self._given.runs.shape[1] + 1)
         numbers = torch.full((self._batch_rows,), -1)
         for start, stop, number in self._runs:
             numbers[start:stop] = number

@@ -10,6 +10,7 @@ of all shapes share their memory, since no two batches are under way at a time.
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,19 +21,21 @@ from torch import Tensor
 
 from tinsmith.engine.local import kernels
 from tinsmith.engine.local.model.batch import PackedAttention, is_by_hand
-from tinsmith.engine.local.model.blocks import DenseMlp
+from tinsmith.engine.local.model.blocks import Layer
 from tinsmith.engine.local.model.decoder import Decoder
-from tinsmith.engine.local.model.lora import AdapterSegments
+from tinsmith.engine.local.model.experts.mlp import ExpertMlp
+from tinsmith.engine.local.model.lora import AdapterSegments, GradientBuffer
 from tinsmith.engine.local.train.batch_limits import GRAPHS_PART
 from tinsmith.engine.local.train.pass_tables import PassShape, PassTables, shape_of
 
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 4096
-MOST_WORK = 2**44
-"""Tokens times bytes of weights. With more of either the device has enough to do, and memory for
-activations would be held for nothing: on an H200 8x256 tokens of a 4B model take 0.84 of the time
-that they take otherwise, 16x256 just as long; of a 0.6B model 0.51 and 0.58."""
+MOST_WORK = 2**43
+"""Tokens times the weights that each is multiplied with. With more of either the device has enough
+to do, and memory for activations would be held for nothing: on an H200 8x256 tokens of a 4B model
+take 0.84 of the time that they take otherwise, 16x256 just as long; of a 0.6B model 0.51 and 0.58.
+"""
 
 MOST_GRAPHS = 32
 """Of those used last."""
@@ -75,7 +78,7 @@ class PassGraphs:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                logger.warning("passes of few tokens are not captured: %s", error)
+                logger.warning("passes of few tokens are not captured", exc_info=error)
                 self._max_tokens = 0
                 self.drop()
                 return None
@@ -146,9 +149,8 @@ class CapturedPass:
     ) -> None:
         """Run both passes once by themselves, which compiles kernels, and once into graphs."""
         gradient = next((each for each in adapters.gradients if each is not None), None)
-        segments = self.tables.segments(gradient)
         with self.tables.without_gradients():
-            hidden = self._run(decoder, segments)
+            hidden = self._run(decoder, gradient)
             self._hidden_grad = torch.zeros_like(hidden, requires_grad=False)
             if hidden.requires_grad:
                 hidden.backward(self._hidden_grad)
@@ -157,16 +159,20 @@ class CapturedPass:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             with _capturing(self._forward, pool):
-                hidden = self._run(decoder, segments)
+                hidden = self._run(decoder, gradient)
             if hidden.requires_grad:
                 with _capturing(self._backward, pool):
                     hidden.backward(self._hidden_grad)
         torch.cuda.current_stream(device).wait_stream(stream)
         self._hidden = hidden.detach()
 
-    def _run(self, decoder: Decoder, segments: AdapterSegments) -> Tensor:
+    def _run(self, decoder: Decoder, gradient: GradientBuffer | None) -> Tensor:
         tables, num_tokens = self.tables, [self._shape.num_tokens]
-        attention = PackedAttention(decoder.config, num_tokens, bounds=tables.bounds)
+        attention = PackedAttention(
+            decoder.config, num_tokens, bounds=tables.bounds, tables=tables.chunks
+        )
+        # What is worked out about them on the device belongs to the run.
+        segments = tables.segments(gradient)
         with torch.set_grad_enabled(self._shape.has_gradients):
             return decoder.hidden(tables.tokens, tables.positions, attention, segments)
 
@@ -190,22 +196,28 @@ def _max_tokens(decoder: Decoder, pass_bytes: int | None) -> int:
     bytes_a_token = decoder.kept_bytes_a_token
     if bytes_a_token is None or not _can_capture(decoder):
         return 0
-    most = min(MOST_TOKENS, MOST_WORK // decoder.nbytes)
+    most = min(MOST_TOKENS, MOST_WORK // sum(map(_weights_met, decoder.layers)))
     return most if pass_bytes is None else min(most, pass_bytes // GRAPHS_PART // bytes_a_token)
 
 
 def _can_capture(decoder: Decoder) -> bool:
     """Whether all of the decoder is kernels that read what changes from tables."""
-    is_plain = all(
-        isinstance(layer.mlp, DenseMlp) and layer.delta is None and layer.latent is None
-        for layer in decoder.layers
-    )
     return (
-        is_plain
-        and decoder.dtype in (torch.bfloat16, torch.float16)
+        decoder.dtype in (torch.bfloat16, torch.float16)
         and kernels.are_usable(decoder.embedding)
         and decoder.ranks.count == 1
         and not decoder.is_invariant
         and not torch.are_deterministic_algorithms_enabled()
         and not any(is_by_hand(spec) for spec in decoder.config.layers)
+        and all(layer.delta is None or layer.delta.core.have_kernels for layer in decoder.layers)
     )
+
+
+def _weights_met(layer: Layer) -> int:
+    """Numbers of a layer's weights that a token is multiplied with."""
+    count = sum(math.prod(linear.shape) for linear in layer.linears)
+    if isinstance(layer.mlp, ExpertMlp):
+        experts = (layer.mlp.gate_up.weight, layer.mlp.down.weight)
+        share = layer.mlp.router.per_token / len(layer.mlp.router.weight)
+        count += int(share * sum(math.prod(weight.shape) for weight in experts))
+    return count

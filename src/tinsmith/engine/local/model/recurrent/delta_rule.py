@@ -98,6 +98,11 @@ class DeltaWeights:
     """Of keys and values: those for which kernels are used."""
 
     @property
+    def have_kernels(self) -> bool:
+        """Whether there are kernels for heads of these sizes."""
+        return (self.key_dim, self.value_dim) in self.kernel_sizes
+
+    @property
     def state_shape(self) -> StateShape:
         channels, taps = self.conv.shape
         return StateShape(
@@ -156,9 +161,8 @@ def mix(
 
 
 def _have_kernels(mixed: Tensor, weights: DeltaWeights) -> bool:
-    if (weights.key_dim, weights.value_dim) not in weights.kernel_sizes:
-        return False
-    return kernels.are_usable(mixed) and mixed.dtype != torch.float64
+    is_usable = kernels.are_usable(mixed) and mixed.dtype != torch.float64
+    return weights.have_kernels and is_usable
 
 
 def _mix_by_kernels(

@@ -91,8 +91,8 @@ def state_before(
 class FreshStates:
     """Whole sequences, as training has them: all begin here, and nothing is kept."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.walk = Walk(lengths)
+    def __init__(self, lengths: Sequence[int], tables: ChunkTables | None = None) -> None:
+        self.walk = Walk(lengths, tables)
 
     def read(self, layer: int) -> None:
         return None
@@ -141,18 +141,38 @@ class ChunkTables(NamedTuple):
     """(4, S), the longest first: first row, number of rows, which sequence it is, first chunk."""
 
 
+def chunk_tables(lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What `ChunkTables` are made of; a sequence of no rows has no chunk."""
+    sizes = np.array(lengths)
+    starts = np.cumsum(sizes) - sizes
+    # Rows and chunks: how far each is from its sequence's first one.
+    sequence = np.repeat(np.arange(len(sizes)), sizes)
+    since = np.arange(len(sequence)) - starts[sequence]
+    num_chunks = -(-sizes // CHUNK)
+    first_chunks = np.cumsum(num_chunks) - num_chunks
+    owner = np.repeat(np.arange(len(sizes)), num_chunks)
+    done = CHUNK * (np.arange(len(owner)) - first_chunks[owner])
+    order = np.argsort(-sizes, kind="stable")
+    return (
+        np.stack([since, sequence]),
+        np.stack([starts[owner] + done, np.minimum(sizes[owner] - done, CHUNK)]),
+        np.stack([starts, sizes, np.arange(len(sizes)), first_chunks])[:, order],
+    )
+
+
 class Walk:
     """Where the sequences of a batch begin and end, and the tables that follow from it.
 
     The tables are made when first asked for, and serve all layers.
     """
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], tables: ChunkTables | None = None) -> None:
+        """`tables` that are given may say something else when kernels read them."""
         self.lengths = list(lengths)
         self._places: dict[int, _Places] = {}
         self._chunks: _Chunks | None = None
         self._parts: tuple[_Part, _Part] | None = None
-        self._tables: ChunkTables | None = None
+        self._tables = tables
 
     @property
     def are_single(self) -> bool:
@@ -196,26 +216,9 @@ class Walk:
 
     def tables(self, device: torch.device) -> ChunkTables:
         if self._tables is None:
-            self._tables = self._tabulate(device)
+            tables = chunk_tables(self.lengths)
+            self._tables = ChunkTables(*(_on(device, table).int().contiguous() for table in tables))
         return self._tables
-
-    def _tabulate(self, device: torch.device) -> ChunkTables:
-        lengths = np.array(self.lengths)
-        starts = np.cumsum(lengths) - lengths
-        # Rows and chunks: how far each is from its sequence's first one.
-        sequence = np.repeat(np.arange(len(lengths)), lengths)
-        since = np.arange(len(sequence)) - starts[sequence]
-        num_chunks = -(-lengths // CHUNK)
-        first_chunks = np.cumsum(num_chunks) - num_chunks
-        owner = np.repeat(np.arange(len(lengths)), num_chunks)
-        done = CHUNK * (np.arange(len(owner)) - first_chunks[owner])
-        order = np.argsort(-lengths, kind="stable")
-        tables = (
-            np.stack([since, sequence]),
-            np.stack([starts[owner] + done, np.minimum(lengths[owner] - done, CHUNK)]),
-            np.stack([starts, lengths, np.arange(len(lengths)), first_chunks])[:, order],
-        )
-        return ChunkTables(*(_on(device, table).int().contiguous() for table in tables))
 
     def _cut(self, device: torch.device) -> _Chunks:
         lengths = np.array(self.lengths)
