@@ -239,11 +239,10 @@ class Repeater:
         self,
         *,
         billing: BillingPause | None = None,
-        notice: OutageNotice | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.billing = billing or BillingPause()
-        self._notice = notice or OutageNotice()
+        self._notice = OutageNotice()
         self._clock = clock or MonotonicClock()
 
     async def run(

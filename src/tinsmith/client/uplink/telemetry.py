@@ -57,13 +57,11 @@ class Telemetry:
         loop: asyncio.AbstractEventLoop,
         *,
         close_seconds: float,
-        flush_seconds: float = FLUSH_SECONDS,
     ) -> None:
         """Without a session id, events go under an id of their own and no session is announced."""
         self._api = api
         self._loop = loop
         self._close_seconds = close_seconds
-        self._flush_seconds = flush_seconds
         self._session_id = session_id or f"sessionless-{uuid.uuid4()}"
         self._has_session = session_id is not None
         self._started = datetime.now(UTC)
@@ -151,7 +149,7 @@ class Telemetry:
         """The background task."""
         while True:
             try:
-                async with asyncio.timeout(self._flush_seconds):
+                async with asyncio.timeout(FLUSH_SECONDS):
                     await self._wake.wait()
             except TimeoutError:
                 self._flush_all = True
