@@ -194,10 +194,7 @@ class RestClient(SessionlessClient):
         return await _result(self.get_external_weights_urls(tinker_path))
 
     def download_checkpoint(
-        self,
-        tinker_path: str,
-        folder: str | Path,
-        on_progress: ProgressCallback | None = None,
+        self, tinker_path: str, folder: str | Path, on_progress: ProgressCallback | None = None
     ) -> AwaitableConcurrentFuture[list[Path]]:
         """Fetch the files of a checkpoint into a folder; the result is where they are.
 

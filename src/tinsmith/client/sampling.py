@@ -408,10 +408,7 @@ class SamplingClient(QueueStateObserver):
 
 
 def _rebuild(
-    session_id: str,
-    sampling_session_id: str,
-    shared: SharedUplink,
-    record_stability_info: bool,
+    session_id: str, sampling_session_id: str, shared: SharedUplink, record_stability_info: bool
 ) -> SamplingClient:
     return SamplingClient(
         UPLINKS.shadow(session_id, shared),

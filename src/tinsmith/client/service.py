@@ -401,11 +401,7 @@ class ServiceClient:
         return uplink.submit(upload)
 
     def copy_weights(
-        self,
-        path: str,
-        *,
-        ttl_seconds: int | None = None,
-        weights_access_token: str | None = None,
+        self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
     ) -> AwaitableConcurrentFuture[str]:
         """Copy a checkpoint into this client's project; the result is the copy's tinker path."""
         return RestClient(self._rest_uplink()).copy_weights(

@@ -71,11 +71,7 @@ class SampleGate:
     wants a pause, and few do for a while after one."""
 
     def __init__(
-        self,
-        max_bytes: int,
-        *,
-        max_requests: int = 400,
-        now: Callable[[], float] = time.monotonic,
+        self, max_bytes: int, *, max_requests: int = 400, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._bytes = ByteBudget(max_bytes)
         self._count = asyncio.Semaphore(max_requests)

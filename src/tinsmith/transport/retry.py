@@ -235,12 +235,7 @@ FailedAttempt = Callable[[Exception, int, bool], None]
 class Repeater:
     """Makes attempts until one works or `decide` gives up."""
 
-    def __init__(
-        self,
-        *,
-        billing: BillingPause | None = None,
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, *, billing: BillingPause | None = None, clock: Clock | None = None) -> None:
         self.billing = billing or BillingPause()
         self._notice = OutageNotice()
         self._clock = clock or MonotonicClock()

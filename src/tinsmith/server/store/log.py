@@ -102,12 +102,7 @@ _PAYLOAD = sa.select(schema.operations.c.payload, schema.operations.c.payload_fi
 
 class Log:
     def __init__(
-        self,
-        database: Database,
-        blobs: Blobs,
-        weights: Weights,
-        steps: Steps,
-        examples: Examples,
+        self, database: Database, blobs: Blobs, weights: Weights, steps: Steps, examples: Examples
     ) -> None:
         self._database = database
         self._blobs = blobs
