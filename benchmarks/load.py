@@ -30,7 +30,7 @@ import uvloop
 
 from load_clients import HEARTBEAT_SECONDS, SAMPLE_TOKENS, Client, Harm, Measured
 from reports import write_report
-from tinsmith.server.config import build_config
+from tinsmith.server.config_sources import build_config
 from tinsmith.server.edge.auth import create_key
 from tinsmith.server.serving import open_store
 

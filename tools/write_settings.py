@@ -19,7 +19,8 @@ from tinsmith.cli.commands.serve import command as serve
 from tinsmith.client.recovery import RecoveryPolicy
 from tinsmith.client.results.retries import RetryConfig
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.server.config import ENVIRONMENT_PREFIX, ServerConfig
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.config_sources import ENVIRONMENT_PREFIX
 from tinsmith.transport import config as transport_config
 from tinsmith.transport.config import ClientConfig, ProxyRule, Timing
 from tinsmith.transport.retry import RetryPolicy

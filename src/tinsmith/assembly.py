@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from tinsmith.engine.base import Engine
 from tinsmith.errors import ValidationError
-from tinsmith.server.config import ServerConfig, check_settings
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.config_sources import check_settings
 from tinsmith.server.engines.plan import SlotPlan
 from tinsmith.server.engines.slot import EngineFactory
 

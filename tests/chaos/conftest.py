@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import runpy
 from pathlib import Path
 
 import pytest
 
-CHAOS = Path(__file__).parents[2] / "tools" / "chaos"
+from chaos import tiny_model as tiny_model_files
 
 
 @pytest.fixture(scope="session")
@@ -16,5 +15,5 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("the local engine needs torch")
     folder = tmp_path_factory.mktemp("tiny")
-    runpy.run_path(str(CHAOS / "tiny_model.py"))["build"](folder)
+    tiny_model_files.build(folder)
     return folder

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import random
 from pathlib import Path
 
 import pytest
 
-from chaos import ray_nodes
+from chaos import places, ray_nodes
 from tinsmith.engine.remote.authority import Authority
 
-CHAOS = Path(__file__).parents[2] / "tools" / "chaos"
 
-
-async def test_an_engine_that_hears_nothing_lives_on_beside_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_hears_nothing_lives_on_beside_the_next(tmp_path: Path) -> None:
     """An engine that comes back when it was replaced is one of the faults, so the next one must not
     wait for its end. Here the network is silent, and both wait for somebody to answer."""
-    monkeypatch.syspath_prepend(str(CHAOS))
-    places = importlib.import_module("places")
     place = places.ByHand(tmp_path, 1, random.Random(1), "mark", look_seconds=0.05)
     file, authority = tmp_path / "engines" / "slot-0.json", Authority()
     file.parent.mkdir()

@@ -114,6 +114,33 @@ def test_a_telemetry_endpoint_that_is_down_is_not_noticed(
     assert time.monotonic() - started < 5.0, "one question that stalls is given up after five"
 
 
+@pytest.mark.parametrize(
+    ("answer", "is_sent_again"),
+    [
+        (Answer(503), True),
+        (Answer(503, headers={"x-should-retry": "false"}), False),
+        (Answer(422, {"detail": "no"}), False),
+    ],
+)
+def test_a_batch_is_sent_again_when_any_other_request_would_be(
+    stub: Any,
+    make_service: Callable[..., ServiceClient],
+    answer: Answer,
+    is_sent_again: bool,
+) -> None:
+    """S98"""
+    stub.on("/api/v1/telemetry", answer, Answer(200, {"status": "accepted"}))
+    telemetry = make_service(telemetry=True).holder.get_telemetry()
+    assert telemetry is not None
+    telemetry.log_exception(ZeroDivisionError("x"))
+    assert settle(lambda: stub.count("/telemetry") > 0)
+    if not is_sent_again:
+        telemetry.log_exception(ZeroDivisionError("another"))
+    assert settle(lambda: stub.count("/telemetry") > 1)
+    first, second = (request.json() for request in stub.seen("/telemetry")[:2])
+    assert (first == second) is is_sent_again
+
+
 def test_the_off_switch(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """S101"""
     monkeypatch.setenv("TINKER_TELEMETRY", "0")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
+from chaos.machinery import Postgres
 from tests.support.child import ended_well
 from tests.support.server_process import children
 
@@ -69,12 +69,11 @@ def test_a_client_that_waits_for_all_samples_with_one_question_outlives_a_restar
 
 
 @pytest.fixture
-def postgres() -> Iterator[Any]:
+def postgres() -> Iterator[Postgres]:
     if not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
         pytest.skip("Postgres is not installed (Debian: apt install postgresql)")
     pytest.importorskip("psycopg", reason="the Postgres driver is not installed")
-    machinery = Path(__file__).parents[2] / "tools" / "chaos" / "machinery.py"
-    database = runpy.run_path(str(machinery))["Postgres"]()
+    database = Postgres()
     database.start()
     yield database
     database.close()
@@ -82,7 +81,7 @@ def postgres() -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_a_server_on_postgres_loses_nothing_when_it_and_its_database_are_killed(
-    start_server: StartServer, postgres: Any
+    start_server: StartServer, postgres: Postgres
 ) -> None:
     options = ("--set", "fake_pass_seconds=0.1", "--set", "snapshot_steps=4")
     server = start_server("--database-url", postgres.url, *options)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import socket
@@ -17,11 +16,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from chaos.machinery import Postgres
 from history.checker import violations
 from tests.compat.test_kill import loss_curves
 from tests.support.child import Child, ended_well
@@ -84,14 +83,13 @@ def role_of(server: ServerProcess) -> str:
         return "not ready"
 
 
-def new_database() -> Any:
+def new_database() -> Postgres:
     """A Postgres of its own for servers that the official client uses."""
     pytest.importorskip("tinker", reason="the official client is not installed")
     pytest.importorskip("psycopg", reason="the Postgres driver is not installed")
     if not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
         pytest.skip("Postgres is not installed (Debian: apt install postgresql)")
-    machinery = Path(__file__).parents[2] / "tools" / "chaos" / "machinery.py"
-    database: Any = runpy.run_path(str(machinery))["Postgres"]()
+    database = Postgres()
     database.start()
     return database
 

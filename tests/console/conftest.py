@@ -24,7 +24,7 @@ from tests.support.in_process_server import MODEL
 from tests.support.listening import serving_app
 from tinsmith import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
-from tinsmith.server.config import build_config
+from tinsmith.server.config_sources import build_config
 from tinsmith.server.edge.app import build_app
 from tinsmith.server.edge.auth import create_key
 from tinsmith.server.engines.plan import SlotPlan

@@ -235,7 +235,7 @@ async def test_results_are_dropped_by_age_and_by_size(store: Store) -> None:
         )
         await store.log.finish([end])
     await store.log.mark_retrieved({"r3": 20.0})
-    dropped = await store.log.drop_results(
+    dropped = await store.retention.drop_results(
         retrieved_before=21.0, finished_before=11.0, max_bytes=150
     )
     assert dropped == 3  # r3 was fetched, r0 is old, r1 is beyond the bytes
@@ -266,7 +266,9 @@ async def test_the_owner_whose_results_take_most_loses_the_oldest(store: Store) 
             )
             await store.log.finish([end])
     for max_bytes, left in ((300, 4), (200, 2), (160, 1)):
-        await store.log.drop_results(retrieved_before=0.0, finished_before=0.0, max_bytes=max_bytes)
+        await store.retention.drop_results(
+            retrieved_before=0.0, finished_before=0.0, max_bytes=max_bytes
+        )
         kept = [f"crowd{n}" for n in range(4)][4 - left :]
         for request_id in ("small0", "even0", *(f"crowd{n}" for n in range(4))):
             found = await store.log.get(request_id)
@@ -298,15 +300,15 @@ async def _ended(store: Store, numbers: range, snapshots: tuple[int, int]) -> No
     for name, seq_id in zip("ab", snapshots, strict=True):
         await store.models.record_snapshot(MODEL.model_id, seq_id, weights(name, "exact"))
     await store.models.record_snapshot(MODEL.model_id, snapshots[1], weights("c", "exact"))
-    await store.log.drop_results(retrieved_before=0.0, finished_before=6.0, max_bytes=10**9)
+    await store.retention.drop_results(retrieved_before=0.0, finished_before=6.0, max_bytes=10**9)
 
 
 async def test_a_log_is_trimmed_behind_its_snapshots_and_results(store: Store) -> None:
     await _ended(store, range(30), (10, 20))
-    assert await store.log.trim(keep=5, ended_before=6.0) == 15
+    assert await store.retention.trim(keep=5, ended_before=6.0) == 15
     left = [o.seq_id for o in await store.log.read(MODEL.model_id, -1)]
     assert left == [0, *range(16, 30)], "the first, and what a late retry may ask for"
-    assert await store.log.trim(keep=5, ended_before=6.0) == 0
+    assert await store.retention.trim(keep=5, ended_before=6.0) == 0
     model = await store.models.get(MODEL.model_id)
     assert model is not None and model.trimmed_seq_id == 15
 
@@ -329,20 +331,20 @@ async def test_a_long_log_is_trimmed_a_part_at_a_time(
         return parts[-1]
 
     monkeypatch.setattr(store.database, "write", counted)
-    assert await store.log.trim(keep=99, ended_before=6.0) == 4900
+    assert await store.retention.trim(keep=99, ended_before=6.0) == 4900
     assert sum(parts) == 4900 and max(parts) <= 2000
     assert [o.seq_id for o in await store.log.read(MODEL.model_id, -1)] == [0, *range(4901, 5001)]
     assert len(await store.steps.newest(MODEL.model_id, 10_000, 10_000)) == 5000
     model = await store.models.get(MODEL.model_id)
     assert model is not None and (model.trimmed_seq_id, model.trimmed_entry_id) == (4900, 4900)
-    assert await store.log.trim(keep=99, ended_before=6.0) == 0
+    assert await store.retention.trim(keep=99, ended_before=6.0) == 0
 
 
 async def test_a_trimmed_number_that_comes_again_is_refused_for_ever(
     store: Store, tmp_path: Path
 ) -> None:
     await _ended(store, range(30), (10, 20))
-    await store.log.trim(keep=5, ended_before=6.0)
+    await store.retention.trim(keep=5, ended_before=6.0)
     for seq_id in (1, 15):
         again = operation(seq_id, request_id="again", payload=b"x" * 100_000)
         with pytest.raises(ExpiredOperationError, match=f"operation {seq_id} of .* long ago"):
@@ -369,10 +371,10 @@ async def test_a_trim_stops_at_what_is_still_wanted(store: Store) -> None:
     ):
         await store.database.execute(want(**nothing))
         await store.database.execute(want(**values))
-        await store.log.trim(keep=5, ended_before=6.0)
+        await store.retention.trim(keep=5, ended_before=6.0)
         left = [o.seq_id for o in await store.log.read(MODEL.model_id, 0)]
         assert left == [*range(7, 30)], values
-    assert await store.log.trim(keep=5, ended_before=8.0) == 9
+    assert await store.retention.trim(keep=5, ended_before=8.0) == 9
 
 
 async def test_what_stays_of_an_end_is_read_as_it_was_recorded(store: Store) -> None:
@@ -414,7 +416,7 @@ async def test_what_stays_of_an_end_outlives_its_entry_in_the_log(store: Store) 
     before = await seen()
     assert [step.seq_id for step in before[0]] == [*reversed(range(30))]  # type: ignore[attr-defined]
     assert before[2] == {f"weights/{n}": n for n in (7, 17, 27)}
-    assert await store.log.trim(keep=5, ended_before=6.0) == 15
+    assert await store.retention.trim(keep=5, ended_before=6.0) == 15
     assert await seen() == before
 
 
@@ -429,6 +431,6 @@ async def test_entries_are_read_in_their_order_as_far_as_the_log_has_them(store:
 
     assert await numbers(0) == await numbers(0, run=MODEL.model_id) == [*range(1, 32)]
     assert await numbers(0, owner="another") == await numbers(0, run="another") == []
-    await store.log.trim(keep=5, ended_before=6.0)
+    await store.retention.trim(keep=5, ended_before=6.0)
     assert await numbers(16) == [*range(17, 32)] and posted.entry_id == 31
     assert await numbers(15) is None, "some of them are not looked for in this order any more"

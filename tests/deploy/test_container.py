@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tinsmith.server.config import load_config
+from tinsmith.server.config_sources import load_config
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from tests.deploy.test_kubernetes import FOLDER, pods, read, resources
-from tinsmith.server.config import ServerConfig, load_config
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.config_sources import load_config
 
 OVERLAY = "ray"
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tinsmith.errors import ValidationError
-from tinsmith.server.config import load_config
+from tinsmith.server.config_sources import load_config
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 

@@ -30,7 +30,8 @@ from tinsmith.engine.local.boundary.messages import Item, Reply, Request
 from tinsmith.engine.local.boundary.worker import Incoming, Worker
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
-from tinsmith.engine.local.model.base_models import BaseModels, arithmetic_of
+from tinsmith.engine.local.device import arithmetic_of
+from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.errors import EngineError
 from tinsmith.types import (
     AdamParams,

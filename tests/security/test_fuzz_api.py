@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
-from tinsmith.server.config import build_config
+from tinsmith.server.config_sources import build_config
 from tinsmith.server.edge.app import build_app
 from tinsmith.server.edge.auth import create_key
 from tinsmith.server.edge.openapi import description

@@ -15,7 +15,7 @@ from tests.support.databases import (  # fixtures among them
 )
 from tests.support.in_process_server import MODEL, Api, StartServer, TestServer
 from tinsmith.engine.fake import FakeEngine, FakeEngineConfig, FakeModel
-from tinsmith.server.config import build_config
+from tinsmith.server.config_sources import build_config
 from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.edge.auth import create_key
 from tinsmith.server.engines.plan import SlotPlan

@@ -19,7 +19,8 @@ from tinsmith.client.service import ServiceClient
 from tinsmith.client.warn import ExperimentalWarning
 from tinsmith.errors import APIStatusError, ValidationError
 from tinsmith.server import backups
-from tinsmith.server.config import ServerConfig, build_config
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.config_sources import build_config
 from tinsmith.server.data_folder import DataFolder
 from tinsmith.types import AdamParams, Datum, ModelInput, SessionCancelled, SessionSearchRequest
 

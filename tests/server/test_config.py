@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tinsmith.errors import ValidationError
-from tinsmith.server.config import ServerConfig, build_config, load_config
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.config_sources import build_config, load_config
 from tinsmith.transport.config import CLIENT_VARIABLES
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ import pytest
 import sqlalchemy as sa
 
 from tinsmith.cli.server import storage
-from tinsmith.server.config import ServerConfig, build_config
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.config_sources import build_config
 from tinsmith.server.data_folder import DataFolder
 from tinsmith.server.serving import claim_store, open_store
 from tinsmith.server.storage import binding

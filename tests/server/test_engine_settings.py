@@ -13,7 +13,7 @@ from tinsmith.engine.fake import FakeEngine
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.engine import LocalEngine
 from tinsmith.errors import ValidationError
-from tinsmith.server.config import build_config, check_settings, load_config
+from tinsmith.server.config_sources import build_config, check_settings, load_config
 from tinsmith.server.engines.plan import SlotPlan, slot_plans
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -15,7 +15,7 @@ import pytest
 from tests.support.in_process_server import StartServer, TestServer
 from tests.support.server_process import serving
 from tinsmith.errors import TinkerError, ValidationError
-from tinsmith.server.config import build_config
+from tinsmith.server.config_sources import build_config
 from tinsmith.server.tracing import Spans, exporting_spans
 
 pytest.importorskip("opentelemetry.sdk")

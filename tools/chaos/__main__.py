@@ -37,14 +37,14 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-import invariants
 import sqlalchemy
-from faults import Faults
-from findings import Findings
-from installation import Installation
-from machinery import orphans
-from rounds import PACKAGES, PROGRAMS, STEPS, Clients
 
+from chaos import invariants
+from chaos.faults import Faults
+from chaos.findings import Findings
+from chaos.installation import Installation
+from chaos.machinery import orphans
+from chaos.rounds import PACKAGES, PROGRAMS, STEPS, Clients
 from history.calls import Recorder
 from history.checker import violations
 from history.listening import Exchange, Listener

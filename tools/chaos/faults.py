@@ -12,13 +12,14 @@ import sqlite3
 import uuid
 from pathlib import Path
 
-import invariants
 import sqlalchemy
-from findings import Findings
-from installation import Installation
-from machinery import Server
-from places import Fault
-from rounds import Clients
+
+from chaos import invariants
+from chaos.findings import Findings
+from chaos.installation import Installation
+from chaos.machinery import Server
+from chaos.places import Fault
+from chaos.rounds import Clients
 
 
 class Faults:

@@ -9,10 +9,10 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-import tiny_model
-from machinery import RANK, ObjectStorage, Postgres, Server, SmallDisk, children
-from places import ByHand, OnRay, WithTheServer
-from proxy import FaultProxy, Listens
+from chaos import tiny_model
+from chaos.machinery import RANK, ObjectStorage, Postgres, Server, SmallDisk, children
+from chaos.places import ByHand, OnRay, WithTheServer
+from chaos.proxy import FaultProxy, Listens
 
 CACHE_BYTES = 4 * 1024 * 1024
 """For copies of what is in object storage: so few that they make room for each other."""

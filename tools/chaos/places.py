@@ -13,9 +13,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import ray_nodes
-from machinery import PLACER, Server, children, clean_environment, free_port
-from proxy import FaultProxy
+from chaos import ray_nodes
+from chaos.machinery import PLACER, Server, children, clean_environment, free_port
+from chaos.proxy import FaultProxy
 
 Fault = tuple[str, int, Callable[[], Coroutine[Any, Any, None]]]
 """What it is called, how often it comes in comparison with others, and what does it."""

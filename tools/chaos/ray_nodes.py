@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chaos.machinery import free_port
+
 _STORE_BYTES = 80 * 2**20
 
 _HEAD_ID = "f" * 51 + "00000"
@@ -89,7 +91,8 @@ def ray_nodes(
             "AUTOSCALER_UPDATE_INTERVAL_S": "1",
         }
         process = subprocess.Popen(
-            [sys.executable, __file__, str(num_nodes), str(cores), str(num_spare)],
+            [sys.executable, "-m", __spec__.name, *map(str, (num_nodes, cores, num_spare))],
+            cwd=Path(__file__).parents[1],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -153,8 +156,6 @@ class _Nodes:
         self._common: dict[str, Any] = {"object_store_memory": _STORE_BYTES}
         head = {"num_cpus": 0, "include_dashboard": False, **self._common}
         if num_spare:
-            from machinery import free_port
-
             port = port or free_port()
             head["autoscaling_config"] = str(_autoscaling(port, num_spare, cores))
             head["env_vars"] = {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": _HEAD_ID}

@@ -9,9 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from findings import Findings
-from installation import Installation
-from machinery import clean_environment, resident_bytes
+from chaos.findings import Findings
+from chaos.installation import Installation
+from chaos.machinery import clean_environment, resident_bytes
 
 PROGRAMS = ("sft", "rl", "resume", "custom", "pipelined", "gaps")
 PACKAGES = ("tinker", "tinsmith")

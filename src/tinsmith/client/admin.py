@@ -76,10 +76,7 @@ class AdminClient(SessionlessClient):
         )
 
     def _get(
-        self,
-        endpoint: Endpoint[None, Resp],
-        sdk_method: str,
-        query: Mapping[str, object],
+        self, endpoint: Endpoint[None, Resp], sdk_method: str, query: Mapping[str, object]
     ) -> Future[Resp]:
         return self.holder.submit(
             self.holder.api.call, endpoint, None, query=query, sdk_method=sdk_method

@@ -194,10 +194,7 @@ class RestClient(SessionlessClient):
         return await _result(self.get_external_weights_urls(tinker_path))
 
     def download_checkpoint(
-        self,
-        tinker_path: str,
-        folder: str | Path,
-        on_progress: ProgressCallback | None = None,
+        self, tinker_path: str, folder: str | Path, on_progress: ProgressCallback | None = None
     ) -> AwaitableConcurrentFuture[list[Path]]:
         """Fetch the files of a checkpoint into a folder; the result is where they are.
 
@@ -229,7 +226,7 @@ class RestClient(SessionlessClient):
         """Delete a checkpoint of a run for good, as in `weights/0001`."""
         kind, _, name = checkpoint_id.partition("/")
         endpoint = endpoints.DELETE_CHECKPOINT.at(run_id=training_run_id, kind=kind, name=name)
-        return self._do(endpoint, None, "delete_checkpoint")
+        return self._call(endpoint, None, sdk_method="delete_checkpoint").future()
 
     async def delete_checkpoint_async(self, training_run_id: ModelID, checkpoint_id: str) -> None:
         await _result(self.delete_checkpoint(training_run_id, checkpoint_id))
@@ -237,7 +234,7 @@ class RestClient(SessionlessClient):
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Delete a checkpoint for good."""
         endpoint = _at(endpoints.DELETE_CHECKPOINT, _parsed(tinker_path))
-        return self._do(endpoint, None, "delete_checkpoint_from_tinker_path")
+        return self._call(endpoint, None, sdk_method="delete_checkpoint_from_tinker_path").future()
 
     async def delete_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
         await _result(self.delete_checkpoint_from_tinker_path(tinker_path))
@@ -245,7 +242,7 @@ class RestClient(SessionlessClient):
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Let everybody read it."""
         endpoint = _at(endpoints.PUBLISH, _parsed(tinker_path))
-        return self._do(endpoint, None, "publish_checkpoint_from_tinker_path")
+        return self._call(endpoint, None, sdk_method="publish_checkpoint_from_tinker_path").future()
 
     async def publish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
         await _result(self.publish_checkpoint_from_tinker_path(tinker_path))
@@ -253,7 +250,9 @@ class RestClient(SessionlessClient):
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Make a published checkpoint private again."""
         endpoint = _at(endpoints.UNPUBLISH, _parsed(tinker_path))
-        return self._do(endpoint, None, "unpublish_checkpoint_from_tinker_path")
+        return self._call(
+            endpoint, None, sdk_method="unpublish_checkpoint_from_tinker_path"
+        ).future()
 
     async def unpublish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
         await _result(self.unpublish_checkpoint_from_tinker_path(tinker_path))
@@ -262,11 +261,11 @@ class RestClient(SessionlessClient):
         self, tinker_path: str, ttl_seconds: int | None
     ) -> Future[None]:
         """Set when it expires, in seconds from now; None: never."""
-        return self._do(
+        return self._call(
             _at(endpoints.SET_TTL, _parsed(tinker_path)),
             SetCheckpointTtlRequest(ttl_seconds=ttl_seconds),
-            "set_checkpoint_ttl_from_tinker_path",
-        )
+            sdk_method="set_checkpoint_ttl_from_tinker_path",
+        ).future()
 
     async def set_checkpoint_ttl_from_tinker_path_async(
         self, tinker_path: str, ttl_seconds: int | None
@@ -366,11 +365,11 @@ class RestClient(SessionlessClient):
 
     def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
         """Move a session to a project."""
-        return self._do(
+        return self._call(
             endpoints.ASSIGN_PROJECT.at(session_id=session_id),
             AssignSessionProjectRequest(project_id=project_id),
-            "assign_session_project",
-        )
+            sdk_method="assign_session_project",
+        ).future()
 
     async def assign_session_project_async(self, session_id: str, project_id: str) -> None:
         await _result(self.assign_session_project(session_id, project_id))
@@ -492,14 +491,6 @@ class RestClient(SessionlessClient):
         self, endpoint: Endpoint[Req, Resp], message: Req, **options: Unpack[Options]
     ) -> AwaitableConcurrentFuture[Resp]:
         return self.holder.submit(lambda: self.holder.api.call(endpoint, message, **options))
-
-    def _do(self, endpoint: Endpoint[Req, None], message: Req, sdk_method: str) -> Future[None]:
-        """A call whose answer holds no data."""
-
-        async def do() -> None:
-            await self.holder.api.send(endpoint, message, sdk_method=sdk_method)
-
-        return self.holder.submit(do).future()
 
 
 async def _result(future: Future[T]) -> T:

@@ -50,9 +50,9 @@ def log(
     sent.add_done_callback(partial(_delivered, told, client.model_id, step))
 
 
-def wait_for_all(seconds: float = _GOODBYE_SECONDS) -> None:
+def wait_for_all() -> None:
     """Return when the metrics under way are delivered, or after some seconds."""
-    wait(set(_under_way), timeout=seconds)
+    wait(set(_under_way), timeout=_GOODBYE_SECONDS)
 
 
 atexit.register(wait_for_all)

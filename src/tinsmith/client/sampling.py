@@ -7,21 +7,20 @@ import base64
 import contextlib
 import itertools
 import random
-import threading
 import time
 import weakref
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import orjson
 
 from tinsmith.client import tokenizers
+from tinsmith.client.calls.prompt_questions import check_answers, check_questions
 from tinsmith.client.futures import APIFuture, AwaitableConcurrentFuture
 from tinsmith.client.results.poller import CompletionPoller
 from tinsmith.client.results.queue_state import QueueState, QueueStateLogger, QueueStateObserver
-from tinsmith.client.results.retries import RetryConfig, SampleRetries
+from tinsmith.client.results.retries import RetryConfig, shared_retries
 from tinsmith.client.results.retrieval import retrieve, sample_kind
 from tinsmith.client.results.streaming import SampleStream
 from tinsmith.client.twins import documented_twins
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-
-"""Sequence ids of each copy of a client come from a block of their own, this large."""
 
 _BYTES_PER_TOKEN = 10
 """About what a token takes in a JSON body."""
@@ -92,7 +89,9 @@ class SamplingClient(QueueStateObserver):
         )
         if not flags.sample_enable_stuck_detection:
             config = replace(config, enable_stuck_detection=False)
-        self.retry_handler = _shared_retries(holder, sampling_session_id, config)
+        self.retry_handler = shared_retries(
+            holder, sampling_session_id, config, holder.api.repeater
+        )
         self._observer = QueueStateLogger(
             f"Sampling from {sampling_session_id}", "limit of concurrent sampler weights reached"
         )
@@ -157,7 +156,7 @@ class SamplingClient(QueueStateObserver):
         the likeliest tokens at each position; the log-probabilities of given tokens, int64
         [prompt length - 1, K] with -1 for cells not needed; or draws at each position.
         """
-        _check_questions(
+        check_questions(
             target_prompt_logprobs,
             prompt_alt_tokens_k,
             prompt_logprobs_last_n,
@@ -226,7 +225,7 @@ class SamplingClient(QueueStateObserver):
 
         With `prompt_logprobs_last_n`, of the last n only, which lets the service reuse its prefix.
         """
-        _check_questions(None, 0, prompt_logprobs_last_n, True)
+        check_questions(None, 0, prompt_logprobs_last_n, True)
         request = SampleRequest(
             sampling_session_id=self._sampling_session_id,
             prompt=prompt,
@@ -281,7 +280,7 @@ class SamplingClient(QueueStateObserver):
         except asyncio.CancelledError:
             self.holder.cancel_sample(promise.request_id)
             raise
-        _check_answers(request, response)
+        check_answers(request, response)
         return response
 
     async def _submit(self, body: dict[str, Any], num_bytes: int) -> UntypedAPIFuture:
@@ -409,10 +408,7 @@ class SamplingClient(QueueStateObserver):
 
 
 def _rebuild(
-    session_id: str,
-    sampling_session_id: str,
-    shared: SharedUplink,
-    record_stability_info: bool,
+    session_id: str, sampling_session_id: str, shared: SharedUplink, record_stability_info: bool
 ) -> SamplingClient:
     return SamplingClient(
         UPLINKS.shadow(session_id, shared),
@@ -437,22 +433,6 @@ async def _open_sampling_session(
     return created.sampling_session_id
 
 
-def _shared_retries(holder: Uplink, name: str, config: RetryConfig) -> SampleRetries:
-    """One per uplink, sampling session and config, for as long as a client uses it."""
-    with _RETRIES_LOCK:
-        known = _RETRIES.setdefault(holder, weakref.WeakValueDictionary())
-        retries = known.get((name, config))
-        if retries is None:
-            retries = known[(name, config)] = SampleRetries(config, name, holder.api.repeater)
-        return retries
-
-
-_RETRIES_LOCK = threading.Lock()
-_RETRIES: weakref.WeakKeyDictionary[
-    Uplink, weakref.WeakValueDictionary[tuple[str, RetryConfig], SampleRetries]
-] = weakref.WeakKeyDictionary()
-
-
 def _close_poller(loop: asyncio.AbstractEventLoop, poller: CompletionPoller) -> None:
     with contextlib.suppress(RuntimeError):  # the loop may be gone at interpreter exit
         loop.call_soon_threadsafe(poller.close)
@@ -472,43 +452,3 @@ def _estimated_bytes(prompt: ModelInput) -> int:
         chunk.length * _BYTES_PER_TOKEN if isinstance(chunk, EncodedTextChunk) else chunk.nbytes
         for chunk in prompt.chunks
     )
-
-
-def _check_questions(
-    targets: TensorData | None, alternatives: int, last_n: int | None, with_logprobs: bool
-) -> None:
-    """Refuse here what the service would refuse later."""
-    if targets is not None:
-        if targets.dtype != "int64":
-            raise ValidationError(
-                f"must hold token ids (int64), got {targets.dtype}", "target_prompt_logprobs"
-            )
-        if targets.shape is None or len(targets.shape) != 2:
-            raise ValidationError(
-                f"must be [prompt length - 1, K], got shape {targets.shape}",
-                "target_prompt_logprobs",
-            )
-    if alternatives < 0:
-        raise ValidationError(f"must be 0 or more, got {alternatives}", "prompt_alt_tokens_k")
-    if last_n is not None:
-        if last_n < 1:
-            raise ValidationError(f"must be 1 or more, got {last_n}", "prompt_logprobs_last_n")
-        if not with_logprobs:
-            raise ValidationError("needs include_prompt_logprobs", "prompt_logprobs_last_n")
-
-
-def _check_answers(request: SampleRequest, response: SampleResponse) -> None:
-    """A service that predates a field ignores it; that must not pass for an answer."""
-    if request.prompt_alt_tokens_k > 0 and response.prompt_alt_tokens is None:
-        raise TinkerError(
-            f"prompt_alt_tokens_k={request.prompt_alt_tokens_k} was asked for, but the service "
-            "returned none; it may predate the feature"
-        )
-    last_n, logprobs = request.prompt_logprobs_last_n, response.prompt_logprobs_np
-    if last_n is not None and logprobs is not None:
-        before = logprobs[: max(len(logprobs) - last_n, 0)]
-        if not np.isnan(before).all():
-            raise TinkerError(
-                f"prompt_logprobs_last_n={last_n} was asked for, but the service scored the whole "
-                "prompt; it may predate the feature"
-            )

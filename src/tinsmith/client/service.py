@@ -211,14 +211,7 @@ class ServiceClient:
         `seed` fixes its initial weights; the flags choose which matrices it changes.
         """
         return self._create_model(
-            base_model,
-            rank,
-            seed,
-            train_mlp,
-            train_attn,
-            train_unembed,
-            user_metadata,
-            optimizer,
+            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
         ).result()
 
     async def create_lora_training_client_async(
@@ -233,14 +226,7 @@ class ServiceClient:
         optimizer: OptimizerConfig | None = None,
     ) -> TrainingClient:
         return await self._create_model(
-            base_model,
-            rank,
-            seed,
-            train_mlp,
-            train_attn,
-            train_unembed,
-            user_metadata,
-            optimizer,
+            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
         )
 
     def create_training_client_from_state(
@@ -415,11 +401,7 @@ class ServiceClient:
         return uplink.submit(upload)
 
     def copy_weights(
-        self,
-        path: str,
-        *,
-        ttl_seconds: int | None = None,
-        weights_access_token: str | None = None,
+        self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
     ) -> AwaitableConcurrentFuture[str]:
         """Copy a checkpoint into this client's project; the result is the copy's tinker path."""
         return RestClient(self._rest_uplink()).copy_weights(

@@ -185,10 +185,7 @@ class TrainingClient:
         return self.forward_backward(data, "custom", {"loss_id": loss_fn.loss_id})
 
     def _second_pass(
-        self,
-        data: list[Datum],
-        output: ForwardBackwardOutput,
-        loss_fn: CustomLossFn | LossHandle,
+        self, data: list[Datum], output: ForwardBackwardOutput, loss_fn: CustomLossFn | LossHandle
     ) -> APIFuture[ForwardBackwardOutput]:
         second, loss, metrics = custom_loss.gradients(data, output, loss_fn)
         passed = self.forward_backward(second, "cross_entropy")
@@ -199,10 +196,7 @@ class TrainingClient:
     # --- steps, saving and loading ------------------------------------------------------------
 
     def optim_step(
-        self,
-        optim_params: OptimParams | None = None,
-        *,
-        adam_params: AdamParams | None = None,
+        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
     ) -> APIFuture[OptimStepResponse]:
         """Apply the gathered gradients with the optimizer the model was created with.
 
@@ -221,10 +215,7 @@ class TrainingClient:
         )
 
     async def optim_step_async(
-        self,
-        optim_params: OptimParams | None = None,
-        *,
-        adam_params: AdamParams | None = None,
+        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
     ) -> APIFuture[OptimStepResponse]:
         return self.optim_step(optim_params, adam_params=adam_params)
 
@@ -288,10 +279,7 @@ class TrainingClient:
         return load_weights(self, path, True, weights_access_token)
 
     def save_weights_for_sampler(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: dict[str, str] | None = None,
+        self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
         """Freeze the weights under `name` for sampling; the result has their tinker path."""
 
@@ -309,10 +297,7 @@ class TrainingClient:
         ).map(public)
 
     async def save_weights_for_sampler_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: dict[str, str] | None = None,
+        self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
         return self.save_weights_for_sampler(
             name, ttl_seconds=ttl_seconds, user_metadata=user_metadata

@@ -387,12 +387,12 @@ class Service:
             self.store.file_names,
         )
         await self.sessions.retire_models()
-        await self.store.log.drop_results(
+        await self.store.retention.drop_results(
             retrieved_before=now - self.config.retrieved_retention_seconds,
             finished_before=now - self.config.training_retention_seconds,
             max_bytes=self.config.training_result_bytes,
         )
-        await self.store.log.trim(
+        await self.store.retention.trim(
             keep=self.config.log_keep_operations,
             ended_before=now - self.config.training_retention_seconds,
         )

@@ -73,10 +73,7 @@ when they change."""
 
 
 def run(
-    config: ServerConfig,
-    new_engines: NewEngines,
-    announce: Announce,
-    report_models: ReportModels,
+    config: ServerConfig, new_engines: NewEngines, announce: Announce, report_models: ReportModels
 ) -> None:
     """Serve until told to stop (SIGTERM, SIGINT)."""
     # All files are for this user alone, whether we, the database or the engine create them.

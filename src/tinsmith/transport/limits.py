@@ -22,6 +22,8 @@ LARGE_REQUEST_BYTES = 128 * 1024
 RECENT_SECONDS = 10.0
 """How long after a back-off dispatch stays throttled."""
 THROTTLED_BYTES_FACTOR = 20
+THROTTLED_REQUESTS = 10
+"""How many requests are in flight meanwhile, each of which counts for so many more bytes."""
 
 
 class ByteBudget:
@@ -69,16 +71,11 @@ class SampleGate:
     wants a pause, and few do for a while after one."""
 
     def __init__(
-        self,
-        max_bytes: int,
-        *,
-        max_requests: int = 400,
-        max_requests_after_backoff: int = 10,
-        now: Callable[[], float] = time.monotonic,
+        self, max_bytes: int, *, max_requests: int = 400, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._bytes = ByteBudget(max_bytes)
         self._count = asyncio.Semaphore(max_requests)
-        self._few = asyncio.Semaphore(max_requests_after_backoff)
+        self._few = asyncio.Semaphore(THROTTLED_REQUESTS)
         self.closed_until: float | None = None
         self._now = now
 

@@ -76,6 +76,9 @@ class RetryPolicy:
     immediate_statuses: frozenset[int] = frozenset()
     """Answers that mean "ask again" and cost no delay: the server holds the request instead."""
 
+    is_silent: bool = False
+    """Whether the user is not told when attempts go unanswered."""
+
     gate: Gate | None = None
     """Every attempt waits for it, and a 429 closes it for all who share it."""
 
@@ -232,15 +235,9 @@ FailedAttempt = Callable[[Exception, int, bool], None]
 class Repeater:
     """Makes attempts until one works or `decide` gives up."""
 
-    def __init__(
-        self,
-        *,
-        billing: BillingPause | None = None,
-        notice: OutageNotice | None = None,
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, *, billing: BillingPause | None = None, clock: Clock | None = None) -> None:
         self.billing = billing or BillingPause()
-        self._notice = notice or OutageNotice()
+        self._notice = OutageNotice()
         self._clock = clock or MonotonicClock()
 
     async def run(
@@ -261,7 +258,8 @@ class Repeater:
                     on_failure(error, attempts.number, wait is not None)
                 if wait is None:
                     raise
-                self._notice.failed(error, attempts.elapsed_seconds + wait)
+                if not policy.is_silent:
+                    self._notice.failed(error, attempts.elapsed_seconds + wait)
                 logger.debug("failed (%s); again in %.2f s", error, wait)
             else:
                 self._notice.answered()

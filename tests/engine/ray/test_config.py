@@ -9,7 +9,7 @@ import pytest
 from tinsmith.assembly import engine_cluster
 from tinsmith.engine.ray.config import check_ray
 from tinsmith.errors import ValidationError
-from tinsmith.server.config import build_config
+from tinsmith.server.config_sources import build_config
 
 pytest.importorskip("ray", reason="Ray is not installed")
 

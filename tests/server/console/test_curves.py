@@ -55,7 +55,7 @@ def _end(number: int, metrics: str = "{}", model_id: str = RUN) -> Finish:
 async def _trim(store: Store, up_to: int) -> None:
     """Let operations leave the log up to a number, as if a snapshot were there."""
     await store.models.update(RUN, {"previous_snapshot_seq_id": up_to})
-    await store.log.trim(keep=0, ended_before=math.inf)
+    await store.retention.trim(keep=0, ended_before=math.inf)
 
 
 def _check(summaries: list[Summary], points: Sequence[Point], most: int) -> None:

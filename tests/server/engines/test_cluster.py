@@ -22,7 +22,7 @@ from tinsmith import types
 from tinsmith.assembly import engine_cluster, engine_factory
 from tinsmith.engine.remote.credentials import Credentials
 from tinsmith.errors import ValidationError
-from tinsmith.server.config import build_config
+from tinsmith.server.config_sources import build_config
 
 STEPS = 6
 ADAM = types.AdamParams(learning_rate=0.02)

@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.slots import Gate, base_sampler, engine_in, sampler_of, slot_of, train
 from tinsmith.errors import ValidationError
-from tinsmith.server.config import ServerConfig, build_config
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.config_sources import build_config
 from tinsmith.server.engines.placement import SAMPLING_SLACK
 from tinsmith.server.engines.plan import SlotPlan, slot_plans
 

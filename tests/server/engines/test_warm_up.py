@@ -23,7 +23,7 @@ from tinsmith.engine.base import (
 )
 from tinsmith.engine.fake import FakeEngine
 from tinsmith.errors import EngineDiedError
-from tinsmith.server.config import build_config
+from tinsmith.server.config_sources import build_config
 from tinsmith.server.engines.plan import SlotPlan
 from tinsmith.server.engines.slot import EngineFactory
 from tinsmith.server.engines.warm_up import warm_up, warmed

@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from tests.support.databases import emptied
-from tinsmith.server.config import build_config
+from tinsmith.server.config_sources import build_config
 from tinsmith.server.replicas.lease import Holder, Lease
 from tinsmith.server.serving import claim_store
 from tinsmith.server.store.errors import (

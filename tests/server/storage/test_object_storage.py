@@ -20,7 +20,8 @@ from tests.support.object_storage import Bucket, bucket, s3_server  # noqa: F401
 from tinsmith.cli.server import storage
 from tinsmith.errors import ValidationError
 from tinsmith.server import backups
-from tinsmith.server.config import ServerConfig, build_config
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.config_sources import build_config
 from tinsmith.server.serving import claim_store, open_store
 from tinsmith.server.storage import binding
 from tinsmith.server.storage.objects import Objects

@@ -65,7 +65,7 @@ def restore(output: Output, /, folder: Path, **where: Any) -> None:
     object storage, to a place where there is nothing yet.
     """
     from tinsmith.server import backups
-    from tinsmith.server.config import load_config
+    from tinsmith.server.config_sources import load_config
 
     config = load_config(where.pop("config_file"), where)
     restored = backups.restore(folder, config)

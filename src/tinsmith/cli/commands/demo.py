@@ -136,7 +136,7 @@ def _run(
     from tinsmith.cli.server import keyring
     from tinsmith.cli.server.background import serving
     from tinsmith.cli.training import embedded_model
-    from tinsmith.server.config import build_config
+    from tinsmith.server.config_sources import build_config
     from tinsmith.server.serving import FIRST_OWNER
 
     started = time.monotonic()

@@ -200,11 +200,7 @@ def _name_base(adapter: Path, base: Path | None, output: Output) -> str:
 
 
 def _compare(
-    form: Form,
-    base: Path | None,
-    made: dict[str, Path],
-    quantization: str | None,
-    output: Output,
+    form: Form, base: Path | None, made: dict[str, Path], quantization: str | None, output: Output
 ) -> float | None:
     """How far the export's logits are from the adapter's; None where nothing can tell."""
     if base is None or importlib.util.find_spec("transformers") is None:

@@ -85,7 +85,7 @@ def command(
     It prints how to reach it, and with --json the same as one object.
     """
     from tinsmith.assembly import engine_cluster, engine_factory
-    from tinsmith.server.config import load_config, parse_models
+    from tinsmith.server.config_sources import load_config, parse_models
     from tinsmith.server.serving import run
 
     _log_to_stderr(log_level, log_format)

@@ -37,7 +37,7 @@ def which_server(function: F) -> F:
 
 def config_of(config_file: Path | None, **options: Any) -> ServerConfig:
     """The settings of the server that those options mean."""
-    from tinsmith.server.config import load_config
+    from tinsmith.server.config_sources import load_config
 
     config = load_config(config_file, options)
     if config.database_url is None and not config.data_dir.exists():

@@ -59,10 +59,7 @@ class Judge:
 
 
 def answers(
-    sampler: SamplingClient,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
+    sampler: SamplingClient, tokenizer: Tokenizer, prompts: Sequence[Prompt], params: SamplingParams
 ) -> list[Case]:
     """The model's answer to each prompt; all are under way at once."""
     futures = [sampler.sample(ModelInput.from_ints(each.tokens), 1, params) for each in prompts]

@@ -63,11 +63,7 @@ class Passes:
     """The passes of one model, among its other operations in `turns`."""
 
     def __init__(
-        self,
-        uplink: Uplink,
-        model_id: ModelID,
-        turns: Turns,
-        observer: QueueStateObserver,
+        self, uplink: Uplink, model_id: ModelID, turns: Turns, observer: QueueStateObserver
     ) -> None:
         self._uplink = uplink
         self._model_id = model_id

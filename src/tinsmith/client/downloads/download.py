@@ -47,11 +47,7 @@ async def download(
 
 
 async def download_archive(
-    uplink: Uplink,
-    source: str,
-    url: str,
-    folder: Path,
-    on_progress: ProgressCallback | None = None,
+    uplink: Uplink, source: str, url: str, folder: Path, on_progress: ProgressCallback | None = None
 ) -> list[Path]:
     """Fetch a tar archive of a checkpoint and unpack it as `folder`; its files."""
     check_free(folder)

@@ -38,11 +38,7 @@ ProgressCallback = Callable[[Progress], None]
 
 
 async def fetch(
-    uplink: Uplink,
-    url: str,
-    name: str,
-    target: Path,
-    on_progress: ProgressCallback | None = None,
+    uplink: Uplink, url: str, name: str, target: Path, on_progress: ProgressCallback | None = None
 ) -> None:
     """Fetch `url` into `target`; `name` is what errors and progress call it.
 

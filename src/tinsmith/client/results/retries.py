@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Awaitable, Callable
+import weakref
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -183,3 +185,21 @@ class SampleRetries:
                 self._finished,
                 self._retries,
             )
+
+
+def shared_retries(
+    holder: Hashable, name: str, config: RetryConfig, repeater: Repeater
+) -> SampleRetries:
+    """One per holder, sampling session and config, for as long as a client uses it."""
+    with _RETRIES_LOCK:
+        known = _RETRIES.setdefault(holder, weakref.WeakValueDictionary())
+        retries = known.get((name, config))
+        if retries is None:
+            retries = known[(name, config)] = SampleRetries(config, name, repeater)
+        return retries
+
+
+_RETRIES_LOCK = threading.Lock()
+_RETRIES: weakref.WeakKeyDictionary[
+    Hashable, weakref.WeakValueDictionary[tuple[str, RetryConfig], SampleRetries]
+] = weakref.WeakKeyDictionary()

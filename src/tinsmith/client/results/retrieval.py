@@ -135,11 +135,7 @@ class _Asking:
     """The polls for one result."""
 
     def __init__(
-        self,
-        uplink: Uplink,
-        promise: UntypedAPIFuture,
-        request_type: str,
-        roundtrip_seconds: float,
+        self, uplink: Uplink, promise: UntypedAPIFuture, request_type: str, roundtrip_seconds: float
     ) -> None:
         self._uplink = uplink
         self._request_id = promise.request_id

@@ -25,7 +25,7 @@ from tinsmith.client.uplink.user_errors import find_user_error
 from tinsmith.errors import APIError
 from tinsmith.transport.base import Request
 from tinsmith.transport.config import PROTOCOL_VERSION
-from tinsmith.transport.retry import NO_RETRY
+from tinsmith.transport.retry import RetryPolicy
 from tinsmith.types import (
     GenericEvent,
     SessionEndEvent,
@@ -44,7 +44,7 @@ MAX_BATCH_EVENTS = 100
 MAX_QUEUED_EVENTS = 10_000
 FLUSH_SECONDS = 10.0
 SEND_TIMEOUT_SECONDS = 5.0
-SEND_ATTEMPTS = 5
+SENDING = RetryPolicy(initial_delay_seconds=1.0, max_retries=4, is_silent=True)
 
 
 class Telemetry:
@@ -57,13 +57,11 @@ class Telemetry:
         loop: asyncio.AbstractEventLoop,
         *,
         close_seconds: float,
-        flush_seconds: float = FLUSH_SECONDS,
     ) -> None:
         """Without a session id, events go under an id of their own and no session is announced."""
         self._api = api
         self._loop = loop
         self._close_seconds = close_seconds
-        self._flush_seconds = flush_seconds
         self._session_id = session_id or f"sessionless-{uuid.uuid4()}"
         self._has_session = session_id is not None
         self._started = datetime.now(UTC)
@@ -151,7 +149,7 @@ class Telemetry:
         """The background task."""
         while True:
             try:
-                async with asyncio.timeout(self._flush_seconds):
+                async with asyncio.timeout(FLUSH_SECONDS):
                     await self._wake.wait()
             except TimeoutError:
                 self._flush_all = True
@@ -201,21 +199,12 @@ class Telemetry:
             session_id=self._session_id,
             process_uuid=_process_uuid(),
         )
-        for attempt in range(SEND_ATTEMPTS):
-            try:
-                await self._api.call(
-                    endpoints.TELEMETRY,
-                    batch,
-                    timeout_seconds=SEND_TIMEOUT_SECONDS,
-                    retry=NO_RETRY,
-                )
-                return
-            except APIError as error:
-                logger.debug("telemetry was not delivered (attempt %d): %s", attempt + 1, error)
-                await asyncio.sleep(2.0**attempt)
-            except Exception as error:
-                logger.debug("telemetry is dropped: %s", error)
-                return
+        try:
+            await self._api.call(
+                endpoints.TELEMETRY, batch, timeout_seconds=SEND_TIMEOUT_SECONDS, retry=SENDING
+            )
+        except Exception as error:
+            logger.debug("telemetry is dropped: %s", error)
 
     def _common(self, severity: Severity) -> dict[str, Any]:
         with self._lock:

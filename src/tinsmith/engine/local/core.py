@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,13 +45,16 @@ from tinsmith.engine.local.adapter_files import checkpoints
 from tinsmith.engine.local.boundary.company import Company
 from tinsmith.engine.local.boundary.core import Later, PassResults
 from tinsmith.engine.local.config import LocalEngineConfig
-from tinsmith.engine.local.memory_plan import MemoryPlan, plan_memory
-from tinsmith.engine.local.model.base_models import (
-    BaseModels,
+from tinsmith.engine.local.device import (
     arithmetic_of,
+    describe,
     device_of,
     dtype_of,
+    set_up_torch,
+    used_bytes,
 )
+from tinsmith.engine.local.memory_plan import MemoryPlan, plan_memory
+from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.experts.steering import check_choices
 from tinsmith.engine.local.model.families import DecoderConfig
@@ -66,7 +68,6 @@ from tinsmith.engine.local.train.adamw import adamw_step
 from tinsmith.engine.local.train.batch_limits import BatchLimits
 from tinsmith.engine.local.train.passes import graphs_of, run_passes
 from tinsmith.errors import EngineError, ValidationError
-from tinsmith.memory import process_bytes
 from tinsmith.types import LoraConfig
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class EngineCore:
         self._config = config
         self._ranks = ranks
         self._device = device_of(config)
-        _set_up_torch(config, self._device)
+        set_up_torch(config, self._device)
         self._models = BaseModels(config, progress.tell, ranks)
         self._pools: dict[str, AdapterPool] = {}
         self._generators: dict[str, Generator] = {}
@@ -136,7 +137,7 @@ class EngineCore:
             models=tuple(infos),
             max_lora_rank=self._config.max_lora_rank,
             refused=tuple(refused),
-            device=_describe(self._device, dtype_of(self._config), self._ranks.count),
+            device=describe(self._device, dtype_of(self._config), self._ranks.count),
             arithmetic=arithmetic_of(self._device),
         )
 
@@ -149,7 +150,7 @@ class EngineCore:
             running_samples=sum(generator.num_running for generator in generators),
             waiting_samples=sum(generator.num_waiting for generator in generators),
             decoded_tokens=self._num_decoded,
-            memory_bytes=_memory_bytes(self._device),
+            memory_bytes=used_bytes(self._device),
             weights_bytes=self._models.nbytes,
             cache_bytes=sum(generator.cache_bytes for generator in generators),
             cache_limit_bytes=sum(generator.max_cache_bytes for generator in generators),
@@ -546,11 +547,6 @@ class EngineCore:
         return self._generators[base_model]
 
 
-def _describe(device: torch.device, dtype: torch.dtype, num_ranks: int) -> str:
-    words = [str(device), str(dtype).removeprefix("torch.")]
-    return ", ".join(words if num_ranks == 1 else [*words, f"{num_ranks} ranks"])
-
-
 def _routes_itself(config: DecoderConfig) -> bool:
     """Whether the model has experts, and routers that cannot be told where to send tokens."""
     has_experts = any(projection.experts is not None for projection in config.projections)
@@ -582,24 +578,3 @@ def _written(save: Callable[[], SavedAdapter], folder: Path) -> SavedAdapter | F
         return _failure(error)
     except OSError as error:
         return Failure(f"the adapter could not be written to {folder}: {error}", "server")
-
-
-def _set_up_torch(config: LocalEngineConfig, device: torch.device) -> None:
-    if config.deterministic or config.on_policy == "exact":
-        torch.set_num_threads(config.num_threads or 1)
-    elif config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    if device.type == "cuda":
-        # Compiled kernels are kept for the next start, beside converted models.
-        os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache_folder / "triton"))
-    if config.deterministic and device.type == "cuda":
-        # Without it cuBLAS may choose another algorithm each time.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def _memory_bytes(device: torch.device) -> int:
-    """Memory in use on the device; on the CPU, this process's."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return process_bytes()

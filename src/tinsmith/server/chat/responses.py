@@ -120,10 +120,7 @@ def response_body(fields: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
 
 
 def ended(
-    body: dict[str, Any],
-    items: list[dict[str, Any]],
-    stop_reason: str,
-    usage: tuple[int, int, int],
+    body: dict[str, Any], items: list[dict[str, Any]], stop_reason: str, usage: tuple[int, int, int]
 ) -> dict[str, Any]:
     """`usage`: tokens of the prompt, those of them that were remembered, tokens sampled."""
     num_prompt, num_cached, num_sampled = usage

@@ -86,8 +86,7 @@ def bare_route(
 
 
 def open_route(
-    row: Endpoint[None, Resp],
-    handler: Callable[[Service, Request], Awaitable[Resp | Response]],
+    row: Endpoint[None, Resp], handler: Callable[[Service, Request], Awaitable[Resp | Response]]
 ) -> ApiRoute:
     """For a handler that does not ask who the caller is."""
     assert row.access != "key", f"{row.path} is for callers with a key"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -47,6 +48,7 @@ from tinsmith.types import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
+from tinsmith.types.checkpoints import KIND_SEGMENTS
 from tinsmith.types.model import Model
 from tinsmith.types.weights import LoadWeightsRequest
 from tinsmith.wire.limits import Limits
@@ -181,18 +183,14 @@ class Executor:
 
     async def save_weights(self, engine: Engine, model: LiveModel, operation: Operation) -> Finish:
         request = await self.request_of(operation, SaveWeightsRequest)
-        checkpoint_id = f"weights/{checkpoint_name(request.path, operation.seq_id)}"
-        existing = await self.store.checkpoints.get(model.model_id, checkpoint_id)
-        if existing is not None and not request.overwrite:
-            return failed(operation, _exists(existing))
-        weights = await self._save_described(engine, model, "training", request.user_metadata)
-        if isinstance(weights, Failure):
-            return failed(operation, weights)
-        checkpoint = _checkpoint(
-            model, checkpoint_id, "training", weights, request.ttl_seconds, request.user_metadata
+        return await self._save_named(
+            engine,
+            model,
+            operation,
+            request,
+            "weights",
+            lambda saved: SaveWeightsResponse(path=saved.tinker_path, type="save_weights"),
         )
-        response = SaveWeightsResponse(path=checkpoint.tinker_path, type="save_weights")
-        return _saved(operation, response, weights, checkpoint)
 
     async def save_weights_for_sampler(
         self, engine: Engine, model: LiveModel, operation: Operation
@@ -208,41 +206,85 @@ class Executor:
             return await self._save_ephemeral(
                 engine, model, operation, request.sampling_session_seq_id
             )
-        checkpoint_id = f"sampler_weights/{checkpoint_name(request.path, operation.seq_id)}"
-        existing = await self.store.checkpoints.get(model.model_id, checkpoint_id)
-        if existing is not None:
-            return failed(operation, _exists(existing))
-        weights = await self._save_described(engine, model, "sampler", request.user_metadata)
-        if isinstance(weights, Failure):
-            return failed(operation, weights)
-        checkpoint = _checkpoint(
-            model, checkpoint_id, "sampler", weights, request.ttl_seconds, request.user_metadata
+        return await self._save_named(
+            engine,
+            model,
+            operation,
+            request,
+            "sampler_weights",
+            lambda saved: SaveWeightsForSamplerResponseInternal(
+                path=saved.tinker_path, type="save_weights_for_sampler"
+            ),
         )
-        response = SaveWeightsForSamplerResponseInternal(
-            path=checkpoint.tinker_path, type="save_weights_for_sampler"
-        )
-        return _saved(operation, response, weights, checkpoint)
 
     async def save_weights_external(
         self, engine: Engine, model: LiveModel, operation: Operation
     ) -> Finish:
         request = await self.request_of(operation, SaveWeightsExternalRequest)
-        checkpoint_id = f"external_weights/{checkpoint_name(request.path, operation.seq_id)}"
+        return await self._save_named(
+            engine,
+            model,
+            operation,
+            request,
+            "external_weights",
+            lambda saved: SaveWeightsExternalResponseInternal(
+                path=saved.tinker_path, size_bytes=saved.size_bytes, type="save_weights_external"
+            ),
+        )
+
+    async def _save_named(
+        self,
+        engine: Engine,
+        model: LiveModel,
+        operation: Operation,
+        request: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
+        segment: str,
+        respond: Callable[[CheckpointRecord], Model],
+    ) -> Finish:
+        """A checkpoint under the request's name, which must be free or may be overwritten."""
+        kind = KIND_SEGMENTS[segment]
+        user_metadata = recipients = None
+        if isinstance(request, SaveWeightsExternalRequest):
+            recipients = request.age_encryption_recipients
+        else:
+            user_metadata = request.user_metadata
+        checkpoint_id = f"{segment}/{checkpoint_name(request.path, operation.seq_id)}"
         existing = await self.store.checkpoints.get(model.model_id, checkpoint_id)
-        if existing is not None:
+        overwrites = isinstance(request, SaveWeightsRequest) and request.overwrite
+        if existing is not None and not overwrites:
             return failed(operation, _exists(existing))
-        weights = await self._save(engine, model, "sampler")
+        try:
+            async with self.metadata.taken(model.owner, size_of(user_metadata)):
+                saved_kind: SavedKind = "training" if kind == "training" else "sampler"
+                weights = await self._save(engine, model, saved_kind)
+        except OverQuotaError as error:
+            return failed(operation, Failure(str(error), "user"))
         if isinstance(weights, Failure):
             return failed(operation, weights)
-        if request.age_encryption_recipients:
-            weights = await self._encrypted(model.owner, weights, request.age_encryption_recipients)
-        checkpoint = _checkpoint(model, checkpoint_id, "external", weights, request.ttl_seconds)
-        response = SaveWeightsExternalResponseInternal(
-            path=checkpoint.tinker_path,
+        if recipients:
+            weights = await self._encrypted(model.owner, weights, recipients)
+        checkpoint = CheckpointRecord(
+            model_id=model.model_id,
+            checkpoint_id=checkpoint_id,
+            owner=model.owner,
+            checkpoint_type=kind,
+            weights_id=weights.weights_id,
             size_bytes=weights.size_bytes,
-            type="save_weights_external",
+            created_at=weights.created_at,
+            user_metadata=user_metadata,
+            expires_at=expiry(request.ttl_seconds, weights.created_at),
         )
-        return _saved(operation, response, weights, checkpoint)
+        audit = AuditRecord(
+            owner=checkpoint.owner,
+            at=checkpoint.created_at,
+            area="checkpoints",
+            event="checkpoint_created",
+            details={"type": kind, "size_bytes": checkpoint.size_bytes},
+            model_id=checkpoint.model_id,
+            tinker_path=checkpoint.tinker_path,
+        )
+        response = respond(checkpoint)
+        return done(operation, response, weights=weights, checkpoint=checkpoint, audit=audit)
 
     async def _encrypted(
         self, owner: str, plain: WeightsRecord, recipients: list[str]
@@ -296,15 +338,6 @@ class Executor:
         )
         return done(operation, response, weights=weights, sampler=sampler)
 
-    async def _save_described(
-        self, engine: Engine, model: LiveModel, kind: SavedKind, metadata: dict[str, str] | None
-    ) -> WeightsRecord | Failure:
-        try:
-            async with self.metadata.taken(model.owner, size_of(metadata)):
-                return await self._save(engine, model, kind)
-        except OverQuotaError as error:
-            return Failure(str(error), "user")
-
     async def _save(
         self, engine: Engine, model: LiveModel, kind: SavedKind
     ) -> WeightsRecord | Failure:
@@ -324,42 +357,6 @@ class Executor:
 
 def _restored(request: LoadWeightsRequest) -> SavedKind:
     return "training" if request.optimizer else "sampler"
-
-
-def _saved(
-    operation: Operation, response: Model, weights: WeightsRecord, checkpoint: CheckpointRecord
-) -> Finish:
-    audit = AuditRecord(
-        owner=checkpoint.owner,
-        at=checkpoint.created_at,
-        area="checkpoints",
-        event="checkpoint_created",
-        details={"type": checkpoint.checkpoint_type, "size_bytes": checkpoint.size_bytes},
-        model_id=checkpoint.model_id,
-        tinker_path=checkpoint.tinker_path,
-    )
-    return done(operation, response, weights=weights, checkpoint=checkpoint, audit=audit)
-
-
-def _checkpoint(
-    model: LiveModel,
-    checkpoint_id: str,
-    checkpoint_type: str,
-    weights: WeightsRecord,
-    ttl_seconds: int | None,
-    user_metadata: dict[str, str] | None = None,
-) -> CheckpointRecord:
-    return CheckpointRecord(
-        model_id=model.model_id,
-        checkpoint_id=checkpoint_id,
-        owner=model.record.owner,
-        checkpoint_type=checkpoint_type,
-        weights_id=weights.weights_id,
-        size_bytes=weights.size_bytes,
-        created_at=weights.created_at,
-        user_metadata=user_metadata,
-        expires_at=expiry(ttl_seconds, weights.created_at),
-    )
 
 
 def _exists(checkpoint: CheckpointRecord) -> Failure:

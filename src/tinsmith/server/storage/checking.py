@@ -79,12 +79,7 @@ async def repair(storage: Storage, store: Store, faults: Sequence[Fault]) -> Non
 
 
 async def _damage(
-    storage: Storage,
-    store: Store,
-    name: str,
-    weights: WeightsRecord | None,
-    size: int,
-    reads: bool,
+    storage: Storage, store: Store, name: str, weights: WeightsRecord | None, size: int, reads: bool
 ) -> str | None:
     """What is wrong with something that is there; None when nothing is."""
     if weights is None:

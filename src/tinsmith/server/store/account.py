@@ -48,12 +48,7 @@ class Account:
         await self._database.execute_many(adding, [row_of(entry) for entry in usage])
 
     async def list_usage(
-        self,
-        owner: str,
-        first_hour: int,
-        end_hour: int,
-        limit: int | None = None,
-        offset: int = 0,
+        self, owner: str, first_hour: int, end_hour: int, limit: int | None = None, offset: int = 0
     ) -> Sequence[UsageRecord]:
         """What was used in each hour, the runs of a session together."""
         table = schema.usage

@@ -27,6 +27,7 @@ from tinsmith.server.store.models import Models
 from tinsmith.server.store.observing.curves import Curves
 from tinsmith.server.store.observing.examples import Examples
 from tinsmith.server.store.observing.steps import Steps
+from tinsmith.server.store.retention import Retention
 from tinsmith.server.store.samplers import Samplers
 from tinsmith.server.store.sessions import Sessions
 from tinsmith.server.store.weights import Weights
@@ -74,6 +75,7 @@ class Store:
         self.curves = Curves(self.database)
         self.examples = Examples(self.database, max_example_bytes)
         self.log = Log(self.database, blobs, self.weights, self.steps, self.examples)
+        self.retention = Retention(self.database, blobs)
         self.checkpoints = Checkpoints(self.database, self.weights)
         self.losses = CustomLosses(self.database, loss_bounds or LossBounds())
         self.account = Account(self.database)

@@ -181,10 +181,7 @@ class Writer:
 
 
 def commit(
-    connection: sa.Connection,
-    writes: Sequence[Write],
-    prepare: Write,
-    on_commit: OnCommit,
+    connection: sa.Connection, writes: Sequence[Write], prepare: Write, on_commit: OnCommit
 ) -> list[End]:
     """Carry out writes in one transaction; how each ended. Raises when the transaction as a whole
     failed."""

@@ -51,15 +51,18 @@ from tinsmith.engine.local.boundary.messages import (
     Trouble,
 )
 from tinsmith.engine.local.boundary.recent_use import RecentUse
-from tinsmith.types import Datum, SampleResponse
+from tinsmith.engine.local.boundary.request_needs import (
+    adapters_of,
+    base_models_of,
+    folders_of,
+    num_targets,
+)
+from tinsmith.types import SampleResponse
 
 logger = logging.getLogger(__name__)
 
 _MANY_SEQUENCES = 256
 """A response with this many takes milliseconds to unpack."""
-
-_FOLDERS = ("folder", "source")
-"""Arguments that name files."""
 
 _LATER_THREADS = 4
 _MOST_LATER = 8
@@ -171,11 +174,11 @@ class Worker:
     def _is_held_up(self) -> bool:
         """Whether the next request has to wait for files, or for an adapter of its own: for passes
         that are not finished, or a request that waits for room."""
-        adapter_ids = _adapters_of(self._ordered[0])
+        adapter_ids = adapters_of(self._ordered[0])
         return (
             self._waits_for_files()
             or any(adapter_ids & each.adapter_ids for each in self._passes.values())
-            or any(adapter_ids & _adapters_of(request) for request in self._crowded)
+            or any(adapter_ids & adapters_of(request) for request in self._crowded)
         )
 
     def _waits_for_files(self) -> bool:
@@ -183,9 +186,7 @@ class Worker:
         are."""
         if not self._written:
             return False
-        request = self._ordered[0]
-        arguments = (CALLS[request.method].argument(n, request.arguments) for n in _FOLDERS)
-        wanted = {argument for argument in arguments if argument is not None}
+        wanted = folders_of(self._ordered[0])
         is_full = len(self._written) >= _MOST_LATER
         return bool(wanted) and (is_full or not wanted.isdisjoint(self._written.values()))
 
@@ -271,8 +272,8 @@ class Worker:
         """Begin what has waited for room and has it now, with all others for the same model; the
         next request in order waits if there is none for it."""
         while self._crowded and self._has_room(self._crowded[0]):
-            models = self._base_models_of(self._crowded[0])
-            entering = [r for r in self._crowded if self._base_models_of(r) <= models]
+            models = self._models_of(self._crowded[0])
+            entering = [r for r in self._crowded if self._models_of(r) <= models]
             self._crowded = deque(r for r in self._crowded if r not in entering)
             for request in entering:
                 self._enter(request)
@@ -291,22 +292,14 @@ class Worker:
 
     def _is_crowded(self, request: Request) -> bool:
         """Whether a request has to wait for room, or behind others that do."""
-        needs_room = bool(self._base_models_of(request))
+        needs_room = bool(self._models_of(request))
         return needs_room and (bool(self._crowded) or not self._has_room(request))
 
     def _has_room(self, request: Request) -> bool:
-        return all(map(self._core.has_room_for, self._base_models_of(request)))
+        return all(map(self._core.has_room_for, self._models_of(request)))
 
-    def _base_models_of(self, request: Request) -> frozenset[str]:
-        """The base models that have to be in memory for a request."""
-        if request.method == "sample":
-            return frozenset([request.arguments[0].base_model])
-        if request.method == "create_adapter":
-            return frozenset([CALLS["create_adapter"].argument("base_model", request.arguments)])
-        if request.method == "run_passes":
-            found = map(self._core.base_model_of, _adapters_of(request))
-            return frozenset(name for name in found if name is not None)
-        return frozenset()
+    def _models_of(self, request: Request) -> frozenset[str]:
+        return base_models_of(request, self._core)
 
     # Turns
 
@@ -350,9 +343,9 @@ class Worker:
         if not any(request.method == "run_passes" for request in self._ordered):
             return
         before = {each for passes in self._passes.values() for each in passes.adapter_ids}
-        before.update(*map(_adapters_of, self._crowded))
+        before.update(*map(adapters_of, self._crowded))
         for request in self._ordered:
-            adapter_ids = _adapters_of(request)
+            adapter_ids = adapters_of(request)
             is_apart = request.method == "run_passes" and before.isdisjoint(adapter_ids)
             if is_apart and not self._is_crowded(request):
                 yield request
@@ -374,13 +367,13 @@ class Worker:
 
     def _begin_passes(self, request: Request) -> _Passes:
         (items,) = request.arguments
-        num_tokens = sum(_num_targets(datum) for p in items for datum in p.data)
         passes = self._passes[request.number] = _Passes(
             number=request.number,
             results=self._core.run_passes(items),
             unfinished={index: item.adapter_id for index, item in enumerate(items)},
             scopes=[item.scope for item in items],
-            patience=self._patience.turn_seconds + self._patience.token_seconds * num_tokens,
+            patience=self._patience.turn_seconds
+            + self._patience.token_seconds * num_targets(items),
             had=self._now,
         )
         return passes
@@ -487,21 +480,6 @@ class Worker:
         logger.error("%s failed", method, exc_info=error)
         text = f"{method} failed: {describe(error)}"
         self._send([Trouble(number, text) for number in numbers])
-
-
-def _adapters_of(request: Request) -> frozenset[str]:
-    """The adapters that a request trains, changes or reads."""
-    if request.method in ("run_passes", "step"):
-        (items,) = request.arguments
-        return frozenset(item.adapter_id for item in items)
-    adapter_id = CALLS[request.method].argument("adapter_id", request.arguments)
-    return frozenset() if adapter_id is None else frozenset([adapter_id])
-
-
-def _num_targets(datum: Datum) -> int:
-    """At least as many as tokens; how many an image has is not known yet."""
-    targets = datum.loss_fn_inputs.get("target_tokens")
-    return 0 if targets is None else int(targets.numpy.size)
 
 
 def describe(error: Exception) -> str:

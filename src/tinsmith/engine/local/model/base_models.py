@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import platform
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +18,7 @@ import torch
 
 from tinsmith.engine.base import BaseModelInfo
 from tinsmith.engine.local.config import LocalEngineConfig
+from tinsmith.engine.local.device import device_of, dtype_of
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.foreign.config import ForeignConfig
@@ -41,50 +41,6 @@ logger = logging.getLogger(__name__)
 
 _EXACT = (("cpu", torch.float32), ("cuda", torch.bfloat16))
 """Where `on_policy = "exact"` was tried and holds."""
-
-
-def device_of(config: LocalEngineConfig) -> torch.device:
-    """The device the configuration asks for; one that is not there is an error."""
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise EngineError("device 'cuda' was asked for, but torch finds no CUDA device")
-    if config.device == "mps" and not torch.backends.mps.is_available():
-        raise EngineError(
-            "device 'mps' was asked for, but torch finds no GPU of Apple's; it needs a Mac with "
-            "Apple silicon and a torch that was built for it"
-        )
-    return torch.device(config.device)
-
-
-def dtype_of(config: LocalEngineConfig) -> torch.dtype:
-    """The type of base weights the configuration asks for."""
-    if config.dtype == "auto":
-        is_cuda = device_of(config).type == "cuda"
-        return torch.bfloat16 if is_cuda else torch.float32
-    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-
-
-def arithmetic_of(device: torch.device) -> str:
-    """The kind of device and torch's release: with others results have other last bits."""
-    if device.type == "cuda":
-        kind = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-    else:
-        kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-        if processor := _processor():
-            kind += f" ({processor})"
-        if device.type != "cpu":
-            kind += f", {device.type}"
-    return f"{kind}, torch {torch.__version__}"
-
-
-def _processor() -> str:
-    """The processor's name, where the system tells one."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return ""
 
 
 class BaseModels:

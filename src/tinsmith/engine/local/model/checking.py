@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from tinsmith.engine.local.config import BITS, LocalEngineConfig
-from tinsmith.engine.local.model.base_models import BaseModels, device_of, dtype_of
+from tinsmith.engine.local.device import device_of, dtype_of
+from tinsmith.engine.local.model.base_models import BaseModels
 from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.foreign.config import ForeignConfig, is_foreign
 from tinsmith.engine.local.model.foreign.trial import try_settings

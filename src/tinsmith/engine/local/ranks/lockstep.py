@@ -32,7 +32,7 @@ from tinsmith.engine.calls import CALLS
 from tinsmith.engine.local.boundary.core import PassResults
 from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.core import EngineCore
-from tinsmith.engine.local.model.base_models import device_of
+from tinsmith.engine.local.device import device_of
 from tinsmith.engine.local.ranks.group import JoinedRanks, Ranks
 from tinsmith.engine.local.ranks.link import Link, Others
 from tinsmith.engine.local.sample.choosing import fresh_seed
