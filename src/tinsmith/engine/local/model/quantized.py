@@ -4,9 +4,9 @@
 (E4M3) in its place, finer for small numbers and coarser for large ones. `nf4` (arXiv 2305.14314)
 has four bits for each number, which stand for one of sixteen values at equal shares of a normal
 distribution, and for each 64 numbers the largest magnitude: 4.5 bits in all. Products are those of
-the rounded weight, made again for each (`linear`, `experts`); adapters, gradients and moments
-are as exact as ever. What is rounded depends on the weight alone, so that loading a model again
-gives the same one.
+the rounded weight, made again for each (`linear`, `experts`), or read in few bits where a kernel
+multiplies few rows on CUDA (`product`); adapters, gradients and moments are as exact as ever. What
+is rounded depends on the weight alone, so that loading a model again gives the same one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinsmith.engine.local import kernels
 from tinsmith.engine.local.config import BaseWeights
 
 _BLOCK = 64
+
+_FP8_CAPABILITY = (8, 9)
+"""Of the first CUDA devices that convert 8-bit floats."""
 
 _STACK_NUMBERS = 1 << 25
 """Numbers of experts' matrices that CUDA makes full at a time: few calls, in a few hundred MiB."""
@@ -39,13 +43,19 @@ NF4 = (
 class Quantized(Protocol):
     """A weight (outputs, inputs) in few bits."""
 
+    kind: BaseWeights
     shape: torch.Size
+    dtype: torch.dtype
+    """Of the weight that it was made of."""
+
+    codes: Tensor
+    scales: Tensor
 
     @property
     def nbytes(self) -> int: ...
 
     def dense(self) -> Tensor:
-        """The numbers it stands for, in the dtype of the weight that it was made of."""
+        """The numbers it stands for, in `dtype`."""
         ...
 
 
@@ -60,69 +70,105 @@ def quantize(weight: Tensor, kind: BaseWeights) -> Tensor | Quantized:
     return kinds[kind](weight)
 
 
+def has_kernel(weight: Quantized, x: Tensor) -> bool:
+    """Whether `product` can multiply x (N, inputs), and is quicker than making the weight full."""
+    if x.dtype != weight.dtype or x.dtype == torch.float32 or not kernels.are_usable(x):
+        return False
+    if not 0 < len(x) <= kernels.module("few_bits").MAX_ROWS or x.stride(1) != 1:
+        return False
+    if weight.kind == "fp8":
+        return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= _FP8_CAPABILITY
+    # Blocks of nf4 that begin inside a row are not read.
+    return weight.kind == "int8" or weight.shape[1] % _BLOCK == 0
+
+
+def product(x: Tensor, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x Wᵀ + bias in `dtype`, where `has_kernel` says so: that with the full weight, but for the
+    order of the additions, and that order is the same each time."""
+    codes, scales, values = weight.codes, weight.scales, _nf4_values(x.device)
+    if weight.kind == "nf4":
+        codes = codes.view(len(scales), -1)
+    y: Tensor = kernels.module("few_bits").product(
+        x, weight.kind, codes, scales, values, bias, dtype
+    )
+    return y
+
+
 class Int8Weight:
     """127 steps to either side of zero, up to a row's largest magnitude."""
 
+    kind: BaseWeights = "int8"
+
     def __init__(self, weight: Tensor) -> None:
         self.shape = weight.shape
-        self._dtype = weight.dtype
+        self.dtype = weight.dtype
         rows = weight.float()
-        self._scales = rows.abs().amax(dim=1, keepdim=True) / 127
+        self.scales = rows.abs().amax(dim=1, keepdim=True) / 127
         # A row of zeros has no scale to divide by.
-        steps = rows / self._scales.clamp_min(torch.finfo(torch.float32).tiny)
-        self._codes = steps.round().to(torch.int8)
+        steps = rows / self.scales.clamp_min(torch.finfo(torch.float32).tiny)
+        self.codes = steps.round().to(torch.int8)
 
     @property
     def nbytes(self) -> int:
-        return self._codes.nbytes + self._scales.nbytes
+        return self.codes.nbytes + self.scales.nbytes
 
     def dense(self) -> Tensor:
-        return (self._codes.float() * self._scales).to(self._dtype)
+        return (self.codes.float() * self.scales).to(self.dtype)
 
 
 class Fp8Weight:
     """Three bits of mantissa and four of exponent, scaled so that a row's largest fits."""
 
+    kind: BaseWeights = "fp8"
+
     def __init__(self, weight: Tensor) -> None:
         self.shape = weight.shape
-        self._dtype = weight.dtype
+        self.dtype = weight.dtype
         rows = weight.float()
         largest = torch.finfo(torch.float8_e4m3fn).max
-        self._scales = rows.abs().amax(dim=1, keepdim=True) / largest
-        steps = rows / self._scales.clamp_min(torch.finfo(torch.float32).tiny)
-        self._codes = steps.clamp(-largest, largest).to(torch.float8_e4m3fn)
+        self.scales = rows.abs().amax(dim=1, keepdim=True) / largest
+        steps = rows / self.scales.clamp_min(torch.finfo(torch.float32).tiny)
+        self.codes = steps.clamp(-largest, largest).to(torch.float8_e4m3fn)
 
     @property
     def nbytes(self) -> int:
-        return self._codes.nbytes + self._scales.nbytes
+        return self.codes.nbytes + self.scales.nbytes
 
     def dense(self) -> Tensor:
-        return (self._codes.float() * self._scales).to(self._dtype)
+        return (self.codes.float() * self.scales).to(self.dtype)
 
 
 class Nf4Weight:
-    """Two numbers in a byte, in blocks of 64 that take no notice of rows."""
+    """Two numbers in a byte, k and k + 32 of a block of 64; blocks take no notice of rows."""
+
+    kind: BaseWeights = "nf4"
 
     def __init__(self, weight: Tensor) -> None:
         self.shape = weight.shape
-        self._dtype = weight.dtype
+        self.dtype = weight.dtype
         flat = weight.float().flatten()
         blocks = F.pad(flat, (0, -len(flat) % _BLOCK)).view(-1, _BLOCK)
-        self._scales = blocks.abs().amax(dim=1, keepdim=True)
-        shares = blocks / self._scales.clamp_min(torch.finfo(torch.float32).tiny)
+        self.scales = blocks.abs().amax(dim=1, keepdim=True)
+        shares = blocks / self.scales.clamp_min(torch.finfo(torch.float32).tiny)
         values = torch.tensor(NF4, device=weight.device)
         codes = torch.bucketize(shares, (values[1:] + values[:-1]) / 2).to(torch.uint8)
-        self._pairs = codes[:, 0::2] << 4 | codes[:, 1::2]
+        half = _BLOCK // 2
+        self.codes = codes[:, :half] << 4 | codes[:, half:]
+        if weight.shape[1] % _BLOCK == 0:
+            # (outputs, blocks), those of neighbouring outputs side by side, as the kernel reads.
+            self.scales = self.scales.view(len(weight), -1).t().contiguous().t()
 
     @property
     def nbytes(self) -> int:
-        return self._pairs.nbytes + self._scales.nbytes
+        return self.codes.nbytes + self.scales.nbytes
 
     def dense(self) -> Tensor:
-        # (blocks, 32) bytes to (blocks, 32, 2) shares to (blocks, 64) numbers.
-        shares = F.embedding(self._pairs.int(), _nf4_pairs(self._pairs.device))
-        numbers = shares.flatten(1) * self._scales
-        return numbers.flatten()[: math.prod(self.shape)].view(self.shape).to(self._dtype)
+        # (blocks, 32) bytes to twice (blocks, 32) shares, and to (blocks, 64) numbers.
+        codes = self.codes.flatten().int()
+        halves = [table.index_select(0, codes) for table in _nf4_halves(codes.device)]
+        numbers = torch.cat([half.view(-1, _BLOCK // 2) for half in halves], dim=1)
+        numbers.mul_(self.scales.reshape(-1, 1))
+        return numbers.flatten()[: math.prod(self.shape)].view(self.shape).to(self.dtype)
 
 
 class QuantizedStack:
@@ -150,7 +196,12 @@ class QuantizedStack:
 
 
 @functools.cache
-def _nf4_pairs(device: torch.device) -> Tensor:
-    """(256, 2): the two values that a byte stands for."""
-    values = torch.tensor(NF4, device=device)
-    return torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)
+def _nf4_values(device: torch.device) -> Tensor:
+    return torch.tensor(NF4, device=device)
+
+
+@functools.cache
+def _nf4_halves(device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the upper four bits of each byte stand for (256,), and the lower four."""
+    values = _nf4_values(device)
+    return values.repeat_interleave(16), values.repeat(16)
