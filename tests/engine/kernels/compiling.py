@@ -336,7 +336,9 @@ def of_few_bits(inputs: int, outputs: int, num_rows: int) -> None:
     ):
         codes = empty(outputs, inputs // per_byte, dtype=code)
         scales = empty(inputs // 64 if kind == "nf4" else 1, outputs, dtype=FULL).t()
-        few_bits.product(x, kind, codes, scales, empty(16, dtype=FULL), bias, HALF)
+        values = empty(16, dtype=FULL)
+        few_bits.product(x, kind, codes, scales, values, bias, HALF)
+        few_bits.dense(kind, codes, scales, values, inputs, HALF)
 
 
 class Case(NamedTuple):

@@ -45,14 +45,14 @@ def assert_product(
     x: Tensor, kept: Quantized, bias: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
     """Against the plain sum over the full weight, in float64."""
-    assert quantized.has_kernel(kept, x)
-    y = quantized.product(x, kept, bias, dtype)
-    expected = x.double() @ kept.dense().double().t()
+    assert kept.can_multiply(x)
+    y = kept.product(x, bias, dtype)
+    expected = x.double() @ kept.plain_dense().double().t()
     if bias is not None:
         expected += bias.double()
     assert y.dtype == dtype and y.shape == expected.shape
     # Sums in float32 are as far away as their terms are large.
-    terms = x.double().abs() @ kept.dense().double().abs().t()
+    terms = x.double().abs() @ kept.plain_dense().double().abs().t()
     allowed = 2e-6 * terms + 1e-30
     if dtype != torch.float32:
         allowed += torch.finfo(dtype).eps * expected.abs()
@@ -89,8 +89,8 @@ def test_zeros_and_the_largest_codes_are_read_as_they_are(kind: BaseWeights) -> 
     weight[6] = torch.linspace(-1, 1, 64)
     kept = rounded(weight, kind)
     x = torch.eye(64, device=DEVICE, dtype=HALF)
-    assert torch.equal(quantized.product(x, kept, None, HALF), kept.dense().t())
-    assert torch.equal(kept.dense()[3], weight[3])
+    assert torch.equal(kept.product(x, None, HALF), kept.plain_dense().t())
+    assert torch.equal(kept.plain_dense()[3], weight[3])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,15 +101,26 @@ def test_whole_tiles_and_tiles_in_shares_meet_without_a_seam(kind: BaseWeights) 
     # Three multiprocessors, five tiles of outputs, seven of inputs: three whole, two in parts.
     plan = few_bits.plan_for(20, 896, 300, 3)._replace(block_outputs=64, whole=3, shares=3)
     plan = plan._replace(share_inputs=384)
-    values = torch.tensor(quantized.NF4, device=DEVICE)
-    codes = kept.codes.view(300, -1)
+    values = quantized.nf4_values(DEVICE)
+    codes = kept.codes
     found = [
         few_bits.run(plan, x, kind, codes, kept.scales, values, bias, torch.float32)
         for _ in range(2)
     ]
     assert torch.equal(*found)
-    expected = x.double() @ kept.dense().double().t() + bias.double()
+    expected = x.double() @ kept.plain_dense().double().t() + bias.double()
     torch.testing.assert_close(found[0].double(), expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["float32", "half"])
+def test_the_full_weight_is_the_same_to_the_last_bit(kind: BaseWeights, dtype: torch.dtype) -> None:
+    for outputs, inputs in ((37, 320), (5, 64), (3, 96)):
+        weight = normal(outputs, inputs, seed=1).to(dtype)
+        weight[1] = 0
+        kept = rounded(weight, kind)
+        made = kept.dense()
+        assert made.dtype == dtype and torch.equal(made, kept.plain_dense())
 
 
 def test_every_output_is_added_up_once_and_the_device_is_full() -> None:

@@ -11,6 +11,8 @@ tensor cores take that side from registers. Tiles of outputs that fill the devic
 sums. What is left over is cut into shares of the inputs, which a second kernel adds up in their
 order, so that a product is the same each time.
 
+Of many rows the full weight is multiplied, which `dense` makes in one pass.
+
     int8, fp8   a byte for each number, and a scale for each output
     nf4         a byte for numbers k and k + 32 of a block of 64, and a scale for each block
 """
@@ -30,14 +32,16 @@ from tinsmith.engine.local.kernels.launching import Launcher
 MAX_ROWS = 256
 """Of more rows each tile of 128 makes the weight's numbers once more."""
 
+_OUTPUTS = 128
 _INPUTS = 128
-"""Of a tile: two blocks of nf4."""
+"""Of a tile; as inputs two blocks of nf4."""
 
 _MIN_STEPS = 2
 """Tiles of the inputs in a share: with fewer, starting and adding it up costs more than it is."""
 
 _MAX_SHARES = 16
 _SUM_BLOCK = 512
+_DENSE_OUTPUTS, _DENSE_INPUTS = 16, 256
 _MULTIPROCESSORS = 132
 """Where there is no device to ask."""
 
@@ -54,6 +58,8 @@ class Plan(NamedTuple):
     share_inputs: int
     num_warps: int
     num_stages: int
+    max_registers: int | None
+    """Of a thread."""
 
 
 def product(
@@ -79,19 +85,26 @@ def product(
 def plan_for(num_rows: int, inputs: int, outputs: int, multiprocessors: int) -> Plan:
     """Each multiprocessor gets as many whole tiles as all others, and shares of the rest."""
     block_rows = max(16, min(128, triton.next_power_of_2(num_rows)))
-    block_outputs, steps = 128, -(-inputs // _INPUTS)
-    tiles = -(-outputs // block_outputs)
+    tiles, steps = -(-outputs // _OUTPUTS), -(-inputs // _INPUTS)
+    # Two programs run on a multiprocessor at the same time, if their registers are few.
+    at_once = 2 if block_rows <= 64 else 1
     slots = max(1, multiprocessors // -(-num_rows // block_rows))
     whole = tiles // slots * slots
     rest = tiles - whole
-    # A multiprocessor runs two programs at the same time.
-    wanted = (slots if whole else 2 * slots) // rest if rest else 1
+    wanted = (slots if whole else at_once * slots) // rest if rest else 1
     shares = max(1, min(wanted, steps // _MIN_STEPS, _MAX_SHARES))
     share_steps = -(-steps // shares)
     shares = -(-steps // share_steps)
-    if shares == 1:
-        whole = tiles
-    return Plan(block_rows, block_outputs, whole, shares, share_steps * _INPUTS, 8, 3)
+    return Plan(
+        block_rows=block_rows,
+        block_outputs=_OUTPUTS,
+        whole=whole if shares > 1 else tiles,
+        shares=shares,
+        share_inputs=share_steps * _INPUTS,
+        num_warps=8,
+        num_stages=3,
+        max_registers=128 if at_once == 2 else None,
+    )
 
 
 def run(
@@ -110,8 +123,8 @@ def run(
     tiles = -(-outputs // plan.block_outputs)
     rest = tiles - plan.whole
     left = min(outputs, plan.whole * plan.block_outputs)
-    # (shares, N, outputs that are added up)
-    parts = y
+    # (shares, N, outputs that are added up); where there are none, anything of that dtype.
+    parts = scales
     if rest:
         parts = x.new_empty(plan.shares, num_rows, outputs - left, dtype=torch.float32)
     _PRODUCT(
@@ -138,6 +151,7 @@ def run(
         (kind, bias is not None, plan.block_rows, plan.block_outputs, _INPUTS, _IS_COMPILED),
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        max_registers=plan.max_registers,
     )
     if rest:
         _SUM(
@@ -149,6 +163,31 @@ def run(
     return y
 
 
+def dense(
+    kind: str, codes: Tensor, scales: Tensor, values: Tensor, inputs: int, dtype: torch.dtype
+) -> Tensor:
+    """The numbers (outputs, inputs) themselves."""
+    outputs = len(codes)
+    weight = codes.new_empty(outputs, inputs, dtype=dtype)
+    _DENSE(
+        (-(-inputs // _DENSE_INPUTS), -(-outputs // _DENSE_OUTPUTS), 1),
+        (
+            codes,
+            scales,
+            values,
+            weight,
+            inputs,
+            outputs,
+            codes.stride(0),
+            scales.stride(0),
+            scales.stride(1),
+        ),
+        (kind, _DENSE_OUTPUTS, _DENSE_INPUTS),
+        num_warps=4,
+    )
+    return weight
+
+
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
@@ -157,34 +196,36 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _lookups() -> str:
-    """Four bytes to eight values, high codes first: lane n of a warp holds the value of code
-    n % 16, and a lane is asked for by the lowest five bits of a number."""
-    asked = [
+    """Four bytes to the values of their upper halves, and of their lower ones: lane n of a warp
+    holds the value of code n % 16, and a lane is asked for by the last five bits of a number."""
+    lines = [
         f"shr.u32 code, $8, {4 * place}; "
         f"shfl.sync.idx.b32 ${place // 2 + (0 if place % 2 else 4)}, $9, code, 31, 0xffffffff;"
         for place in range(8)
     ]
-    return "\n".join(["{", ".reg .b32 code;", *asked, "}"])
-
-
-def _bytes_to_floats() -> str:
-    """Four signed bytes to four floats: b + 128 in the last bits of 2²³ is 2²³ + b + 128."""
-    made = [
-        f"prmt.b32 number, code, 0x4b000000, {0x7440 + place}; "
-        f"mov.b32 ${place}, number; add.f32 ${place}, ${place}, 0fCB000080;"
-        for place in range(4)
-    ]
-    start = ["{", ".reg .b32 code, number;", "xor.b32 code, $4, 0x80808080;"]
-    return "\n".join([*start, *made, "}"])
+    return "\n".join(["{", ".reg .b32 code;", *lines, "}"])
 
 
 _LOOKUPS = tl.constexpr(_lookups())
 _LOOKUP_REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 5))
-_BYTES_TO_FLOATS = tl.constexpr(_bytes_to_floats())
-_FLOAT_REGISTERS = tl.constexpr("=&f,=&f,=&f,=&f,r")
+
+_FLOATS = tl.constexpr("""{
+    .reg .b32 pair, number;
+    cvt.u32.u16 pair, $2;
+    xor.b32 pair, pair, 0x8080;
+    prmt.b32 number, pair, 0x4b000000, 0x7440;
+    mov.b32 $0, number;
+    add.f32 $0, $0, 0fCB000080;
+    prmt.b32 number, pair, 0x4b000000, 0x7441;
+    mov.b32 $1, number;
+    add.f32 $1, $1, 0fCB000080;
+}""")
+"""Two signed bytes to floats: b + 128 in the last bits of 2²³ is 2²³ + 128 + b."""
+
+_FLOAT_REGISTERS = tl.constexpr("=&f,=&f,h")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "whole", "rest"])
 def _product_kernel(
     x,
     codes,
@@ -273,12 +314,12 @@ def _product_kernel(
             values_of_x = tl.load(x_rows + (at + column)[None, :], mask=is_x, other=0.0)
             if KIND == "int8" and IS_COMPILED:
                 number = tl.inline_asm_elementwise(
-                    _BYTES_TO_FLOATS,
+                    _FLOATS,
                     _FLOAT_REGISTERS,
                     [code],
                     dtype=tl.float32,
                     is_pure=True,
-                    pack=4,
+                    pack=2,
                 )
             else:
                 number = code.to(tl.float32)
@@ -323,7 +364,47 @@ def _sum_kernel(
     tl.store(y + row * outputs + left + column, total, mask=is_in)
 
 
+@triton.jit
+def _dense_kernel(
+    codes,
+    scales,
+    values,
+    weight,
+    inputs,
+    outputs,
+    code_row,
+    scale_row,
+    scale_block,
+    KIND: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    # One program per tile of the weight.
+    output = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
+    is_output = output < outputs
+    first = tl.program_id(0) * INPUTS
+    if KIND == "nf4":
+        byte = tl.arange(0, INPUTS // 2)
+        column = first + byte // 32 * 64 + byte % 32
+        inside = is_output[:, None] & (column < inputs)[None, :]
+        at = output[:, None] * code_row + (first // 2 + byte)[None, :]
+        pair = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
+        block = output[:, None] * scale_row + (column // 64)[None, :] * scale_block
+        scale = tl.load(scales + block, mask=inside, other=0.0)
+        to = weight + output[:, None] * inputs + column[None, :]
+        tl.store(to, tl.load(values + (pair >> 4)) * scale, mask=inside)
+        tl.store(to + 32, tl.load(values + (pair & 15)) * scale, mask=inside)
+    else:
+        column = first + tl.arange(0, INPUTS)
+        inside = is_output[:, None] & (column < inputs)[None, :]
+        at = output[:, None] * code_row + column[None, :]
+        code = tl.load(codes + at, mask=inside, other=0.0)
+        scale = tl.load(scales + output * scale_row, mask=is_output, other=0.0)
+        to = weight + output[:, None] * inputs + column[None, :]
+        tl.store(to, code.to(tl.float32) * scale[:, None], mask=inside)
+
+
 _IS_COMPILED = isinstance(_product_kernel, triton.JITFunction)
 """Triton's interpreter knows no instructions of the device."""
 
-_PRODUCT, _SUM = Launcher(_product_kernel), Launcher(_sum_kernel)
+_PRODUCT, _SUM, _DENSE = Launcher(_product_kernel), Launcher(_sum_kernel), Launcher(_dense_kernel)

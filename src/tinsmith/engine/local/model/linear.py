@@ -39,7 +39,7 @@ from torch import Tensor
 
 from tinsmith.engine.local.model import invariant
 from tinsmith.engine.local.model.cpu import few_rows
-from tinsmith.engine.local.model.quantized import Quantized, has_kernel, product
+from tinsmith.engine.local.model.quantized import Quantized
 
 MIN_NUMBERS = 1 << 16
 """Numbers in a weight below which nothing is gained."""
@@ -119,8 +119,8 @@ class Linear:
     def product(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x Wᵀ + bias of x (N, inputs), without gradients; in float32 where `dtype` says so."""
         kept = self._weight
-        if not isinstance(kept, Tensor) and not self.is_invariant and has_kernel(kept, x):
-            return product(x, kept, self.bias, dtype or x.dtype)
+        if not isinstance(kept, Tensor) and not self.is_invariant and kept.can_multiply(x):
+            return kept.product(x, self.bias, dtype or x.dtype)
         if dtype is not None and dtype != x.dtype:
             y = float32_product(x, self.weight.t())
             return y if self.bias is None else y.add_(self.bias)
