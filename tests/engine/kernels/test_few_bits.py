@@ -98,13 +98,20 @@ def test_whole_tiles_and_tiles_in_shares_meet_without_a_seam(kind: BaseWeights) 
     few_bits = kernels.module("few_bits")
     x, weight, bias = normal(20, 896), normal(300, 896, seed=1), normal(300, seed=2)
     kept = rounded(weight, kind)
-    # Three multiprocessors, five tiles of outputs, seven of inputs: three whole, two in parts.
-    plan = few_bits.plan_for(20, 896, 300, 3)._replace(block_outputs=64, whole=3, shares=3)
-    plan = plan._replace(share_inputs=384)
+    # Of five tiles of outputs three are whole; two are cut into shares of three tiles of inputs.
+    plan = few_bits.Plan(
+        block_rows=32,
+        block_outputs=64,
+        whole=3,
+        shares=3,
+        share_inputs=384,
+        num_warps=4,
+        num_stages=2,
+        max_registers=None,
+    )
     values = quantized.nf4_values(DEVICE)
-    codes = kept.codes
     found = [
-        few_bits.run(plan, x, kind, codes, kept.scales, values, bias, torch.float32)
+        few_bits.run(plan, x, kind, kept.codes, kept.scales, values, bias, torch.float32)
         for _ in range(2)
     ]
     assert torch.equal(*found)

@@ -88,10 +88,10 @@ def plan_for(num_rows: int, inputs: int, outputs: int, multiprocessors: int) -> 
     tiles, steps = -(-outputs // _OUTPUTS), -(-inputs // _INPUTS)
     # Two programs run on a multiprocessor at the same time, if their registers are few.
     at_once = 2 if block_rows <= 64 else 1
-    slots = max(1, multiprocessors // -(-num_rows // block_rows))
-    whole = tiles // slots * slots
+    programs = max(1, multiprocessors // -(-num_rows // block_rows))
+    whole = tiles // programs * programs
     rest = tiles - whole
-    wanted = (slots if whole else at_once * slots) // rest if rest else 1
+    wanted = (programs if whole else at_once * programs) // rest if rest else 1
     shares = max(1, min(wanted, steps // _MIN_STEPS, _MAX_SHARES))
     share_steps = -(-steps // shares)
     shares = -(-steps // share_steps)
