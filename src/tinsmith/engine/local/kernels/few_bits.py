@@ -30,7 +30,8 @@ from torch import Tensor
 from tinsmith.engine.local.kernels.launching import Launcher
 
 MAX_ROWS = 256
-"""Of more rows each tile of 128 makes the weight's numbers once more."""
+"""Each tile of 128 rows makes the weight's numbers once more. By a count of bytes and instructions
+(not measured), from three tiles on it is no slower to make the weight whole."""
 
 _OUTPUTS = 128
 _INPUTS = 128
@@ -170,7 +171,7 @@ def dense(
     outputs = len(codes)
     weight = codes.new_empty(outputs, inputs, dtype=dtype)
     _DENSE(
-        (-(-inputs // _DENSE_INPUTS), -(-outputs // _DENSE_OUTPUTS), 1),
+        (-(-outputs // _DENSE_OUTPUTS), -(-inputs // _DENSE_INPUTS), 1),
         (
             codes,
             scales,
@@ -380,9 +381,9 @@ def _dense_kernel(
     INPUTS: tl.constexpr,
 ):
     # One program per tile of the weight.
-    output = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
+    output = (tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
     is_output = output < outputs
-    first = tl.program_id(0) * INPUTS
+    first = tl.program_id(1) * INPUTS
     if KIND == "nf4":
         byte = tl.arange(0, INPUTS // 2)
         column = first + byte // 32 * 64 + byte % 32
