@@ -29,6 +29,7 @@ from tinsmith.engine.local.kernels import (
     delta_rule,
     delta_step,
     experts,
+    few_bits,
     gated_norm,
     latent_attention,
     low_rank,
@@ -326,6 +327,20 @@ def of_layers(model: Dense, dtype: torch.dtype) -> None:
     decode_choice.draw(logits, empty(4, dtype=torch.float64), empty(4, dtype=torch.float64))
 
 
+def of_few_bits(inputs: int, outputs: int, num_rows: int) -> None:
+    x, bias = empty(num_rows, inputs), empty(outputs)
+    for kind, code, per_byte in (
+        ("int8", torch.int8, 1),
+        ("fp8", torch.float8_e4m3fn, 1),
+        ("nf4", torch.uint8, 2),
+    ):
+        codes = empty(outputs, inputs // per_byte, dtype=code)
+        scales = empty(inputs // 64 if kind == "nf4" else 1, outputs, dtype=FULL).t()
+        values = empty(16, dtype=FULL)
+        few_bits.product(x, kind, codes, scales, values, bias, HALF)
+        few_bits.dense(kind, codes, scales, values, inputs, HALF)
+
+
 class Case(NamedTuple):
     sizes: str
     call: Callable[..., None]
@@ -360,6 +375,9 @@ def cases() -> Iterator[Case]:
     yield Case("Qwen3.5-4B", of_delta_rule, (HALF,))
     yield Case("Qwen3.5-4B, float32", of_delta_rule, (FULL,), "_walk_back_kernel")
     yield Case("Qwen3-4B", of_layers, (middle, HALF))
+    yield Case("Qwen3-4B, 1 row", of_few_bits, (2560, 19_456, 1))
+    yield Case("Qwen3-4B, 64 rows", of_few_bits, (9728, 2560, 64))
+    yield Case("Qwen3-4B, 200 rows", of_few_bits, (2560, 6144, 200))
 
 
 def main() -> None:

@@ -25,10 +25,12 @@ class Kernel:
         self.most = most
         self.tried: list[int] = []
         self.direct: list[tuple[object, ...]] = []
+        self.registers: list[object] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(x: torch.Tensor, *rest: object, num_stages: int, **options: object) -> Variant:
             self.tried.append(num_stages)
+            self.registers.append(options.get("maxnreg"))
             if num_stages > self.most + (x.dtype == torch.float16):
                 raise triton.OutOfResources(num_stages * 100_000, 101_376, "shared memory")
             return Variant(self)
@@ -80,6 +82,15 @@ def test_a_variant_serves_numbers_of_its_kind_and_no_others() -> None:
     launcher((1, 1, 1), (FULL, 3), (), num_warps=8)
     assert len(kernel.tried) == 5
     assert [number for _, number in kernel.direct] == [5, 5, 32, 7]
+
+
+def test_a_bound_on_registers_makes_a_variant_of_its_own() -> None:
+    kernel = Kernel(most=3)
+    launcher = Launcher(kernel, Recorded)
+    for bound in (None, 128, 64, 128, None):
+        launcher((1, 1, 1), (FULL, 3), (), num_warps=4, max_registers=bound)
+    assert kernel.registers == [None, 128, 64]
+    assert len(kernel.direct) == 2
 
 
 def test_what_changes_with_every_batch_is_not_kept_for_ever() -> None:

@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest

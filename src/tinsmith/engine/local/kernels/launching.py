@@ -82,7 +82,10 @@ class Launcher:
         constants: tuple[Any, ...],
         num_warps: int,
         num_stages: int = _STAGES,
+        max_registers: int | None = None,
     ) -> None:
+        """With `max_registers` a thread has so many at most, so that more programs run at the same
+        time."""
         if not self._tensors:
             places = range(len(arguments))
             self._tensors = tuple(i for i in places if isinstance(arguments[i], Tensor))
@@ -93,16 +96,20 @@ class Launcher:
             device,
             constants,
             num_warps,
+            max_registers,
             *[arguments[i] for i in self._numbers],
             *[tensor.dtype for tensor in tensors],
             *[tensor.data_ptr() % _ALIGNMENT for tensor in tensors],
         )
         direct = self._by_key.get(key)
         if direct is None:
-            facts = (constants, num_warps, *[_facts(argument) for argument in arguments])
+            options = {"num_warps": num_warps}
+            if max_registers is not None:
+                options["maxnreg"] = max_registers
+            facts = (constants, *options.values(), *[_facts(argument) for argument in arguments])
             direct = self._by_facts.get(facts)
             if direct is None:
-                self._launch_first(facts, grid, arguments, constants, num_warps, num_stages)
+                self._launch_first(facts, grid, arguments, constants, options, num_stages)
                 return
             if len(self._by_key) >= _MOST_KEYS:
                 self._by_key.clear()
@@ -115,7 +122,7 @@ class Launcher:
         grid: tuple[int, int, int],
         arguments: tuple[Any, ...],
         constants: tuple[Any, ...],
-        num_warps: int,
+        options: dict[str, int],
         num_stages: int,
     ) -> None:
         """Have Triton compile a variant, and launch it."""
@@ -123,7 +130,7 @@ class Launcher:
             self._function,
             grid,
             (*arguments, *constants),
-            {"num_warps": num_warps},
+            options,
             self._stages.get(facts, num_stages),
         )
         # Triton's interpreter compiles none.

@@ -118,6 +118,9 @@ class Linear:
 
     def product(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x Wᵀ + bias of x (N, inputs), without gradients; in float32 where `dtype` says so."""
+        kept = self._weight
+        if not isinstance(kept, Tensor) and not self.is_invariant and kept.can_multiply(x):
+            return kept.product(x, self.bias, dtype or x.dtype)
         if dtype is not None and dtype != x.dtype:
             y = float32_product(x, self.weight.t())
             return y if self.bias is None else y.add_(self.bias)
