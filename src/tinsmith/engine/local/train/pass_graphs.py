@@ -31,7 +31,7 @@ from tinsmith.engine.local.train.pass_tables import PassShape, PassTables, shape
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 4096
-MOST_WORK = 2**43
+MOST_WORK = 12 * 10**12
 """Tokens times the weights that each is multiplied with. With more of either the device has enough
 to do, and memory for activations would be held for nothing: on an H200 8x256 tokens of a 4B model
 take 0.84 of the time that they take otherwise, 16x256 just as long; of a 0.6B model 0.51 and 0.58.
