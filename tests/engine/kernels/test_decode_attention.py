@@ -148,3 +148,27 @@ def test_attention_finds_what_plain_attention_finds(
     torch.testing.assert_close(found.view_as(wanted), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(cache.keys, after[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(cache.values, after[1], atol=1e-5, rtol=1e-5)
+
+
+def test_looking_ahead_for_the_next_block_changes_nothing(device: torch.device) -> None:
+    """Of ten programs: in splits, without, and so many that each has enough to do."""
+    from tinsmith.engine.local.kernels import decode_attention
+
+    torch.manual_seed(0)
+    spec = AttentionSpec(scale=HEAD_DIM**-0.5, rope=None)
+    qkv = torch.randn(5, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=device)
+    found = []
+    for enough in (40, 10, 1):
+        torch.manual_seed(1)
+        cache, tables = filled_cache(config_of(spec), device, num_rows=4)
+        rows = row_blocks(cache, tables, num_padding=1)
+        angles = torch.randn(5, 1, HEAD_DIM // 2, device=device)
+        rotation = Rotation(angles.cos(), angles.sin(), HEAD_DIM // 2)
+        heads = decode_attention.Heads(HEADS, KV_HEADS, HEAD_DIM)
+        out = decode_attention.attend(
+            qkv, rows, rotation, None, 1e-6, spec, 1, heads, enough_programs=enough
+        )
+        found.append((out[:4], cache.keys, cache.values))
+    for each in found[1:]:
+        for got, wanted in zip(each, found[0], strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)

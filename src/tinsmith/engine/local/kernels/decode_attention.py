@@ -32,6 +32,11 @@ _MAX_SPLITS = 16
 ENOUGH_PROGRAMS = 512
 """Programs that keep a large device busy; with fewer rows, scans are split."""
 
+_MOST_LOOKING_AHEAD = 2
+"""Times as many programs up to which the next block is looked up while the one at hand is read,
+which keeps more of both in shared memory. On an H200 a step of 64 rows of Qwen3-0.6B (512 programs)
+is 4 % quicker, one of 256 rows (2,048) 1 % slower: there other programs fill the time."""
+
 
 class Heads(NamedTuple):
     """How a row of the fused projection divides into heads."""
@@ -88,6 +93,7 @@ def attend(
     out = qkv.new_empty(num_rows, heads.num_heads * heads.head_dim)
     q_norm, k_norm = norms if norms is not None else (qkv, qkv)
     splits = num_splits(num_rows, heads.num_kv_heads, enough_programs)
+    num_programs = num_rows * heads.num_kv_heads * splits
     parts, masses = out, out
     if splits > 1:
         shape = (num_rows, heads.num_heads, splits)
@@ -122,6 +128,7 @@ def attend(
         HAS_NORM=norms is not None,
         HAS_CAP=spec.softcap is not None,
         HAS_SINKS=sinks is not None,
+        LOOKS_AHEAD=num_programs <= _MOST_LOOKING_AHEAD * enough_programs,
         num_warps=_NUM_WARPS,
         num_stages=_NUM_STAGES,
     )
@@ -221,6 +228,7 @@ def _attend_kernel(
     HAS_NORM: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    LOOKS_AHEAD: tl.constexpr,
 ):
     # One program per row, key/value head and split; the G query heads of a group share its keys.
     row = tl.program_id(0)
@@ -296,9 +304,17 @@ def _attend_kernel(
     at = (kv_head * GROUP + member)[:, None] * DIM + dim[None, :]
     token = tl.arange(0, BLOCK)
     inside = token[:, None] * DIM + dim[None, :]
+    # Triton divides its stages among loads that wait for each other, so that keys and values are
+    # read further ahead where their block is known from the turn before.
+    if LOOKS_AHEAD:
+        following = tl.load(table + start, mask=start < stop, other=0)
     for index in range(start, stop):
+        if LOOKS_AHEAD:
+            block = following
+            following = tl.load(table + index + 1, mask=index + 1 < stop, other=0)
+        else:
+            block = tl.load(table + index)
         # A block's keys and values of one head: (S, D), D numbers apart.
-        block = tl.load(table + index)
         place = ((layer_blocks + block) * KV_HEADS + kv_head) * (BLOCK * DIM) + inside
         position = index * BLOCK + token
         is_seen = (position >= first) & (position < num_past)

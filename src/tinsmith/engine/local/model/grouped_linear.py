@@ -20,6 +20,7 @@ from tinsmith.engine.local.kernels import low_rank
 from tinsmith.engine.local.kernels.low_rank import Columns, Rows, Vectors
 from tinsmith.engine.local.model.experts.routing import TokenAdapters
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments, GradientBuffer, Layout
+from tinsmith.engine.local.model.transfers import to_device
 
 _Key = tuple[int | None, str]
 
@@ -184,7 +185,7 @@ class Group:
         """(3, R) int64: first rows, rows behind the last, adapters' numbers."""
         if self._given is not None:
             return self._given.runs
-        return torch.tensor(self._runs).t().contiguous().to(self._members.device)
+        return to_device(torch.tensor(self._runs).t().contiguous(), self._members.device)
 
     @functools.cached_property
     def token_adapters(self) -> TokenAdapters:
@@ -194,7 +195,7 @@ class Group:
         numbers = torch.full((self._batch_rows,), -1)
         for start, stop, number in self._runs:
             numbers[start:stop] = number
-        return TokenAdapters(numbers.to(self._members.device), 2 * len(self._runs) + 1)
+        return TokenAdapters(to_device(numbers, self._members.device), 2 * len(self._runs) + 1)
 
     def on_rows(self, runs: Sequence[tuple[int, int, int]], batch_rows: int) -> Group:
         return Group(self._members, runs, batch_rows)

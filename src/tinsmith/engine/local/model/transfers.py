@@ -16,6 +16,9 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host's on the device."""
     if device.type != "cuda":
         return x.to(device)
+    if torch.cuda.is_current_stream_capturing():
+        # A graph would read the host's memory each time, whatever is there by then.
+        raise RuntimeError("a tensor of the host's cannot become part of a graph")
     return x.pin_memory().to(device, non_blocking=True)
 
 

@@ -34,6 +34,7 @@ from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.experts.steering import GivenChoices
 from tinsmith.engine.local.model.inputs import Input, Seen
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments, GradientBuffer, Run
+from tinsmith.engine.local.model.transfers import to_device
 from tinsmith.engine.local.train.batch_limits import BatchLimits
 from tinsmith.engine.local.train.pass_progress import PassProgress
 from tinsmith.engine.local.train.scoring import LOSS_TURN_SECONDS, Loss, compiling, score
@@ -257,8 +258,8 @@ def run_batch(
         graphs.drop()
     with torch.set_grad_enabled(needs_gradient):
         hidden = decoder.hidden(
-            torch.from_numpy(tokens.astype(np.int64)).to(decoder.device),
-            torch.from_numpy(positions).to(decoder.device),
+            to_device(torch.from_numpy(tokens.astype(np.int64)), decoder.device),
+            to_device(torch.from_numpy(positions), decoder.device),
             PackedAttention(decoder.config, lengths, is_invariant=decoder.is_invariant),
             adapters,
             kept_layers=limits.kept_layers(sum(lengths)),
