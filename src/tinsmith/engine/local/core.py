@@ -566,7 +566,7 @@ def _written(save: Callable[[], SavedAdapter], folder: Path) -> SavedAdapter | F
 
 
 def _set_up_torch(config: LocalEngineConfig, device: torch.device) -> None:
-    if config.deterministic or config.on_policy == "exact":
+    if config.deterministic:
         torch.set_num_threads(config.num_threads or 1)
     elif config.num_threads is not None:
         torch.set_num_threads(config.num_threads)

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.engine.local.model import invariant
-from tinsmith.engine.local.model.cpu import few_rows
+from tinsmith.engine.local.model.cpu import few_rows, tiles
 from tinsmith.engine.local.model.quantized import Quantized
 
 MIN_NUMBERS = 1 << 16
@@ -125,7 +125,7 @@ class Linear:
             return invariant.cuda_product(x, self.weight, self.bias)
         if self.is_invariant:
             kind = (self._is_packable, self._chain, *self._weight.shape)
-            return invariant.in_tiles(self._product_of_tile, x, kind)
+            return tiles.in_tiles(self._product_of_tile, x, kind)
         if not self._is_packable or len(x) < self._fewest_packed_rows:
             return few_rows.linear(x, self.weight, self.bias)
         return self._packed_product(x)
