@@ -12,7 +12,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from typing import TypeVar
 
 import torch
@@ -72,7 +72,12 @@ def on_all_cores(
             return work(parts[index::count])
 
     with _threads(torch.get_num_threads()):  # also what threads to come begin with
-        shares = list(_pool(count).map(share, range(count)))
+        others = [_pool(count - 1).submit(share, index) for index in range(1, count)]
+        try:
+            shares = [share(0)]
+        finally:
+            futures.wait(others)
+        shares += [other.result() for other in others]
     return [shares[i % count][i // count] for i in range(len(parts))]
 
 
@@ -87,5 +92,5 @@ def _threads(count: int) -> Iterator[None]:
 
 
 @functools.cache
-def _pool(num_cores: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_cores, thread_name_prefix="cores")
+def _pool(num_others: int) -> futures.ThreadPoolExecutor:
+    return futures.ThreadPoolExecutor(num_others, thread_name_prefix="cores")
