@@ -111,7 +111,7 @@ def _local_factory(config: ServerConfig, cluster: RemoteCluster | None) -> Engin
 
     async def start_in_cluster(plan: SlotPlan) -> Engine:
         assert cluster is not None, "chosen only with a cluster"
-        threads = settings.num_threads or (None if _is_alone(settings) else config.engine_cpus)
+        threads = settings.num_threads or (None if settings.deterministic else config.engine_cpus)
         device = plan.device.partition("+")[0]
         own: dict[str, Any] = {
             "device": device,
@@ -140,9 +140,9 @@ def _local_factory(config: ServerConfig, cluster: RemoteCluster | None) -> Engin
 
 def _num_threads(settings: LocalEngineConfig, plan: SlotPlan) -> int | None:
     """Engine processes share the cores evenly: if each used all of them, they would wait for one
-    another at every operation."""
+    another at every operation. In deterministic mode one thread is the engine's own choice."""
     num_processes = plan.num_slots * settings.ranks
-    if settings.num_threads is not None or _is_alone(settings) or num_processes == 1:
+    if settings.num_threads is not None or settings.deterministic or num_processes == 1:
         return settings.num_threads
     return max(1, _num_cores() // num_processes)
 
@@ -152,11 +152,6 @@ def _part_of_gpu(config: ServerConfig) -> float:
     if not config.engine_gpus:
         return 1.0
     return min(1.0, config.engine_gpus / config.ranks)
-
-
-def _is_alone(settings: LocalEngineConfig) -> bool:
-    """Whether the engine computes on one thread, so that results do not depend on their number."""
-    return settings.deterministic or settings.on_policy == "exact"
 
 
 def _num_cores() -> int:

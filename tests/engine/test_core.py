@@ -472,6 +472,8 @@ def test_the_number_of_threads_is_fixed_in_deterministic_mode(new_core: Any) -> 
     torch.set_num_threads(2)
     new_core(deterministic=False)
     assert torch.get_num_threads() == 2
+    new_core(deterministic=False, on_policy="exact")
+    assert torch.get_num_threads() == 2
     new_core(deterministic=True)
     assert torch.get_num_threads() == 1
     new_core(deterministic=True, num_threads=2)

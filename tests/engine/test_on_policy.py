@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.conftest import build_reference
 from tests.engine.on_policy_reference import assert_they_agree_in_every_bit, trained_logprobs
 from tests.engine.sample.sampling_reference import answers, job_of, tokens_of
 from tests.support.tiny_families import save_tiny
@@ -28,9 +29,9 @@ EXACT = LocalEngineConfig(device="cpu", on_policy="exact")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Any:
+def _threads() -> Any:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
 
@@ -64,6 +65,37 @@ def test_without_it_they_differ(
         decoder, [(tokens_of(20) + sequence.tokens, none)], EXACT, forward_only=True
     )
     assert not np.array_equal(trained[0][19:], sequence.logprobs_np)
+
+
+def test_the_number_of_threads_changes_no_bit(
+    tmp_path: Path, new_adapter: Callable[..., Adapter]
+) -> None:
+    """With so many numbers, and so odd a number, that torch would divide what is between the
+    products, and within a row."""
+    build_reference("llama", intermediate_size=201).save_pretrained(tmp_path)
+    exact_decoder = Decoder.load(tmp_path)
+    exact_decoder.make_invariant()
+    adapter = new_adapter(exact_decoder, fill_seed=1, rank=5)
+    prompts = [tokens_of(100 + number, number) for number in range(9)]
+    jobs = [
+        (job_of(str(number), prompt, max_tokens=5, seed=3, prompt_logprobs=True), adapter)
+        for number, prompt in enumerate(prompts)
+    ]
+
+    def logprobs(num_threads: int) -> list[np.ndarray]:
+        torch.set_num_threads(num_threads)
+        found = answers(Generator(exact_decoder, EXACT), jobs)
+        sampled = [found[job.job_id] for job, _ in jobs]
+        trained = trained_logprobs(
+            exact_decoder, [(prompt, adapter) for prompt in prompts], EXACT, forward_only=False
+        )
+        of_prompts = [response.prompt_logprobs_np[1:] for response in sampled]
+        return [*of_prompts, *(response.sequences[0].logprobs_np for response in sampled), *trained]
+
+    expected = logprobs(1)
+    for num_threads in (2, 3, 7):
+        for ours, theirs in zip(logprobs(num_threads), expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize(("dim", "num_kv_heads"), [(8, 1), (24, 2), (64, 3)])

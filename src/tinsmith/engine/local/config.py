@@ -74,7 +74,7 @@ class LocalEngineConfig:
 
     num_threads: int | None = None
     """Threads for the mathematics on the CPU; None leaves torch's choice, and is one thread in
-    deterministic mode and with `on_policy` "exact"."""
+    deterministic mode."""
 
     micro_batch_tokens: int | None = None
     """Most tokens in one micro-batch; a longer sequence runs alone. None is 16384 on CUDA and, on

@@ -15,7 +15,7 @@ from tinsmith.memory import process_bytes
 
 
 def set_up_torch(config: LocalEngineConfig, device: torch.device) -> None:
-    if config.deterministic or config.on_policy == "exact":
+    if config.deterministic:
         torch.set_num_threads(config.num_threads or 1)
     elif config.num_threads is not None:
         torch.set_num_threads(config.num_threads)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.local import kernels
-from tinsmith.engine.local.model import invariant
+from tinsmith.engine.local.model.cpu import tiles
 from tinsmith.engine.local.model.linear import Linear, add_product, plain_product, put_product
 from tinsmith.engine.local.model.lora import ActiveRun, AdapterSegments, LowRank
 from tinsmith.engine.local.ranks.group import ALONE, Ranks
@@ -171,7 +171,7 @@ def _add_forward(
         for inner_of, b_of in zip(inner.split(adapter.rank, dim=1), b, strict=True):
             right = left + len(b_of)
             if is_invariant:
-                y[start:stop, left:right] += invariant.product(inner_of, b_of)
+                y[start:stop, left:right] += tiles.product(inner_of, b_of)
             else:
                 add_product(y[start:stop, left:right], inner_of, b_of.t())
             left = right
@@ -182,7 +182,7 @@ def _add_forward(
 def _inner(run: ActiveRun, x: Tensor, key: _Key, is_invariant: bool) -> Tensor:
     start, stop, adapter, _ = run
     a = adapter.weights()[key].a
-    multiply = invariant.product if is_invariant else plain_product
+    multiply = tiles.product if is_invariant else plain_product
     inner = multiply(x[start:stop], a)
     return inner.mul_(adapter.scale)
 

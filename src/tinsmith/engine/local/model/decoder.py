@@ -10,6 +10,7 @@ Shapes: N tokens, H query heads, K key/value heads, D head size, d hidden size, 
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from tinsmith.engine.local.model.blocks import (
     Layer,
     kept_bytes_a_token,
 )
+from tinsmith.engine.local.model.cpu import cores
 from tinsmith.engine.local.model.experts.steering import Steering
 from tinsmith.engine.local.model.families import DecoderConfig
 from tinsmith.engine.local.model.images.vision import Vision
@@ -159,6 +161,12 @@ class Decoder:
         for linear in self._linears():
             linear.is_invariant = True
 
+    def in_order(self) -> contextlib.AbstractContextManager[None]:
+        """Where logits are made and read that must be the same to the last bit; nothing else is
+        slower there."""
+        has_cores = self.is_invariant and self.device.type == "cpu"
+        return cores.undivided() if has_cores else contextlib.nullcontext()
+
     def _linears(self) -> list[Linear]:
         return [self.head, *(linear for layer in self.layers for linear in layer.linears)]
 
@@ -184,31 +192,32 @@ class Decoder:
             assert len(seen.features) == 1, "our own decoder adds nothing to later layers"
             if not (self.config.images is not None and self.config.images.is_in_line):
                 positions = seen.on_axes(positions)
-        rotations = {
-            rope: rope.rotation(frequencies, positions, self.dtype)
-            for rope, frequencies in self._frequencies.items()
-        }
-        x = F.embedding(tokens if seen is None else tokens.clamp(min=0), self.embedding)
-        if self._embedding_scale != 1.0:
-            x = x * self._embedding_scale
-        if seen is not None:
-            x = seen.among(x)
-        x = x.to(self.stream_dtype)
-        first_kept = 0 if kept_layers is None else len(self.layers) - kept_layers
-        for index, layer in enumerate(self.layers):
-            block = Block(
-                self.config,
-                index,
-                layer,
-                rotations,
-                attention,
-                adapters,
-                self.ranks,
-                steering,
-                dtype=self.dtype,
-            )
-            x = block.run(x, recompute=index < first_kept)
-        return differentiable_rms_norm(x, self.final_norm, self.config.norm_eps, self.dtype)
+        with self.in_order():
+            rotations = {
+                rope: rope.rotation(frequencies, positions, self.dtype)
+                for rope, frequencies in self._frequencies.items()
+            }
+            x = F.embedding(tokens if seen is None else tokens.clamp(min=0), self.embedding)
+            if self._embedding_scale != 1.0:
+                x = x * self._embedding_scale
+            if seen is not None:
+                x = seen.among(x)
+            x = x.to(self.stream_dtype)
+            first_kept = 0 if kept_layers is None else len(self.layers) - kept_layers
+            for index, layer in enumerate(self.layers):
+                block = Block(
+                    self.config,
+                    index,
+                    layer,
+                    rotations,
+                    attention,
+                    adapters,
+                    self.ranks,
+                    steering,
+                    dtype=self.dtype,
+                )
+                x = block.run(x, recompute=index < first_kept)
+            return differentiable_rms_norm(x, self.final_norm, self.config.norm_eps, self.dtype)
 
     def raw_logits(self, hidden: Tensor, adapters: AdapterSegments) -> Tensor:
         """Logits (M, V) as the product leaves them: in `stream_dtype`, not softcapped; of

@@ -31,14 +31,14 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.engine.local.model import invariant
-from tinsmith.engine.local.model.cpu import few_rows
+from tinsmith.engine.local.model.cpu import few_rows, tiles
 from tinsmith.engine.local.model.quantized import Quantized
 
 MIN_NUMBERS = 1 << 16
@@ -77,8 +77,15 @@ class Linear:
         self.bias = bias
         self.is_invariant = False
         """Whether a row's product is the same to the last bit whatever rows are beside it."""
+        outputs, inputs = weight.shape
         self._is_exact = is_exact
         self._is_packable = False
+        self._chain = _EXACT_CHAIN if is_exact or inputs > outputs else inputs
+        """Inputs that the packed product adds up at a time."""
+        self._can_group = inputs > outputs and not is_exact and inputs % _EXACT_CHAIN == 0
+        """Whether the pieces of few rows are quicker in one call."""
+        is_quick = inputs <= outputs or self._can_group
+        self._fewest_packed_rows = 2 if is_quick else _MIN_ROWS_IN_PIECES
         self._forward: list[list[Tensor]] | None = None
         """The weight's parts: by outputs, and each by inputs."""
         self._groups: few_rows.Groups | None = None
@@ -128,7 +135,7 @@ class Linear:
             return invariant.cuda_product(x, self.weight, self.bias)
         if self.is_invariant:
             kind = (self._is_packable, self._chain, *self._weight.shape)
-            return invariant.in_tiles(self._product_of_tile, x, kind)
+            return tiles.in_tiles(self._product_of_tile, x, kind)
         if not self._is_packable or len(x) < self._fewest_packed_rows:
             return few_rows.linear(x, self.weight, self.bias)
         return self._packed_product(x)
@@ -137,17 +144,6 @@ class Linear:
         if self._is_packable:
             return self._packed_product(x)
         return F.linear(x, self.weight, self.bias)
-
-    @property
-    def _fewest_packed_rows(self) -> int:
-        outputs, inputs = self._weight.shape
-        return 2 if inputs <= outputs or self._can_group else _MIN_ROWS_IN_PIECES
-
-    @property
-    def _can_group(self) -> bool:
-        """Whether the pieces of few rows are quicker in one call."""
-        outputs, inputs = self._weight.shape
-        return inputs > outputs and not self._is_exact and inputs % _EXACT_CHAIN == 0
 
     def _packed_product(self, x: Tensor) -> Tensor:
         if self._can_group and few_rows.can_group(self.shape, self._chain, len(x)):
@@ -160,6 +156,8 @@ class Linear:
                 for part in self.weight.split(self._outputs_at_a_time)
             ]
         if len(self._forward) == 1:
+            if self._chain == self._weight.shape[1]:
+                return _product(x, self._forward[0][0], self.bias)
             return _sum_of_products(x.split(self._chain, dim=1), self._forward[0], self.bias)
         y = x.new_empty(len(x), self._weight.shape[0])
         for y_of, rows in zip(y.split(_ROWS_AT_A_TIME), x.split(_ROWS_AT_A_TIME), strict=True):
@@ -181,12 +179,6 @@ class Linear:
         if self._backward is None:
             self._backward = _pack(self.weight.t())
         return _product(grad, self._backward, None)
-
-    @property
-    def _chain(self) -> int:
-        """Inputs that the packed product adds up at a time."""
-        outputs, inputs = self._weight.shape
-        return _EXACT_CHAIN if self._is_exact or inputs > outputs else inputs
 
     @property
     def _outputs_at_a_time(self) -> int:
@@ -271,4 +263,11 @@ def _sum_of_products(pieces: Sequence[Tensor], packed: list[Tensor], bias: Tenso
 
 
 def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return _onednn_linear()(x, packed, bias, "none", [], "")
+
+
+@functools.cache
+def _onednn_linear() -> Callable[..., Tensor]:
+    """Found once: to look for it takes as long as a small product."""
+    found: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+    return found

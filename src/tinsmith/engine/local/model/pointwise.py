@@ -256,14 +256,20 @@ def _inverse(x: Tensor, eps: float) -> Tensor:
 
 def _rotate(x: Tensor, rotation: Rotation, out: Tensor | None = None) -> Tensor:
     """Each pair of the last dimension of x (N, heads, D) rotated by its angle."""
-    distance = rotation.distance
-    cos, sin = (part[..., :distance] for part in (rotation.cos, rotation.sin))
+    distance, size = rotation.distance, x.shape[-1]
+    cos, sin = rotation.cos, rotation.sin
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    left, right, plain = x.tensor_split((distance, 2 * distance), dim=-1)
-    to_left, to_right, to_plain = out.tensor_split((distance, 2 * distance), dim=-1)
+    if 2 * distance == size:
+        left, right = x.chunk(2, dim=-1)
+        to_left, to_right = out.chunk(2, dim=-1)
+    else:
+        cos, sin = cos[..., :distance], sin[..., :distance]
+        sizes = (distance, distance, size - 2 * distance)
+        left, right, plain = x.split(sizes, dim=-1)
+        to_left, to_right, to_plain = out.split(sizes, dim=-1)
+        to_plain.copy_(plain)
     torch.mul(left, cos, out=to_left).addcmul_(right, sin, value=-1)
     torch.mul(right, cos, out=to_right).addcmul_(left, sin)
-    to_plain.copy_(plain)
     return out
 
 

@@ -56,8 +56,9 @@ class TargetLogprobs:
         probabilities on the way."""
 
         self.values = hidden.new_empty(targets.shape, dtype=torch.float32)
-        for start in range(0, len(hidden), max_rows):
-            self._visit(start, min(start + max_rows, len(hidden)))
+        with decoder.in_order():
+            for start in range(0, len(hidden), max_rows):
+                self._visit(start, min(start + max_rows, len(hidden)))
 
     def backward(self, grad: Tensor) -> Tensor:
         """The gradient for the hidden states (M, d) from that for `values` (M, K), on the CPU.

@@ -175,7 +175,7 @@ def _attend(
     if q.device.type == "cpu" and q.dtype == torch.float32 and spec.softcap is None:
         if bias is not None:
             bias = bias.expand(len(q), q.shape[1], -1)[None]
-        out, mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out, mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
             q[None], keys[None], values[None], 0.0, False, attn_mask=bias, scale=spec.scale
         )
         return out[0].contiguous(), mass[0]

@@ -274,7 +274,7 @@ class Generator:
         return kept
 
     def _run(self, step: MixedStep) -> None:
-        with self._failing(*step.requests):
+        with self._failing(*step.requests), self._decoder.in_order():
             step.run()
             for chunk in step.chunks:
                 self._score(step, chunk)

@@ -17,6 +17,7 @@ rows a call costs as much as its product. `Groups` makes one of them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -79,11 +80,18 @@ class Groups:
         num_rows = len(x)
         # (N, inputs) as an image of 1 × N points, its channels last.
         image = x.contiguous().view(1, 1, num_rows, -1).permute(0, 3, 1, 2)
-        found = torch.ops.mkldnn._convolution_pointwise(
+        found = _onednn_convolution()(
             image, self._packed, self._bias, [0, 0], [1, 1], [1, 1], self._count, "none", [], ""
         )
         found = found.permute(0, 2, 3, 1).reshape(num_rows, self._count, self._outputs)
         return _sum_in_order(found)
+
+
+@functools.cache
+def _onednn_convolution() -> Callable[..., Tensor]:
+    """Found once: to look for it takes as long as a small product."""
+    found: Callable[..., Tensor] = torch.ops.mkldnn._convolution_pointwise.default
+    return found
 
 
 def _sum_in_order(pieces: Tensor) -> Tensor:
