@@ -360,6 +360,7 @@ def _sum_kernel(
     for share in tl.static_range(SHARES):
         part = parts + (share * num_rows + row) * width
         total += tl.load(part + column, mask=is_in, other=0.0)
+    # Behind the outputs whose sums are whole: (BLOCK,), rounded as y is.
     if HAS_BIAS:
         total += tl.load(bias + left + column, mask=is_in, other=0.0).to(tl.float32)
     tl.store(y + row * outputs + left + column, total, mask=is_in)
@@ -380,11 +381,12 @@ def _dense_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    # One program per tile of the weight.
+    # One program per tile of the weight, (OUTPUTS, INPUTS).
     output = (tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
     is_output = output < outputs
     first = tl.program_id(1) * INPUTS
     if KIND == "nf4":
+        # Bytes (OUTPUTS, INPUTS / 2): a number, and the one 32 columns to its right in the block.
         byte = tl.arange(0, INPUTS // 2)
         column = first + byte // 32 * 64 + byte % 32
         inside = is_output[:, None] & (column < inputs)[None, :]
@@ -399,6 +401,7 @@ def _dense_kernel(
         column = first + tl.arange(0, INPUTS)
         inside = is_output[:, None] & (column < inputs)[None, :]
         at = output[:, None] * code_row + column[None, :]
+        # Codes (OUTPUTS, INPUTS), and a scale for each row.
         code = tl.load(codes + at, mask=inside, other=0.0)
         scale = tl.load(scales + output * scale_row, mask=is_output, other=0.0)
         to = weight + output[:, None] * inputs + column[None, :]

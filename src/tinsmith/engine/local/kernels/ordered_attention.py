@@ -294,6 +294,7 @@ def _append_kernel(
         return
     dim = tl.arange(0, DIM_PAD)
     is_in = dim < DIM
+    # The block of the newest token, from the row's part of the table, and the token's place in it.
     page = tl.load(blocks + tl.load(firsts + row) + (length - 1) // PAGE).to(tl.int64)
     vector = ((layer.to(tl.int64) * num_blocks + page) * KV_HEADS + kv_head) * PAGE
     at = (vector + (length - 1) % PAGE) * DIM + dim

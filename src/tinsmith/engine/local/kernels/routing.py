@@ -203,6 +203,7 @@ def _sort(
     choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_own = choice < total
     own = tl.load(choices + choice, mask=is_own, other=0).to(tl.int32)
+    # Before it come those of smaller experts, and earlier ones of its own: (BLOCK, WIDE) at a time.
     before = tl.zeros((BLOCK, WIDE), dtype=tl.int32)
     for at in range(0, total, WIDE):
         other = at + tl.arange(0, WIDE)
@@ -210,6 +211,7 @@ def _sort(
         is_same = experts[None, :] == own[:, None]
         is_earlier = is_same & (other[None, :] < choice[:, None])
         before += (is_earlier | (experts[None, :] < own[:, None])).to(tl.int32)
+    # Of each row its expert, its choice and its token; of each choice its row: (BLOCK,) each.
     row = tl.sum(before, axis=1)
     tl.store(found + row, own.to(tl.int64), mask=is_own)
     tl.store(found + total + row, choice.to(tl.int64), mask=is_own)
@@ -292,6 +294,7 @@ def _sums(
     for number in tl.static_range(PER_TOKEN):
         place = tl.load(places + token * PER_TOKEN + number)
         values = tl.load(rows + place * row_stride + column, mask=is_in, other=0.0).to(tl.float32)
+        # A share is rounded as the rows are, its product is not.
         if HAS_SHARES:
             share = tl.load(shares + token * PER_TOKEN + number)
             values *= share.to(rows.dtype.element_ty).to(tl.float32)
@@ -321,8 +324,10 @@ def _weigh(
         to = rows + row * row_stride + column
         values = tl.load(to, mask=is_in, other=0.0).to(tl.float32)
         others = tl.load(x + row * x_stride + column, mask=is_in, other=0.0).to(tl.float32)
+        # Products before they are weighed; then the row in place.
         products += values * others
         tl.store(to, values * share, mask=is_in)
+    # One number for the row: its product with x.
     tl.store(along + row, tl.sum(products, axis=0))
 
 

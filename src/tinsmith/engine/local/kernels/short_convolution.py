@@ -304,6 +304,7 @@ def _convolution_backward(
     is_in = (row < num_rows)[:, None] & is_column[None, :]
     at = row[:, None] * channels + column[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    # Tap after tap: the gradient (ROWS, COLUMNS) of rows `lag` later, if they are of the sequence.
     for lag in tl.static_range(TAPS):
         share = tl.load(weight + column * TAPS + (TAPS - 1 - lag), mask=is_column, other=0.0)
         since = tl.load(rows + row + lag, mask=row + lag < num_rows, other=-1)
