@@ -30,8 +30,8 @@ from torch import Tensor
 from tinsmith.engine.local.kernels.launching import Launcher
 
 MAX_ROWS = 128
-"""Each tile of 128 rows makes the weight's numbers once more. With two of them an H200 takes as long
-as with the weight made whole: 6144x2560 in int8 31 and 28 µs, 9728x2560 in nf4 54 and 51."""
+"""Each tile of 128 rows makes the weight's numbers once more. With two of them an H200 takes as
+long as with the weight made whole: 6144x2560 in int8 31 and 28 µs, 9728x2560 in nf4 54 and 51."""
 
 _OUTPUTS = 128
 _INPUTS = 128

@@ -4,7 +4,7 @@ A pass over a few hundred tokens is a thousand kernels, which a GPU runs faster 
 ask for them. Here the decoder's forward pass is one list of kernels over tables that never move
 (`pass_tables`), and its backward pass another. Between the two, `scoring` does what it always does.
 Both are captured when a shape comes for the second time, and replayed from then on. The activations
-of all shapes share their memory, since no two batches are under way at a time.
+of all shapes share their memory (`graph_memory`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.experts.mlp import ExpertMlp
 from tinsmith.engine.local.model.lora import AdapterSegments, GradientBuffer
 from tinsmith.engine.local.train.batch_limits import GRAPHS_PART
+from tinsmith.engine.local.train.graph_memory import GraphMemory
 from tinsmith.engine.local.train.pass_tables import PassShape, PassTables, shape_of
 
 logger = logging.getLogger(__name__)
@@ -47,13 +48,19 @@ _MOST_SHAPES = 1024
 class PassGraphs:
     """The captured passes of one base model."""
 
-    def __init__(self, decoder: Decoder, pass_bytes: int | None = None) -> None:
-        """`pass_bytes` is the memory for passes, where it was planned."""
-        self._max_tokens = _max_tokens(decoder, pass_bytes)
+    def __init__(
+        self,
+        decoder: Decoder,
+        pass_bytes: int | None = None,
+        memory: GraphMemory | None = None,
+    ) -> None:
+        """`pass_bytes` is the memory for passes, where it was planned, and `memory` what the
+        graphs of all base models have of it."""
+        self._max_tokens = most_tokens(decoder, pass_bytes)
         self._graphs: OrderedDict[PassShape, CapturedPass] = OrderedDict()
         self._seen: set[PassShape] = set()
-        self._pool: tuple[int, int] | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._memory = memory or GraphMemory()
+        self._memory.share(self)
 
     def begin(
         self,
@@ -73,14 +80,7 @@ class PassGraphs:
         captured = self._graphs.get(shape) or CapturedPass(decoder, shape)
         captured.tables.fill(tokens, positions, lengths, adapters)
         if shape not in self._graphs:
-            try:
-                captured.capture(decoder, adapters, *self._place(decoder.device))
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                logger.warning("passes of few tokens are not captured", exc_info=error)
-                self._max_tokens = 0
-                self.drop()
+            if not self._capture(captured, decoder, adapters):
                 return None
             if len(self._graphs) >= MOST_GRAPHS:
                 self._graphs.popitem(last=False)
@@ -92,9 +92,31 @@ class PassGraphs:
         return len(self._graphs)
 
     def drop(self) -> None:
-        """Give their memory back."""
+        """Give memory back, other base models' too, as somebody needs it."""
+        self._memory.give_back()
+
+    def forget(self) -> None:
+        """A shape has to come twice again: where memory is given back each time, nothing is
+        captured for one use."""
         self._graphs.clear()
-        self._pool = None
+        self._seen.clear()
+
+    def _capture(self, captured: CapturedPass, decoder: Decoder, adapters: AdapterSegments) -> bool:
+        """Whether it could be done."""
+        try:
+            memory = self._memory
+            captured.capture(decoder, adapters, memory.stream(decoder.device), memory.pool())
+            return True
+        except torch.OutOfMemoryError as error:
+            logger.warning("no memory to capture a pass of few tokens: %s", error)
+        except RuntimeError as error:
+            logger.warning("passes of few tokens are not captured", exc_info=error)
+            self._max_tokens = 0
+        # Outside the handlers, which hold on to what was made. While it captures, torch cannot use
+        # what it keeps of other work; the next time there is room.
+        self.drop()
+        torch.cuda.empty_cache()
+        return False
 
     def _is_expected(self, shape: PassShape) -> bool:
         """Whether the shape came before."""
@@ -104,19 +126,6 @@ class PassGraphs:
             self._seen.clear()
         self._seen.add(shape)
         return False
-
-    def _place(self, device: torch.device) -> tuple[torch.cuda.Stream, tuple[int, int]]:
-        """On which stream and into which memory to capture."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-            with torch.cuda.stream(self._stream):
-                # What products take for themselves is made once for a stream, and is not to lie in
-                # a graph's memory.
-                square = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-                square @ square
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._stream, self._pool
 
 
 class CapturedPass:
@@ -191,7 +200,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> Iterator[N
         graph.capture_end()
 
 
-def _max_tokens(decoder: Decoder, pass_bytes: int | None) -> int:
+def most_tokens(decoder: Decoder, pass_bytes: int | None) -> int:
     """Of a batch; 0 where the model's passes cannot be captured."""
     bytes_a_token = decoder.kept_bytes_a_token
     if bytes_a_token is None or not _can_capture(decoder):
