@@ -9,6 +9,7 @@ of all shapes share their memory (`graph_memory`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections import OrderedDict
@@ -197,7 +198,20 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> Iterator[N
     try:
         yield
     finally:
-        graph.capture_end()
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            _end_allocations(pool)
+            raise
+
+
+def _end_allocations(pool: tuple[int, int]) -> None:
+    """Of a capture that was not ended: torch would go on as if it were under way, and give back
+    nothing of what it keeps when memory runs out."""
+    device = torch.cuda.current_device()
+    with contextlib.suppress(AttributeError, RuntimeError):  # where they had ended
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
 
 
 def most_tokens(decoder: Decoder, pass_bytes: int | None) -> int:
