@@ -251,10 +251,10 @@ def test_base_models_take_turns_in_one_place(
     assert len(other.graphs) == 1
 
 
-def test_a_batch_that_cannot_be_captured_for_want_of_memory_is_computed_as_before(
+def test_what_torch_keeps_of_other_work_is_there_to_capture_into(
     tenants: Tenants, cuda: torch.device
 ) -> None:
-    """While it captures, torch cannot use what it keeps of other work."""
+    """It cannot use that while it captures, and has to give it back before."""
     tenants.run(LENGTHS, 0, captured=True)
     torch.cuda.empty_cache()
     whole = torch.cuda.mem_get_info(cuda)[1]

@@ -104,19 +104,23 @@ class PassGraphs:
 
     def _capture(self, captured: CapturedPass, decoder: Decoder, adapters: AdapterSegments) -> bool:
         """Whether it could be done."""
-        try:
-            memory = self._memory
-            captured.capture(decoder, adapters, memory.stream(decoder.device), memory.pool())
-            return True
-        except torch.OutOfMemoryError as error:
-            logger.warning("no memory to capture a pass of few tokens: %s", error)
-        except RuntimeError as error:
-            logger.warning("passes of few tokens are not captured", exc_info=error)
-            self._max_tokens = 0
-        # Outside the handlers, which hold on to what was made. While it captures, torch cannot use
-        # what it keeps of other work; the next time there is room.
+        memory = self._memory
+        for is_last in (False, True):
+            try:
+                captured.capture(decoder, adapters, memory.stream(decoder.device), memory.pool())
+                return True
+            except torch.OutOfMemoryError as error:
+                if is_last:
+                    logger.warning("no memory to capture a pass of few tokens: %s", error)
+            except RuntimeError as error:
+                logger.warning("passes of few tokens are not captured", exc_info=error)
+                self._max_tokens = 0
+                break
+            # While it captures, torch cannot use what it keeps of other work. This is outside the
+            # handlers, which hold on to what was made.
+            captured.discard()
+            torch.cuda.empty_cache()
         self.drop()
-        torch.cuda.empty_cache()
         return False
 
     def _is_expected(self, shape: PassShape) -> bool:
@@ -136,6 +140,10 @@ class CapturedPass:
         self.tables = PassTables(shape, decoder.device)
         self._shape = shape
         self._hidden = self._hidden_grad = torch.empty(0)
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+
+    def discard(self) -> None:
+        """Let go of what was captured, of a pass that could not be to its end."""
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
 
     def forward(self, num_tokens: int) -> Tensor:
