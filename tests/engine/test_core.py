@@ -484,3 +484,18 @@ def test_the_number_of_threads_is_fixed_in_deterministic_mode(new_core: Any) -> 
 def test_a_device_that_is_not_there_is_an_error(new_core: Any) -> None:
     with pytest.raises(EngineError, match="cuda"):
         new_core(device="cuda")
+
+
+@pytest.mark.parametrize("checkpoint_layers", [False, True])
+def test_passes_that_are_not_to_keep_activations_are_not_captured(
+    checkpoint_layers: bool,
+    new_core: Callable[..., EngineCore],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is captured keeps them all."""
+    core = new_core(checkpoint_layers=checkpoint_layers)
+    asked = []
+    monkeypatch.setattr(core_module, "graphs_of", lambda *arguments: asked.append(arguments))
+    assert core.create_adapter("a", "llama", LORA) is None
+    run(core, passes("a"))
+    assert len(asked) == (0 if checkpoint_layers else 1)

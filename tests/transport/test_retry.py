@@ -355,3 +355,16 @@ async def test_cancelling_a_request_closes_its_connection(
     with pytest.raises(asyncio.CancelledError):
         await sending
     await http.close()
+
+
+async def test_what_repeats_in_silence_waits_for_no_bill() -> None:
+    """It would be sent for an hour, and the user's own pause would count from then."""
+    clock = FakeClock()
+    billing = BillingPause(max_seconds=3600, now=clock.now)
+    inner = Failing(status_error(402))
+    with pytest.raises(APIStatusError):
+        policy = RetryPolicy(max_retries=4, is_silent=True)
+        await Retrying(inner, policy, Repeater(clock=clock, billing=billing)).send(REQUEST)
+    assert len(inner.sent) == 1
+    clock.time += 1000.0
+    assert billing.left_seconds(status_error(402)) == 3600

@@ -77,7 +77,7 @@ class RetryPolicy:
     """Answers that mean "ask again" and cost no delay: the server holds the request instead."""
 
     is_silent: bool = False
-    """Whether the user is not told when attempts go unanswered."""
+    """Whether the user is not told when attempts go unanswered, and nobody waits for a bill."""
 
     gate: Gate | None = None
     """Every attempt waits for it, and a 429 closes it for all who share it."""
@@ -277,7 +277,9 @@ class Repeater:
             error,
             attempt=attempts.number,
             elapsed_seconds=attempts.elapsed_seconds,
-            billing_pause_left_seconds=self.billing.left_seconds(error),
+            billing_pause_left_seconds=0.0
+            if policy.is_silent
+            else self.billing.left_seconds(error),
             chance=random.random(),
         )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from tinsmith.engine.local.config import LocalEngineConfig
 from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.lora import Adapter, AdapterPool
 from tinsmith.engine.local.train.adamw import adamw_step
+from tinsmith.engine.local.train.graph_memory import GraphMemory
 from tinsmith.engine.local.train.passes import graphs_of, run_passes
 from tinsmith.types import AdamParams, ForwardBackwardOutput
 
@@ -218,6 +221,56 @@ def test_many_shapes_share_memory_and_stay_right(tenants: Tenants) -> None:
     check_alike(tenants.run(shapes[0], 7, captured=True), tenants.run(shapes[0], 7, captured=False))
 
 
+def test_base_models_take_turns_in_one_place(
+    tenants: Tenants,
+    cuda: torch.device,
+    tiny_llama_folder: Path,
+    new_adapter: Callable[..., Adapter],
+) -> None:
+    """What one gives back the other does too, and it is there again for the one that is left."""
+    memory = GraphMemory()
+    other = Tenants(Decoder.load(tiny_llama_folder, cuda, torch.bfloat16), new_adapter)
+    both = (tenants, other)
+    for each in both:
+        each.graphs = graphs_of(each.decoder, memory=memory)
+    for seed in range(4):
+        for each in both:
+            expected = each.run(LENGTHS, seed, captured=False)
+            check_alike(each.run(LENGTHS, seed, captured=True), expected)
+    assert tenants.graphs is not None and other.graphs is not None
+    assert len(tenants.graphs) == len(other.graphs) == 1
+    tenants.graphs.drop()
+    assert len(tenants.graphs) == len(other.graphs) == 0
+    tenants.run(LENGTHS, 0, captured=True)
+    tenants.run(LENGTHS, 1, captured=True)
+    tenants.graphs = None
+    gc.collect()
+    for seed in range(4):
+        expected = other.run(LENGTHS, seed, captured=False)
+        check_alike(other.run(LENGTHS, seed, captured=True), expected)
+    assert len(other.graphs) == 1
+
+
+def test_what_torch_keeps_of_other_work_is_there_to_capture_into(
+    tenants: Tenants, cuda: torch.device
+) -> None:
+    """It cannot use that while it captures, and has to give it back before."""
+    tenants.run(LENGTHS, 0, captured=True)
+    torch.cuda.empty_cache()
+    whole = torch.cuda.mem_get_info(cuda)[1]
+    kept = torch.empty(2**30, dtype=torch.uint8, device=cuda)
+    most = torch.cuda.memory_reserved(cuda) + 2**22
+    del kept
+    torch.cuda.set_per_process_memory_fraction(most / whole, cuda)
+    try:
+        for seed in range(1, 5):
+            expected = tenants.run(LENGTHS, seed, captured=False)
+            check_alike(tenants.run(LENGTHS, seed, captured=True), expected)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, cuda)
+    assert tenants.graphs is not None and len(tenants.graphs) == 1
+
+
 def test_what_cannot_be_captured_is_computed_as_before(
     tenants: Tenants, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,3 +285,31 @@ def test_what_cannot_be_captured_is_computed_as_before(
             expected = tenants.run(LENGTHS, seed, captured=False)
             check_alike(tenants.run(LENGTHS, seed, captured=True), expected)
     assert caplog.text.count("are not captured") == 1
+
+
+def test_after_a_capture_that_failed_torch_gives_back_what_it_keeps_as_before(
+    tenants: Tenants, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture in which the host waits is not ended by torch."""
+    plain = Decoder.hidden
+
+    def wait(decoder: Decoder, tokens: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            tokens.sum().item()
+        return plain(decoder, tokens, *arguments, **options)
+
+    monkeypatch.setattr(Decoder, "hidden", wait)
+    for seed in range(3):
+        expected = tenants.run(LENGTHS, seed, captured=False)
+        check_alike(tenants.run(LENGTHS, seed, captured=True), expected)
+    assert tenants.graphs is not None and len(tenants.graphs) == 0
+    torch.cuda.empty_cache()
+    whole = torch.cuda.mem_get_info(cuda)[1]
+    kept = torch.empty(2**30, dtype=torch.uint8, device=cuda)
+    most = torch.cuda.memory_reserved(cuda) + 2**20
+    del kept
+    torch.cuda.set_per_process_memory_fraction(most / whole, cuda)
+    try:
+        torch.empty(2**30 + 2**19, dtype=torch.uint8, device=cuda)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, cuda)

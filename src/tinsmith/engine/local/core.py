@@ -66,6 +66,7 @@ from tinsmith.engine.local.ranks.group import ALONE, Ranks
 from tinsmith.engine.local.sample.generation import Generator
 from tinsmith.engine.local.train.adamw import adamw_step
 from tinsmith.engine.local.train.batch_limits import BatchLimits
+from tinsmith.engine.local.train.graph_memory import GraphMemory
 from tinsmith.engine.local.train.passes import graphs_of, run_passes
 from tinsmith.errors import EngineError, ValidationError
 from tinsmith.types import LoraConfig
@@ -97,6 +98,7 @@ class EngineCore:
         self._pools: dict[str, AdapterPool] = {}
         self._generators: dict[str, Generator] = {}
         self._graphs: WeakKeyDictionary[Decoder, PassGraphs | None] = WeakKeyDictionary()
+        self._graph_memory = GraphMemory()
         self._adapters: dict[str, Adapter] = {}
         self._damaged: dict[str, str] = {}
         self._num_decoded = 0
@@ -256,9 +258,13 @@ class EngineCore:
         device_memory.give_back(self._device, self._planned().pass_bytes)
 
     def _pass_graphs(self, decoder: Decoder) -> PassGraphs | None:
-        """Those of a base model, which go when it leaves memory."""
+        """Those of a base model, which go when it leaves memory; None where activations are not to
+        be kept, which captured passes do."""
+        if self._config.checkpoint_layers:
+            return None
         if decoder not in self._graphs:
-            self._graphs[decoder] = graphs_of(decoder, self._planned().pass_bytes)
+            pass_bytes = self._planned().pass_bytes
+            self._graphs[decoder] = graphs_of(decoder, pass_bytes, self._graph_memory)
         return self._graphs[decoder]
 
     @contextlib.contextmanager

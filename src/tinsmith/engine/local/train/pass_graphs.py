@@ -4,11 +4,12 @@ A pass over a few hundred tokens is a thousand kernels, which a GPU runs faster 
 ask for them. Here the decoder's forward pass is one list of kernels over tables that never move
 (`pass_tables`), and its backward pass another. Between the two, `scoring` does what it always does.
 Both are captured when a shape comes for the second time, and replayed from then on. The activations
-of all shapes share their memory, since no two batches are under way at a time.
+of all shapes share their memory (`graph_memory`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections import OrderedDict
@@ -26,6 +27,7 @@ from tinsmith.engine.local.model.decoder import Decoder
 from tinsmith.engine.local.model.experts.mlp import ExpertMlp
 from tinsmith.engine.local.model.lora import AdapterSegments, GradientBuffer
 from tinsmith.engine.local.train.batch_limits import GRAPHS_PART
+from tinsmith.engine.local.train.graph_memory import GraphMemory
 from tinsmith.engine.local.train.pass_tables import PassShape, PassTables, shape_of
 
 logger = logging.getLogger(__name__)
@@ -47,13 +49,19 @@ _MOST_SHAPES = 1024
 class PassGraphs:
     """The captured passes of one base model."""
 
-    def __init__(self, decoder: Decoder, pass_bytes: int | None = None) -> None:
-        """`pass_bytes` is the memory for passes, where it was planned."""
-        self._max_tokens = _max_tokens(decoder, pass_bytes)
+    def __init__(
+        self,
+        decoder: Decoder,
+        pass_bytes: int | None = None,
+        memory: GraphMemory | None = None,
+    ) -> None:
+        """`pass_bytes` is the memory for passes, where it was planned, and `memory` what the
+        graphs of all base models have of it."""
+        self._max_tokens = most_tokens(decoder, pass_bytes)
         self._graphs: OrderedDict[PassShape, CapturedPass] = OrderedDict()
         self._seen: set[PassShape] = set()
-        self._pool: tuple[int, int] | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._memory = memory or GraphMemory()
+        self._memory.share(self)
 
     def begin(
         self,
@@ -73,14 +81,7 @@ class PassGraphs:
         captured = self._graphs.get(shape) or CapturedPass(decoder, shape)
         captured.tables.fill(tokens, positions, lengths, adapters)
         if shape not in self._graphs:
-            try:
-                captured.capture(decoder, adapters, *self._place(decoder.device))
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                logger.warning("passes of few tokens are not captured", exc_info=error)
-                self._max_tokens = 0
-                self.drop()
+            if not self._capture(captured, decoder, adapters):
                 return None
             if len(self._graphs) >= MOST_GRAPHS:
                 self._graphs.popitem(last=False)
@@ -92,9 +93,35 @@ class PassGraphs:
         return len(self._graphs)
 
     def drop(self) -> None:
-        """Give their memory back."""
+        """Give memory back, other base models' too, as somebody needs it."""
+        self._memory.give_back()
+
+    def forget(self) -> None:
+        """A shape has to come twice again: where memory is given back each time, nothing is
+        captured for one use."""
         self._graphs.clear()
-        self._pool = None
+        self._seen.clear()
+
+    def _capture(self, captured: CapturedPass, decoder: Decoder, adapters: AdapterSegments) -> bool:
+        """Whether it could be done."""
+        memory = self._memory
+        for is_last in (False, True):
+            try:
+                captured.capture(decoder, adapters, memory.stream(decoder.device), memory.pool())
+                return True
+            except torch.OutOfMemoryError as error:
+                if is_last:
+                    logger.warning("no memory to capture a pass of few tokens: %s", error)
+            except RuntimeError as error:
+                logger.warning("passes of few tokens are not captured", exc_info=error)
+                self._max_tokens = 0
+                break
+            # While it captures, torch cannot use what it keeps of other work. This is outside the
+            # handlers, which hold on to what was made.
+            captured.discard()
+            torch.cuda.empty_cache()
+        self.drop()
+        return False
 
     def _is_expected(self, shape: PassShape) -> bool:
         """Whether the shape came before."""
@@ -105,19 +132,6 @@ class PassGraphs:
         self._seen.add(shape)
         return False
 
-    def _place(self, device: torch.device) -> tuple[torch.cuda.Stream, tuple[int, int]]:
-        """On which stream and into which memory to capture."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-            with torch.cuda.stream(self._stream):
-                # What products take for themselves is made once for a stream, and is not to lie in
-                # a graph's memory.
-                square = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-                square @ square
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._stream, self._pool
-
 
 class CapturedPass:
     """The forward and the backward pass of one shape."""
@@ -126,6 +140,10 @@ class CapturedPass:
         self.tables = PassTables(shape, decoder.device)
         self._shape = shape
         self._hidden = self._hidden_grad = torch.empty(0)
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+
+    def discard(self) -> None:
+        """Let go of what was captured, of a pass that could not be to its end."""
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
 
     def forward(self, num_tokens: int) -> Tensor:
@@ -188,10 +206,23 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> Iterator[N
     try:
         yield
     finally:
-        graph.capture_end()
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            _end_allocations(pool)
+            raise
 
 
-def _max_tokens(decoder: Decoder, pass_bytes: int | None) -> int:
+def _end_allocations(pool: tuple[int, int]) -> None:
+    """Of a capture that was not ended: torch would go on as if it were under way, and give back
+    nothing of what it keeps when memory runs out."""
+    device = torch.cuda.current_device()
+    with contextlib.suppress(AttributeError, RuntimeError):  # where they had ended
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+
+
+def most_tokens(decoder: Decoder, pass_bytes: int | None) -> int:
     """Of a batch; 0 where the model's passes cannot be captured."""
     bytes_a_token = decoder.kept_bytes_a_token
     if bytes_a_token is None or not _can_capture(decoder):

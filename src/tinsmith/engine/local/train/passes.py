@@ -36,6 +36,7 @@ from tinsmith.engine.local.model.inputs import Input, Seen
 from tinsmith.engine.local.model.lora import Adapter, AdapterSegments, GradientBuffer, Run
 from tinsmith.engine.local.model.transfers import to_device
 from tinsmith.engine.local.train.batch_limits import BatchLimits
+from tinsmith.engine.local.train.graph_memory import GraphMemory
 from tinsmith.engine.local.train.pass_progress import PassProgress
 from tinsmith.engine.local.train.scoring import LOSS_TURN_SECONDS, Loss, compiling, score
 from tinsmith.errors import ValidationError
@@ -138,13 +139,15 @@ def run_passes(
         yield None
 
 
-def graphs_of(decoder: Decoder, pass_bytes: int | None = None) -> PassGraphs | None:
+def graphs_of(
+    decoder: Decoder, pass_bytes: int | None = None, memory: GraphMemory | None = None
+) -> PassGraphs | None:
     """What captures passes of a base model; None where there are no kernels."""
     if decoder.device.type != "cuda" or not kernels.are_usable(decoder.head.weight):
         return None
     from tinsmith.engine.local.train.pass_graphs import PassGraphs
 
-    return PassGraphs(decoder, pass_bytes)
+    return PassGraphs(decoder, pass_bytes, memory)
 
 
 def _one_by_one(
