@@ -81,7 +81,7 @@ async def test_a_device_has_trained_and_sampled_with_and_without_an_adapter() ->
     engine = Watched()
     started = await warmed(_factory(engine), None)(SlotPlan())
     assert started is engine
-    assert engine.passes == [(1, 64), (2, 256), (4, 1024), (8, 1024)]
+    assert engine.passes == [(1, 64), (1, 64), (2, 256), (2, 256), (4, 1024), (8, 1024)]
     assert engine.weights_ids == [None] * 256 + ["warm-up"] * 256
     health = await engine.health()
     assert (health.num_adapters, health.num_samplers, health.running_samples) == (0, 0, 0)

@@ -47,9 +47,9 @@ _PROMPT_TOKENS = 8
 _SAMPLE_TOKENS = 16
 """Tokens of the shortest sample: by then the last of the burst has arrived."""
 
-_BATCHES = ((1, 64), (2, 256), (4, 1024), (8, 1024))
+_BATCHES = ((1, 64), (1, 64), (2, 256), (2, 256), (4, 1024), (8, 1024))
 _SMALL_BATCHES = ((1, 32),)
-"""Sequences, and tokens of each."""
+"""Sequences, and tokens of each. What is small comes twice: then it is captured."""
 
 
 def warmed(factory: EngineFactory, is_wanted: bool | None) -> EngineFactory:
