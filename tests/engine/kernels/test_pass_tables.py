@@ -184,6 +184,9 @@ def test_without_gradients_buffers_stay_as_they_are(
     with tables.without_gradients():
         run_once()
         assert all(not grad.any() for grad in batch.grads)
+    # A run that breaks off, for want of memory say, is tried again: its gradients are not lost.
+    with pytest.raises(MemoryError), tables.without_gradients():
+        raise MemoryError
     run_once()
     assert all(grad.any() for grad in batch.grads)
 

@@ -194,8 +194,10 @@ class PassTables:
         """Inside, a backward pass leaves the gradients of adapters as they are."""
         grads = self._grads.clone()
         self._grads.zero_()
-        yield
-        self._grads.copy_(grads)
+        try:
+            yield
+        finally:  # whoever tries again must find them
+            self._grads.copy_(grads)
 
 
 def _tables(
